@@ -1,4 +1,4 @@
-"""The time of each action of a step and, within it, of the attention kernels.
+"""Times each action of a step and, within it, the attention kernels.
 
 On a CPU with one thread the compute time of an action is the thread's own CPU time. It leaves out
 the waits inside collectives, and it stays right when several ranks share a core, where wall time
@@ -21,7 +21,7 @@ import torch
 from lightning_wlb.schedule.actions import Action, Timing
 
 Moment = Any
-"""What the clocks of a device read at one time."""
+"""A reading of a device's clocks, or a CUDA event."""
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:

@@ -1,4 +1,4 @@
-"""How long calls take on a device, the host's share left out.
+"""Times repeated calls on a device, the host's share left out.
 
 On a CPU with one thread that is the thread's own CPU time, so that a busy machine disturbs it
 little; with more threads wall-clock time.
@@ -36,23 +36,23 @@ import torch
 
 FIRST_SLEEP = 2**20
 LONGEST_SLEEP = 2**27
-"""In cycles of a device that has less than two in a nanosecond: half a millisecond, and 67."""
+"""Cycles of the shortest and longest sleep: half a millisecond and 67 ms at 2 GHz, more below."""
 
 INTERVAL = 1e-3
 """Seconds between two events, at least, so that their resolution of a microsecond hardly counts."""
 
 MOST_CALLS = 20
-"""Between two events; some dozens of kernels, of which a queue holds a thousand."""
+"""Most calls between two events: some dozens of kernels, of which a queue holds a thousand."""
 
 
 @dataclass
 class Held:
-    """What :meth:`.CallTimer.held` found out.
+    """How the queueing of work went while :meth:`.CallTimer.held` kept the device from running it.
 
     Attributes:
-        seconds: that the host took to queue the work; 0 where it does the work itself, or waited
-            for the device meanwhile.
-        ahead: whether the device had begun with nothing of it by then, or no sleep is longer.
+        seconds: how long the host took to queue the work; 0 where it does the work itself, or
+            waited for the device meanwhile.
+        ahead: whether the device had not begun by then, or no sleep is longer.
     """
 
     seconds: float = 0.0
@@ -67,11 +67,11 @@ class CallTimer(ABC):
 
     @abstractmethod
     def held(self) -> AbstractContextManager[Held]:
-        """A context, of a :class:`.Held`, in which the host queues work before the device runs."""
+        """A context in which the host queues work before the device runs it."""
 
     @abstractmethod
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Seconds of one of ``times`` calls, and what the last of them returned."""
+        """Mean seconds of ``times`` calls, and what the last of them returned."""
 
     @abstractmethod
     def times(self, seconds: float) -> int:
@@ -108,7 +108,7 @@ class CPUTimer(CallTimer):
         yield Held()
 
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Seconds of one of ``times`` calls, and what the last of them returned."""
+        """Mean seconds of ``times`` calls, and what the last of them returned."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         for _ in range(times):
@@ -144,7 +144,7 @@ class CUDATimer(CallTimer):
             self._cycles *= 2
 
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Seconds of one of ``times`` calls, and what the last of them returned."""
+        """Mean seconds of ``times`` calls, and what the last of them returned."""
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with self.held() as held:

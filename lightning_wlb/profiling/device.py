@@ -66,14 +66,14 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of the whole device."""
+    """Memory of the whole device, or of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_bytes(device: torch.device) -> int:
-    """What nobody uses now of a GPU's memory; of a CPU, which swaps, all there is."""
+    """The part of a GPU's memory that nobody uses now; all of a machine's, which swaps."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return memory_bytes(device)

@@ -1,22 +1,28 @@
-"""Measures this device with the real kernels and layers, and writes what it finds as a profile.
+"""Measures this device with the real kernels and layers, and makes a device profile of it.
 
-* The attention kernel alone, forward and backward, over a grid of queries and keys.
-* Pipeline stages of the reference decoder with one and with three layers over a grid of rows,
-  attention timed apart: the difference is two layers, what is left of one stage its overhead.
-* The output projection with the loss, in the same way.
-* A stream of element-wise work for the memory's bandwidth.
-* Two processes that exchange small and large messages, for the link within a node.
-* Micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
+:func:`measure` makes the profile that ``lightning-wlb profile`` keeps, in one to two minutes on a
+CPU:
+
+* the attention kernel alone, forward and backward, over a grid of queries and keys;
+* pipeline stages of the reference decoder with one and with three layers over a grid of rows,
+  attention timed apart: the difference is two layers, what is left of one stage its overhead;
+* the output projection with the loss, in the same way;
+* a stream of element-wise work for the memory's bandwidth;
+* two processes that exchange small and large messages, for the link within a node;
+* micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
   like those of long-context pretraining (:mod:`lightning_wlb.planning.synthetic_lengths`). The
   median and the worst relative error of their prediction go into the profile (``errors``).
 
-On a CPU with one thread, times are the thread's own CPU time, as in the strategy's stopwatch, so
-that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
-keeps full (:mod:`.timing`). The CUDA branch has not been run by this project yet.
+:func:`measure_quickly` does it for the start of a run, in seconds, at fewer points
+(:func:`.grid_for_seconds`). It holds nothing out of the fit, so there is no error to quote, and
+does not measure the link, since other processes would be needed.
 
-Cost: one to two minutes on a CPU; seconds where a run begins with it (:mod:`.quick`). A profile
-of small layers says little about large ones: profile the layers that will run. Links between nodes
-are not measured; add them by hand.
+On a CPU with one thread, times are the thread's own CPU time, as in the executor's stopwatch, so
+that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
+keeps full (:mod:`.call_timer`). The CUDA branch has not been run by this project yet.
+
+A profile of small layers says little about large ones: profile the layers that will run. Links
+between nodes are not measured; add them by hand.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name, memory_bytes, peak_flops
 from lightning_wlb.profiling.grid import GRIDS, Grid, grid_for_seconds, small_grid
 from lightning_wlb.profiling.link_speed import measure_link
-from lightning_wlb.profiling.measurements import Bench
+from lightning_wlb.profiling.measurements import DeviceBench
 
 
 def measure(
@@ -53,19 +59,19 @@ def measure(
     report: Callable[[str], None] = lambda text: None,
     until: float = inf,
 ) -> Profile:
-    """Measure a device.
+    """Measure a device in full.
 
     Args:
-        config: whose layers and head are run; their number of layers does not matter.
-        name: of the profile.
-        device: to measure.
-        dtype: to compute in.
-        grid: where to measure; by default one for the kind of device.
+        config: the decoder whose layers and head are run; its number of layers does not matter.
+        name: the profile's name.
+        device: the device to measure.
+        dtype: the dtype to compute in.
+        grid: where to measure; by default the grid for the kind of device.
         links: whether to measure the link between two processes of this node. If not, or with one
             GPU, the memory's bandwidth stands in its place, and the profile says so.
         backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
         report: called with what is being measured.
-        until: when to end, by ``time.monotonic``: larger points are left out then. The attention
+        until: when to end, by ``time.monotonic``; larger points are left out then. The attention
             kernel has half of the time.
 
     Raises:
@@ -78,7 +84,7 @@ def measure(
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
     now = time.monotonic()
-    bench = Bench(config, device, dtype, grid, backend, now + (until - now) / 2)
+    bench = DeviceBench(config, device, dtype, grid, backend, now + (until - now) / 2)
     report("attention kernel")
     attention = bench.attention()
     bench.until = until
@@ -158,12 +164,15 @@ def measure_quickly(
     seconds: float = 20.0,
     report: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Measure a device; its link is taken to be as fast as its memory.
+    """Measure a device coarsely; its link is taken to be as fast as its memory.
+
+    How large the points are follows from the speed of a matrix product and from how much of the
+    processor other processes leave. Mostly half of the time given is used.
 
     Args:
-        config: whose layers and head are run.
-        device: to measure.
-        dtype: to compute in.
+        config: the decoder whose layers and head are run.
+        device: the device to measure.
+        dtype: the dtype to compute in.
         backend: of attention.
         seconds: after which no larger point is begun.
         report: called with what is being measured.
@@ -173,7 +182,7 @@ def measure_quickly(
         TimeoutError: the smallest points would take longer.
     """
     begin, own = time.monotonic(), time.process_time()
-    speed = Bench(config, device, dtype, small_grid(32, 32, 32)).best_product()
+    speed = DeviceBench(config, device, dtype, small_grid(32, 32, 32)).best_product()
     share = (time.process_time() - own) / (time.monotonic() - begin)
     if device.type == "cpu" and share < 1:  # its clock leaves out what other processes take
         speed *= share

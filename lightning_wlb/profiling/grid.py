@@ -27,16 +27,16 @@ processors."""
 
 @dataclass(frozen=True)
 class Grid:
-    """Where to measure; a coarser grid for tests, a finer one for patience.
+    """Where to measure; the default is that of a CPU.
 
     Args:
-        queries: of attention segments.
-        keys_per_query: of attention segments.
+        queries: queries of attention segments.
+        keys_per_query: keys of attention segments over their queries.
         pairs: most query-key pairs of a segment; points beyond have a neighbour's rate. On a CPU
-            those of a call, as far as it has several segments.
-        rows: of layers and of the head.
-        repeats: of every measurement, of which the median counts.
-        held_out: micro-batches that the finished profile is judged by.
+            also the most of a call with several segments.
+        rows: rows of layers and of the head.
+        repeats: repetitions of every measurement, of which the median counts.
+        held_out: micro-batches by which the finished profile is judged.
     """
 
     queries: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -57,17 +57,13 @@ GRIDS = {
         repeats=10,
     ),
 }
-"""By kind of device: one to two minutes."""
+"""Grids of a profile that is kept, by kind of device: one to two minutes."""
 
 
 def segment_bytes(shape: ModelShape, width: int, queries: int, keys: int) -> int:
     """Bytes that one segment of a call takes, forward and backward, in the hungriest kernel.
 
-    Args:
-        shape: of the model; all its heads.
-        width: bytes of an element.
-        queries: of the segment.
-        keys: of the segment.
+    ``width`` is the number of bytes of an element.
     """
     layer = shape.each_layer[0]
     # Queries, their gradient, the output and that of the call before, and its gradient; the
@@ -82,14 +78,14 @@ def segment_bytes(shape: ModelShape, width: int, queries: int, keys: int) -> int
 def segments(
     grid: Grid, shape: ModelShape, width: int, queries: int, keys: int, *, cuda: bool, budget: int
 ) -> int:
-    """Segments of the call that measures a point; 0 where it is left out.
+    """Number of equal segments in the call that measures a point; 0 where it is left out.
 
     Args:
-        grid: whose ``pairs`` are the most.
-        shape: of the model.
+        grid: the grid of the point.
+        shape: sizes of the model.
         width: bytes of an element.
-        queries: of each segment.
-        keys: of each segment.
+        queries: queries of each segment.
+        keys: keys of each segment.
         cuda: whether the device is a GPU, which must be kept busy; for a CPU a few do.
         budget: bytes that the call may take.
     """
@@ -105,22 +101,23 @@ def segments(
 
 
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Most rows, and most queries: the largest that there is time for."""
+"""Sizes among which :func:`grid_for_seconds` chooses the most rows and the most queries."""
+
 CALLS = 4
-"""Of everything measured; the first of them warms up."""
+"""Calls of everything that is measured quickly; the first of them warms up."""
 
 
 def grid_for_seconds(shape: ModelShape, speed: float, seconds: float, device_type: str) -> Grid:
     """Where to measure so that attention and layers take two fifths of the time each.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         speed: FLOP/s of a large matrix product; half of it is expected of layers and of attention.
-        seconds: for all of it.
+        seconds: time for the whole measurement.
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        TimeoutError: the smallest would take longer.
+        TimeoutError: the smallest points would take longer.
     """
     least = 32 if device_type == "cpu" else 256
     layer, usable = shape.each_layer[0], 0.4 * seconds * speed / 2 / CALLS  # FLOPs
@@ -161,7 +158,7 @@ def grid_for_seconds(shape: ModelShape, speed: float, seconds: float, device_typ
 
 
 def small_grid(least: int, queries: int, rows: int) -> Grid:
-    """Up to so many queries and rows, from the least."""
+    """A coarse grid from ``least`` up to so many queries and rows, with nothing held out."""
     return Grid(
         queries=_points(least // 2, queries),
         keys_per_query=(1.0, 4.0, 16.0),

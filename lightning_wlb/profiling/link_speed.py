@@ -42,15 +42,15 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | 
 
 
 def link_of_ranks(device: torch.device) -> Link:
-    """The same between all ranks of a run, which are on one node; collective over them.
+    """Latency and bandwidth between all ranks of a run, which are on one node, by all-gather.
 
-    Each may measure a little differently.
+    Collective over the ranks, each of which may measure a little differently.
     """
     return _link(*_seconds(device), dist.get_world_size())
 
 
 def _link(small: float, large: float, ranks: int) -> Link:
-    """From the seconds of either size, between so many ranks."""
+    """The link, from the seconds of a small and of a large message between so many ranks."""
     moved = _of_a_rank(SIZES[1], ranks)
     return Link(
         latency_ns=float(round(small * 1e9)),
@@ -59,7 +59,7 @@ def _link(small: float, large: float, ranks: int) -> Link:
 
 
 def _of_a_rank(size: int, ranks: int) -> int:
-    """Bytes that a rank sends, so that what it receives does not grow with their number."""
+    """Bytes that each rank sends, so that a rank receives as much whatever their number."""
     return max(2 * size // ranks // 4, 1) * 4
 
 
@@ -87,7 +87,7 @@ def _seconds_of_rank(
 
 
 def _seconds(device: torch.device) -> tuple[float, float]:
-    """Seconds of an all-gather of either size, as one of the ranks has them."""
+    """Seconds of a small and of a large all-gather, as this rank measures them."""
     cuda, ranks = device.type == "cuda", dist.get_world_size()
     # A message may take less than the host needs to queue it and to wait for it: several in a row.
     messages = 10 if cuda else 1

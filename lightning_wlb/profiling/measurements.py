@@ -51,29 +51,35 @@ SHORT_DOCUMENT = 32
 """Tokens of the documents that layers are measured on, so that attention hardly counts."""
 
 
-class Stages(NamedTuple):
-    """Seconds [numbers of rows, 2], attention left out."""
+class StageTimes(NamedTuple):
+    """What a stage takes, attention left out.
+
+    Attributes:
+        layer: seconds of a layer, [numbers of rows, 2].
+        head: seconds of the head, [numbers of rows, 2].
+        overhead: of a pass through the stage.
+    """
 
     layer: np.ndarray
     head: np.ndarray
     overhead: ActionOverhead
 
 
-class Bench:
-    """The measurements of one device, dtype and shape of layers.
+class DeviceBench:
+    """Measures the kernel and the layers of one shape and dtype on one device.
 
     Args:
-        config: of the layers.
-        device: to measure.
-        dtype: to compute in.
+        config: the decoder whose layers and head are run.
+        device: the device to measure.
+        dtype: the dtype to compute in.
         grid: where to measure.
-        backend: of attention.
+        backend: the attention backend, see :class:`.VarlenAttention`.
         until: when to end, by ``time.monotonic``: what would begin later is left out, as if there
             were no memory for it, but for the smallest points. Set it anew between two tables.
 
     Attributes:
-        rows: of the grid, those that layers fit into memory with.
-        out_of_memory: points and micro-batches that there was no memory for, against expectation.
+        rows: numbers of rows of the grid with which layers fit into memory.
+        out_of_memory: points and micro-batches for which memory ran out against expectation.
 
     Raises:
         ValueError: layers that do not fit into memory with the fewest rows.
@@ -101,7 +107,7 @@ class Bench:
         self._latency = LatencyModel(profile, config.shape)
 
     def attention(self) -> AttentionTable:
-        """The kernel's table, with this device's tile and call overhead."""
+        """Rates of the attention kernel, with this device's tile and call overhead."""
         shape, queries_axis, ratios = self.config.shape, self.grid.queries, self.grid.keys_per_query
         rates = np.zeros((2, len(queries_axis), len(ratios)))  # of forward and of backward
         call = self._call_overhead()
@@ -132,7 +138,7 @@ class Bench:
         )
 
     def _rate(self, queries: int, keys: int, call: np.ndarray) -> np.ndarray | None:
-        """FLOP/s [2] of segments; None where they are left out, or there is no memory for them."""
+        """FLOP/s [2] of a point's segments; None where it is left out, or memory runs out."""
         shape, width = self.config.shape, self._width
         cuda, budget = self.device.type == "cuda", self._free // 8
         count = segments(self.grid, shape, width, queries, keys, cuda=cuda, budget=budget)
@@ -178,7 +184,7 @@ class Bench:
 
         return self._timer.medians(forward, backward, self.grid.repeats)
 
-    def stages(self) -> Stages:
+    def stages(self) -> StageTimes:
         """Layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
         last = self._stage(layers=0, head=True)
@@ -199,12 +205,12 @@ class Bench:
         head = np.maximum(end - overhead, 0.1 * end)
         forward, backward = (affine(self.rows, part) for part in overhead.T)
         fit = ActionOverhead(ns=(forward[0], backward[0]), row_ns=(forward[1], backward[1]))
-        return Stages(layer, head, fit)
+        return StageTimes(layer, head, fit)
 
-    def element_bytes_per_second(self, stages: Stages) -> float:
-        """Traffic of SwiGLU's gate on large tensors, as the latency model counts it.
+    def element_bytes_per_second(self, stages: StageTimes) -> float:
+        """The memory's bandwidth, by the traffic that the latency model counts for SwiGLU's gate.
 
-        At least what leaves matrix products three quarters of every layer's time.
+        At least so much that matrix products have three quarters of every layer's time.
         """
         rows = self.rows[-1]
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
@@ -214,8 +220,8 @@ class Bench:
         head = self._traffic(self._latency.head_traffic) / (0.75 * stages.head)
         return _rounded([max(measured, layer.max(), head.max())])[0]
 
-    def tables(self, stages: Stages, bandwidth: float) -> tuple[LinearTable, LinearTable]:
-        """Rates of matrix products: FLOPs over what element-wise traffic leaves of the time."""
+    def tables(self, stages: StageTimes, bandwidth: float) -> tuple[LinearTable, LinearTable]:
+        """Rates of matrix products in layers and head: FLOPs over the time without traffic."""
         shape = self.config.shape
         layer_flops = partial(layer_linear_flops, shape.each_layer[0])
         made = []
@@ -237,7 +243,7 @@ class Bench:
         )
 
     def best_product(self) -> float:
-        """FLOP/s of a large matrix product, where there is no data sheet."""
+        """FLOP/s of a large matrix product, the peak where there is no data sheet."""
         size = 8192 if self.device.type == "cuda" else 1024
         a, b = (self._random(size, size) for _ in range(2))
         return _rounded([2 * size**3 / self._seconds(lambda: a @ b)])[0]
@@ -325,7 +331,7 @@ class Bench:
         return np.asarray(np.median(np.array(samples[1:]), axis=0))
 
     def _stage_bytes(self, rows: int) -> int:
-        """What a micro-batch of so many rows takes on the stage of three layers."""
+        """Bytes that a micro-batch of so many rows takes on a stage of three layers."""
         dtype, cuda = str(self.dtype).removeprefix("torch."), self.device.type == "cuda"
         model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
         parts = StageParts(layers=(3,))
@@ -342,7 +348,7 @@ class Bench:
             )
 
     def _if_it_fits(self, measure: Callable[[], Any]) -> Any:
-        """What it returns; None where it runs out of memory."""
+        """The result of ``measure``; None where it runs out of memory."""
         try:
             return measure()
         except Exception as error:

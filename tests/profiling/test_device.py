@@ -1,11 +1,13 @@
-"""What counts as running out of memory."""
+"""What a device is: its peak by the name that it gives itself, and what counts as out of memory."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from lightning_wlb.profiling.device import is_out_of_memory
+from lightning_wlb.profiling.device import is_out_of_memory, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -20,3 +22,58 @@ from lightning_wlb.profiling.device import is_out_of_memory
 )
 def test_what_counts_as_out_of_memory(error: Exception, out: bool) -> None:
     assert is_out_of_memory(error) is out
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def float32_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.filterwarnings("ignore:FLOPs not found")
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA A10G", 125.0),  # Lightning knows it
+        ("NVIDIA Unheard Of", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(
+    name: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak_flops(CUDA, torch.bfloat16)
+    assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_float32_is_on_tensor_cores_only_where_that_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    torch.set_float32_matmul_precision("highest")
+    assert peak_flops(CUDA, torch.float32) == pytest.approx(66.9e12)
+    torch.set_float32_matmul_precision("high")
+    assert peak_flops(CUDA, torch.float32) == pytest.approx(494.7e12)
+    assert peak_flops(CUDA, torch.float16) == 989.4e12
+    assert peak_flops(CUDA, torch.float64) == pytest.approx(66.9e12)
+    assert peak_flops(CUDA, torch.int8) is None
+
+
+def test_a_processor_has_no_data_sheet() -> None:
+    assert peak_flops(torch.device("cpu"), torch.float32) is None

@@ -18,7 +18,7 @@ from lightning_wlb.profiling import measurements as bench
 from lightning_wlb.profiling.call_timer import CPUTimer, Held
 from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.grid import Grid
-from lightning_wlb.profiling.measurements import Bench
+from lightning_wlb.profiling.measurements import DeviceBench
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig.preset("tiny", dim=32, ffn_dim=64, vocab_size=32)
@@ -28,20 +28,20 @@ GRID = Grid(
 )  # fmt: skip
 
 
-def made(grid: Grid = GRID) -> Bench:
-    return Bench(CONFIG, CPU, torch.float32, grid)
+def made(grid: Grid = GRID) -> DeviceBench:
+    return DeviceBench(CONFIG, CPU, torch.float32, grid)
 
 
 def runs_out_beyond(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every kernel take a second for each call, and run out of memory beyond so many keys."""
 
-    def seconds(bench: Bench, segments: Sequence[tuple[int, int]]) -> np.ndarray:
+    def seconds(bench: DeviceBench, segments: Sequence[tuple[int, int]]) -> np.ndarray:
         if segments[0][1] > keys:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return np.array((1.0, 1.0))
 
-    monkeypatch.setattr(Bench, "_kernel_seconds", seconds)
-    monkeypatch.setattr(Bench, "_call_overhead", lambda bench: np.zeros(2))
+    monkeypatch.setattr(DeviceBench, "_kernel_seconds", seconds)
+    monkeypatch.setattr(DeviceBench, "_call_overhead", lambda bench: np.zeros(2))
 
 
 def test_a_point_without_memory_has_the_better_rate_of_its_neighbours(
@@ -101,14 +101,14 @@ def test_any_other_error_of_a_kernel_ends_the_measurement(
 
 
 def test_rows_end_where_layers_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Bench._stage_seconds
+    real = DeviceBench._stage_seconds
 
-    def seconds(bench: Bench, model: torch.nn.Module, lengths: Sequence[int]) -> np.ndarray:
+    def seconds(bench: DeviceBench, model: torch.nn.Module, lengths: Sequence[int]) -> np.ndarray:
         if sum(lengths) > 32:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(bench, model, lengths)
 
-    monkeypatch.setattr(Bench, "_stage_seconds", seconds)
+    monkeypatch.setattr(DeviceBench, "_stage_seconds", seconds)
     found = made()
     stages = found.stages()
     assert found.rows == (16, 32)
