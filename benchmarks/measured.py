@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from benchmarks.activation_count import count_activations
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.heterogeneous.planning.pool import among
 from lightning_wlb.heterogeneous.setup import Dynamic
@@ -72,7 +73,7 @@ class Recorder(L.Callback):
         """Time or count every action from here on."""
         executor = trainer.strategy.executor
         if self.counted:
-            executor.count_activations()
+            self.count = count_activations(executor)
         else:
             executor.measure()
 
@@ -93,7 +94,7 @@ class Recorder(L.Callback):
                 begin=self.begin,
                 wall=time.monotonic() - self.begin,
                 compute=[(str(each.action), each.compute) for each in executor.timings()],
-                held=executor.activations.held_bytes if self.counted else [],
+                held=self.count.held_bytes if self.counted else [],
                 stages=[(part.start, part.stop) for part in executor.pipeline.stages],
                 cpu=time.process_time() - self.cpu,
                 peak_bytes=peak_bytes,

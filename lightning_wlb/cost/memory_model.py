@@ -18,7 +18,7 @@ sums of gradients. They are counted once, at the largest. Kernels under
 ``torch.use_deterministic_algorithms`` take more than is counted.
 
 tests/cost/test_memory_model.py holds the activations to what autograd saves, byte for byte, and
-tests/training/test_activation_count.py whole steps to what the executor counts.
+tests/benchmarks/test_activation_count.py whole steps to what the executor counts.
 
 The caching allocator's fragmentation, the CUDA context and communication buffers are not counted:
 plan with :func:`usable_bytes` of a device. Every call is O(1).

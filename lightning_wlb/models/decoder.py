@@ -43,7 +43,7 @@ class Decoder(nn.Module):
         layers: the decoder layers that the stage holds, keyed by their global number as a string.
         head: the final norm and output projection; None on a stage that another one follows.
         attention_kernel: the kernel that the layers' attention calls; a strategy that measures
-            attention sets its ``timer``.
+            attention sets its ``timer``. None in a model that attends by itself.
         activation_checkpointing: ``"auto"`` if the layers compute again in backward what
             ``micro_batch.recompute`` says; else the one mode that they always have.
     """
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
     embed: nn.Module | None
     layers: nn.ModuleDict
     head: nn.Module | None
-    attention_kernel: VarlenAttention
+    attention_kernel: VarlenAttention | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
 
     def forward(

@@ -74,6 +74,8 @@ class Transformer(Decoder):
     head: Head | None
     activation_checkpointing = "auto"
 
+    attention_kernel: VarlenAttention
+
     def __init__(self, config: TransformerConfig, *, attention_backend: str = "auto") -> None:
         super().__init__()
         self.config = config

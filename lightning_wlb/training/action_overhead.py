@@ -159,7 +159,7 @@ class _Pair:
     def _run(self, stopwatch: Stopwatch) -> None:
         pipeline, messages = self.pipeline, Messages(self.pipeline, {})
         program = pipeline.programs(self.batch.executed, 0)[0]
-        step = Step(self.run, pipeline, NO_GROUPS, self.batch, messages, 1, None, None)
+        step = Step(self.run, pipeline, NO_GROUPS, self.batch, messages, 1)
         with self.buckets.step(program):
             for action in program:
                 with stopwatch.action(action), self.buckets.action(action):

@@ -75,15 +75,15 @@ class StepGuard:
         Args:
             model: the rank's stages.
             mesh: of the run.
-            device: of this rank.
+            device: where this rank's gradients are.
             copies: parameters whose gradient another stage counts in the norm.
-            name_of: how messages call a document.
+            name_of: names a document in messages.
         """
         self._model, self._mesh, self._device = model, mesh, device
         self._copies, self._name_of = copies, name_of
 
     def ran(self, batch: StepBatch, losses: list[float]) -> None:
-        """Forward and backward of a training step have run; ``losses`` are those of all ranks."""
+        """Note that a step's backwards have run, with these losses on the ranks."""
         self._batch, self._losses, self._finite = batch, losses, None
 
     def clip_by_norm(self, parameters: list[nn.Parameter], most: float) -> None:
@@ -171,7 +171,7 @@ class StepGuard:
         )
 
     def _anywhere(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """The names of tensors that are not finite on some rank, of each its first; collective."""
+        """The names of tensors that are not finite, the first few of each rank; collective."""
         own = [name for name, each in tensors if not bool(_local(each).isfinite().all())]
         everyone: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, own[: _SHOWN + 1])

@@ -18,7 +18,7 @@ from operator import or_
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
@@ -30,22 +30,28 @@ from lightning_wlb.distributed.process_groups import (
     gather_from_all_ranks,
 )
 from lightning_wlb.mesh import Rank
-from lightning_wlb.models.compiled_functions import uncompiled
+from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
 from lightning_wlb.supervision.progress import EXCHANGING, PROGRESS, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
-from lightning_wlb.training.activation_count import ActivationCount
 from lightning_wlb.training.messages import Messages, PipelineRank
 from lightning_wlb.training.parameter_hooks import StepParameters
 
 
 @dataclass(frozen=True)
 class StepRuntime:
-    """What a step of one rank runs on; the fields are those of :class:`Executor`, of this step."""
+    """What one step of a rank runs on: on the mesh, or on heterogeneous pipelines.
 
-    model: nn.Module
+    Args:
+        model: the rank's stages.
+        pipeline: the pipeline that the rank is in.
+        groups: the process groups that the model's forward communicates over.
+        parameters: brings the model its parameters and takes their gradients away.
+    """
+
+    model: Decoder
     pipeline: PipelineRank
     groups: ProcessGroups
     parameters: StepParameters
@@ -55,20 +61,24 @@ class Executor:
     """Runs steps on one rank.
 
     Args:
-        model: the rank's stages.
-        pipeline: the pipeline that the rank is in.
+        model: the rank's stages on the mesh.
+        pipeline: the pipeline that the rank is in on the mesh.
         groups: the rank's process groups; each step passes its own to the model's forward.
-        parameters: of the model's parameters and gradients.
+        parameters: the parameters of ``model``.
 
     Attributes:
         heterogeneous: gives what a step runs on whose plan has pipelines of its own; None: such
             a plan is refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
+        losses: of every rank in the last step; 0 where a rank computes none, or the same as
+            another.
+        step_type: what runs a step's actions.
+        step_parameters: the parameters of the last step.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Decoder,
         pipeline: PipelineRank,
         groups: MeshGroups,
         parameters: StepParameters,
@@ -78,15 +88,14 @@ class Executor:
         self.groups = groups
         self.parameters = parameters
         self.heterogeneous: Callable[[StepPlan], StepRuntime] | None = None
-        self._step_parameters: StepParameters = parameters
+        self.step_parameters: StepParameters = parameters
         self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
-        self.activations: ActivationCount | None = None
-        self._agreed: int | None = None
-        # Of the last step, while it has not been read: the step, and what each rank has told.
-        self._told: tuple[StepBatch, Tensor] | None = None
-        # Of every rank in the last step; 0 where a rank computes none, or the same as another.
+        self.step_type: type[Step] = Step
         self.losses: list[float] = []
+        self._agreed: int | None = None  # digest of the next plan, which all ranks hold
+        # The last step and what each rank has told at its end, until that is read.
+        self._told: tuple[StepBatch, Tensor] | None = None
 
     def begin(self, reduce_dtype: torch.dtype) -> None:
         """Begin a run, whose tensor- and context-parallel sums have this dtype.
@@ -105,16 +114,6 @@ class Executor:
     def timings(self) -> list[Timing]:
         """Timings of the last step; empty unless :meth:`measure` was called before it."""
         return self.stopwatch.timings() if self.stopwatch is not None else []
-
-    def count_activations(self) -> ActivationCount:
-        """Count what is held between forward and backward from the next step on.
-
-        Slows every operation down, and runs compiled blocks uncompiled, which save more: not in
-        steps whose times matter.
-        """
-        if self.activations is None:
-            self.activations = ActivationCount()
-        return self.activations
 
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
         """One step of this rank: all forwards and, where gradients are enabled, all backwards.
@@ -138,8 +137,8 @@ class Executor:
         training = torch.is_grad_enabled()
         PROGRESS.begin_step(batch)
         self._check_agreement(batch)
-        here = self._surroundings(batch.plan)
-        pipeline, parameters = here.pipeline, here.parameters
+        runtime = self._runtime(batch.plan)
+        pipeline = runtime.pipeline
         programs = pipeline.programs(batch.executed, batch.replica)
         if not training:
             programs = {
@@ -148,39 +147,29 @@ class Executor:
             }
         place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
         messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
-        step = Step(
-            here.model,
+        step = self.step_type(
+            runtime.model,
             pipeline,
-            here.groups,
+            runtime.groups,
             batch,
             messages,
             denominator,
             self.stopwatch,
-            self.activations,
         )
         if self.stopwatch is not None:
-            kernel = getattr(here.model, "attention_kernel", None)
-            if kernel is not None:  # each strategy's model has its own
+            kernel = runtime.model.attention_kernel  # heterogeneous pipelines have their own
+            if kernel is not None:
                 kernel.timer = self.stopwatch
             self.stopwatch.begin_step()
-        if self.activations is not None:
-            self.activations.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        self._step_parameters = parameters
-        # What is counted in forward must be what a recomputation in backward saves again.
-        eager = uncompiled() if self.activations else nullcontext()
-        gathered = parameters.step(programs[place], shared)
-        with eager, reducing_in(self.reduce_dtype), gathered:
-            if self.activations is not None:
-                parameters.wait()  # parameters are no activations
+        self.step_parameters = runtime.parameters
+        with reducing_in(self.reduce_dtype), runtime.parameters.step(programs[place], shared):
             for action in programs[place]:
                 PROGRESS.note(RUNNING, action)
-                with parameters.action(action):
+                with runtime.parameters.action(action):
                     step.run(action)
             messages.finish()
-        if self.activations is not None:
-            self.activations.sample()
         PROGRESS.note(EXCHANGING, "the exchange that ends it")
         loss = self._total_loss(step.loss, pipeline.rank, batch, denominator)
         PROGRESS.note(REDUCING, "its reduction" if training else "its end")
@@ -189,15 +178,15 @@ class Executor:
         return loss
 
     def finish(self) -> None:
-        """Wait for the gradients of the last step and set ``.grad`` of the parameters at rest."""
-        self._step_parameters.finish()
+        """Wait for the gradients of the last step and set ``.grad`` of the sharded parameters."""
+        self.step_parameters.finish()
 
     @property
     def left_mesh(self) -> bool:
-        """Whether the last step did not run on the mesh: tied copies then have whole gradients."""
-        return self._step_parameters is not self.parameters
+        """Whether the last step ran on heterogeneous pipelines, which add tied gradients up."""
+        return self.step_parameters is not self.parameters
 
-    def _surroundings(self, plan: StepPlan) -> StepRuntime:
+    def _runtime(self, plan: StepPlan) -> StepRuntime:
         if not plan.schemes:
             groups = self.groups.of_step(plan)
             return StepRuntime(self.model, self.pipeline, groups, self.parameters)
@@ -224,7 +213,7 @@ class Executor:
         self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
 
     def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
-        """Sum the loss over ranks; the next plan's digest and a notice travel along."""
+        """Sum the loss over ranks, and gather the next plans' digests and the ranks' notices."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64)
@@ -252,21 +241,26 @@ class Executor:
 class Step:
     """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
 
-    Arguments are as for :class:`Executor` and its ``run``. A stopwatch times every action, and the
-    activations that are held after it are counted, where the two are given.
+    Args:
+        model: the rank's stages.
+        pipeline: the pipeline that the rank is in.
+        groups: the process groups that the model's forward communicates over.
+        batch: this rank's part of the step.
+        messages: to and from the neighbours in the pipeline.
+        denominator: what the summed loss of all ranks is divided by, in tokens.
+        stopwatch: times every action; None: nothing is timed.
 
     Attributes:
         loss: sum of this rank's token losses, 0-dim, in at least float32.
     """
 
-    model: nn.Module
+    model: Decoder
     pipeline: PipelineRank
     groups: ProcessGroups
     batch: StepBatch
     messages: Messages
     denominator: int
-    stopwatch: Stopwatch | None
-    activations: ActivationCount | None
+    stopwatch: Stopwatch | None = None
 
     def __post_init__(self) -> None:
         self.cache = KeyValueCache()
@@ -278,16 +272,7 @@ class Step:
 
     def run(self, action: Action) -> None:
         """Run one action, its receive before it and its send after it."""
-        if action.kind == FORWARD:
-            with self.activations or nullcontext():
-                self._forward(action)
-        else:
-            self._backward(action)
-        if self.activations is not None:
-            # What a backward leaves for other micro-batches and ranks: the gradients of earlier
-            # slices' keys, and those that have been sent.
-            self.activations.add([*self.messages.held, *self.cache.gradients])
-            self.activations.sample()
+        (self._forward if action.kind == FORWARD else self._backward)(action)
 
     def _forward(self, action: Action) -> None:
         micro_batch = self.batch.micro_batches[action.micro_batch]

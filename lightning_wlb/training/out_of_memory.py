@@ -86,28 +86,17 @@ def note(
     program = pipeline.programs(batch.executed, batch.replica)[place]
     count = most_open(program, pipeline.rank.mesh.virtual_stages)
     parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
-    number = len(units.forward)
 
     def needed_by(each: MicroBatch) -> int:
-        return model.rank_bytes(parts, count, each.rows, number, each.recompute)
+        return model.rank_bytes(parts, count, each.rows, len(units.forward), each.recompute)
 
     longest = max(units.forward, key=needed_by)
     held = needed_by(longest)
+    choices = dict(_by_micro_batch(batch, longest, model, parts, count))
+    if not schemes:  # whose steps do not depend on the mesh
+        choices |= _by_mesh(longest, model, parts, count, len(units.forward))
     less = sorted(
-        (
-            (held - needed, option)
-            for option, needed in _options(
-                model,
-                parts,
-                count,
-                longest,
-                number,
-                units.tokens_of(longest),
-                batch.plan.nominal_tokens // batch.plan.micro_batches,
-                bool(schemes),
-            )
-            if needed < held
-        ),
+        ((held - needed, option) for option, needed in choices.items() if needed < held),
         reverse=True,
     )
     options = [f"{option}: {_megabytes(saved)} less" for saved, option in less]
@@ -124,54 +113,48 @@ def note(
     )
 
 
-def _options(
-    model: MemoryModel,
-    parts: StageParts,
-    count: int,
-    longest: MicroBatch,
-    micro_batches: int,
-    tokens: int,
-    window: int,
-    elsewhere: bool,
+def _by_micro_batch(
+    batch: StepBatch, longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int
 ) -> Iterator[tuple[str, int]]:
-    """Options and the bytes that this rank needs with each; some need more than without.
-
-    Other sizes of the mesh do not change a step ``elsewhere``.
-    """
-    rows, recompute = longest.rows, longest.recompute
+    """Options of the micro-batches, and the bytes that this rank needs with each."""
+    number, tensor = len(batch.units.forward), model.mesh.tensor
     for mode in get_args(Recompute):
         yield (
             f"activation_checkpointing={mode!r}",
-            model.rank_bytes(parts, count, rows, micro_batches, mode),
+            model.rank_bytes(parts, count, longest.rows, number, mode),
         )
-    mesh, unit = model.mesh, model.mesh.tensor
+    tokens = batch.units.tokens_of(longest)
+    window = batch.plan.nominal_tokens // batch.plan.micro_batches
     if tokens > window:
-        shorter = -(-rows * window // tokens // unit) * unit
-        yield f"cap={window}", model.rank_bytes(parts, count, shorter, micro_batches, recompute)
-    if elsewhere:
-        return
-    # On as many devices where the data-parallel ranks can be halved, else on twice as many.
+        rows = -(-longest.rows * window // tokens // tensor) * tensor
+        yield f"cap={window}", model.rank_bytes(parts, count, rows, number, longest.recompute)
+
+
+def _by_mesh(
+    longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int, number: int
+) -> Iterator[tuple[str, int]]:
+    """Sizes of the mesh, and the bytes that this rank needs with each of ``number`` micro-batches.
+
+    They take as many devices where the data-parallel ranks can be halved, else twice as many.
+    """
+    mesh, rows, recompute = model.mesh, longest.rows, longest.recompute
     data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
-    wider = replace(model, mesh=replace(mesh, data=data, context=2 * mesh.context))
+
+    def needed(rows: int, parts: StageParts = parts, count: int = count, **sizes: int) -> int:
+        other = replace(model, mesh=replace(mesh, data=data, **sizes))
+        padded = -(-rows // other.mesh.tensor) * other.mesh.tensor
+        return other.rank_bytes(parts, count, padded, number, recompute)
+
     yield (
         f"context_parallel_size={2 * mesh.context}",
-        wider.rank_bytes(parts, count, -(-rows // 2 // unit) * unit, micro_batches, recompute),
+        needed(-(-rows // 2), context=2 * mesh.context),
     )
-    if all(size % (2 * unit) == 0 for _, size in model.shape.split_sizes):
-        split = replace(model, mesh=replace(mesh, data=data, tensor=2 * unit))
-        padded = -(-rows // (2 * unit)) * 2 * unit
-        yield (
-            f"tensor_parallel_size={2 * unit}",
-            split.rank_bytes(parts, count, padded, micro_batches, recompute),
-        )
+    if all(size % (2 * mesh.tensor) == 0 for _, size in model.shape.split_sizes):
+        yield f"tensor_parallel_size={2 * mesh.tensor}", needed(rows, tensor=2 * mesh.tensor)
     if sum(parts.layers) > 1:
-        deeper = replace(model, mesh=replace(mesh, data=data, pipeline=2 * mesh.pipeline))
         half = replace(parts, layers=tuple(-(-each // 2) for each in parts.layers))
-        twice = min(2 * count, micro_batches)
-        yield (
-            f"pipeline_parallel_size={2 * mesh.pipeline}",
-            deeper.rank_bytes(half, twice, rows, micro_batches, recompute),
-        )
+        deeper = needed(rows, half, min(2 * count, number), pipeline=2 * mesh.pipeline)
+        yield f"pipeline_parallel_size={2 * mesh.pipeline}", deeper
 
 
 def _megabytes(count: int) -> str:

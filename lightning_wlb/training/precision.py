@@ -1,4 +1,4 @@
-"""Precision without autocast: in which dtypes parameters rest, a step computes, and sums are made.
+"""Precision without autocast: the dtypes of sharded parameters, of a step, and of its sums.
 
 ==============  ================  ============  ==========  =========
 precision       parameters        compute       gradients   reduction
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,22 +28,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-
-class Guard(Protocol):
-    """What is done between the gradients of a step and its optimizer; see :mod:`.nonfinite`."""
-
-    def clip_by_norm(self, parameters: list[torch.nn.Parameter], most: float) -> None:
-        """Scale gradients so that their norm over all ranks is at most ``most``."""
-
-    def clip_by_value(self, parameters: list[torch.nn.Parameter], most: float) -> None:
-        """Bound every gradient to ``[-most, most]``."""
-
-    def accepts(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Whether the optimizer may take its step; the same on every rank."""
+from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 
 
 _DTYPES = {
-    # name: (initialise, at rest, compute)
+    # name: (initialise, sharded parameters, compute)
     "32-true": (torch.float32, torch.float32, torch.float32),
     "64-true": (torch.float64, torch.float64, torch.float64),
     "bf16-true": (torch.float32, torch.bfloat16, torch.bfloat16),
@@ -52,7 +41,7 @@ _DTYPES = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As the cost model calls it, such as ``"bfloat16"``."""
+    """The name that the cost model gives a dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -74,11 +63,11 @@ class WLBPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]  # checked above
         self.initial_dtype, self.parameter_dtype, self.compute_dtype = _DTYPES[precision]
-        self.guard: Guard | None = None  # the strategy sets it
+        self.guard: StepGuard | None = None  # the strategy sets it
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What gradients accumulate and are reduced in."""
+        """The dtype in which gradients accumulate and are reduced."""
         return torch.promote_types(self.compute_dtype, torch.float32)
 
     @contextmanager

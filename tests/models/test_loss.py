@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.activation_count import ActivationCount
 from lightning_wlb.models import loss as module
 from lightning_wlb.models.loss import (
     log_sum_exp,
@@ -11,7 +12,6 @@ from lightning_wlb.models.loss import (
     slope_at_once,
     token_loss,
 )
-from lightning_wlb.training.activation_count import ActivationCount
 from tests.oracle import relative_error
 from tests.ranks import run_ranks
 

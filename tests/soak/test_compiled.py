@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch._dynamo.utils import counters
 
+from benchmarks.activation_count import count_activations
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import (
@@ -53,7 +54,7 @@ def run(rank: int, mesh: tuple[int, ...], case: Case, counting: bool) -> dict[st
     strategy = WLBStrategy(*mesh)
     runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder], **OPTIONS)
     if counting:
-        recorder.on_train_start = lambda *_: strategy.executor.count_activations()
+        recorder.on_train_start = lambda *_: count_activations(strategy.executor)
     runner.fit(module(case, compile=True), data(case))
     return recorder.record() | {"graphs": recorder.graphs}
 

@@ -133,7 +133,7 @@ def run_step(
         dtype=torch.float64,
         device=DEVICE,
     )
-    step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1, None, None)
+    step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1)
     program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
     for action in program:
         step.run(action)

@@ -74,6 +74,8 @@ class HuggingFaceDecoder(Decoder):
     head: FamilyHead | None
     activation_checkpointing = "auto"
 
+    attention_kernel: VarlenAttention
+
     def __init__(
         self,
         config: Any,

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+from benchmarks.activation_count import ActivationCount
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.models import loss
 from lightning_wlb.models.huggingface.attention import Running, during
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.training.activation_count import ActivationCount
 from tests.models.huggingface.configs import tiny
 
 

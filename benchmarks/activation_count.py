@@ -1,17 +1,24 @@
-"""The bytes of activations that a step holds, from its forwards until their backwards.
+"""Counts the bytes of activations that a step holds, from its forwards until their backwards.
 
-Cost: every torch operation of a forward becomes slower, so not in steps whose times matter.
+Cost: every torch operation of a forward becomes slower, and compiled blocks run uncompiled, so not
+in steps whose times matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.models.compiled_functions import uncompiled
+from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.training.executor import Executor, Step
 
 
 class ActivationCount(TorchDispatchMode):
@@ -61,6 +68,34 @@ class ActivationCount(TorchDispatchMode):
         given = {_key(each) for each in _tensors((args, kwargs))}
         self.add(each for each in _tensors(result) if _key(each) not in given)
         return result
+
+
+def count_activations(executor: Executor) -> ActivationCount:
+    """Count what each step of a rank holds, from the next one on."""
+    count, run = ActivationCount(), executor.run
+
+    class CountedStep(Step):
+        def run(self, action: Action) -> None:
+            if not count.held_bytes:
+                executor.step_parameters.wait()  # parameters are no activations
+            with count if action.kind == FORWARD else nullcontext():
+                super().run(action)
+            # What a backward leaves for other micro-batches and ranks: the gradients of earlier
+            # slices' keys, and those that have been sent.
+            count.add([*self.messages.held, *self.cache.gradients])
+            count.sample()
+
+    def counted(batch: StepBatch, denominator: int) -> Tensor:
+        count.begin_step()
+        # What is counted in forward must be what a recomputation in backward saves again.
+        with uncompiled():
+            loss = run(batch, denominator)
+        count.sample()
+        return loss
+
+    executor.step_type = CountedStep
+    executor.run = counted  # type: ignore[method-assign]
+    return count
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The executor's count of activations: against sums by hand, and over whole steps."""
+"""The count of activations: against sums by hand, and over whole steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 
+from benchmarks.activation_count import ActivationCount, count_activations
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training.activation_count import ActivationCount
 from tests.device import BACKEND
 from tests.ranks import run_ranks
 from tests.strategy.changed_plans import changed_data
@@ -88,12 +88,10 @@ class Held(L.Callback):
         self.forwards: list[int] = []
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        executor = trainer.strategy.executor
-        assert executor.count_activations() is executor.count_activations()
+        self.count = count_activations(trainer.strategy.executor)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        executor = trainer.strategy.executor
-        self.steps.append(executor.activations.held_bytes)
+        self.steps.append(self.count.held_bytes)
         self.forwards.append(len(batch.micro_batches))
 
 
@@ -132,7 +130,7 @@ class Compared(L.Callback):
         self.modes: set[str] = set()
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        trainer.strategy.executor.count_activations()
+        self.count = count_activations(trainer.strategy.executor)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         executor = trainer.strategy.executor
@@ -144,7 +142,7 @@ class Compared(L.Callback):
         rank = executor.pipeline.rank.pipeline
         held = simulation.held_bytes[rank]
         constant = simulation.memory[rank][0][1]
-        counted = executor.activations.held_bytes
+        counted = self.count.held_bytes
         program = predicted.programs[0][rank]
         for action, expected, found in zip(program, held, counted[:-1], strict=True):
             if action.kind == "F":  # a backward is counted when it has freed its own
