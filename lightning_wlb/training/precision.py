@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 
-
 _DTYPES = {
     # name: (initialise, sharded parameters, compute)
     "32-true": (torch.float32, torch.float32, torch.float32),
