@@ -51,8 +51,8 @@ _STALE_SECONDS = 3600
 """A folder in ``.partial`` to which nothing was written for so long belongs to a dead save."""
 _LATE_SECONDS = 10
 """How long a network file system may take to show what another node has written."""
-_OURS = re.compile(r"manifest\.json|meta\.pt|\.metadata|__\d+_\d+\.distcp")
-_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
+_CHECKPOINT_FILES = re.compile(r"manifest\.json|meta\.pt|\.metadata|__\d+_\d+\.distcp")
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of the Linux headers
 
 
 def reached(point: str) -> None:
@@ -60,13 +60,13 @@ def reached(point: str) -> None:
     rank_zero_debug(f"save: {point}")
 
 
-def replaced_by(path: Path) -> Path:
+def old_folder(path: Path) -> Path:
     """Where the folder that is replaced at ``path`` lies between two renames."""
     return path.parent / _REPLACED / path.name
 
 
 @dataclass(frozen=True)
-class Aside:
+class PartialFolder:
     """A folder that is being written."""
 
     path: Path  # its final name
@@ -74,7 +74,7 @@ class Aside:
     save: str  # identifies the save; part of the folder's name, so no two saves share a folder
 
 
-def begin(path: Path, kind: str) -> Aside:
+def begin(path: Path, kind: str) -> PartialFolder:
     """Make an empty folder, to be filled and given to :func:`finish` or :func:`discard`.
 
     Args:
@@ -86,7 +86,7 @@ def begin(path: Path, kind: str) -> Aside:
     """
     refuse_foreign(path, kind)
     save = uuid.uuid4().hex
-    aside = Aside(path, path.parent / _ASIDE / f"{path.name}-{save}", save)
+    aside = PartialFolder(path, path.parent / _ASIDE / f"{path.name}-{save}", save)
     make_folder(aside.folder)
     _remove_leftovers(aside.folder)
     reached("begun")
@@ -110,7 +110,7 @@ def refuse_foreign(path: Path, kind: str) -> None:
     except (OSError, ValueError):  # damaged
         was_checkpoint = manifest.NAME in names or {"meta.pt", ".metadata"} <= names
         known = kind == manifest.CHECKPOINT and was_checkpoint
-        own = {name for name in names if known and _OURS.fullmatch(name)}
+        own = {name for name in names if known and _CHECKPOINT_FILES.fullmatch(name)}
     foreign = sorted(names - own)
     if foreign:
         raise ValueError(
@@ -120,7 +120,7 @@ def refuse_foreign(path: Path, kind: str) -> None:
         )
 
 
-def finish(aside: Aside) -> None:
+def finish(aside: PartialFolder) -> None:
     """Give a folder its final name, and only then delete the folder that bore the name.
 
     If this raises, both folders are where they were.
@@ -134,7 +134,7 @@ def finish(aside: Aside) -> None:
             undo.callback(_exchange, aside.folder, path)
             replaced = aside.folder
         else:
-            replaced = replaced_by(path)
+            replaced = old_folder(path)
             _delete(replaced)
             make_folder(replaced.parent)
             path.rename(replaced)
@@ -150,12 +150,12 @@ def finish(aside: Aside) -> None:
     with suppress(OSError):  # the save is done: what cannot be removed stays
         if replaced is not None:
             _delete(replaced)
-        _delete(replaced_by(path))  # of a save that died between two renames
+        _delete(old_folder(path))  # of a save that died between two renames
     _tidy(path)
     reached("removed")
 
 
-def discard(aside: Aside) -> None:
+def discard(aside: PartialFolder) -> None:
     """Remove a folder that does not become whole."""
     shutil.rmtree(aside.folder, ignore_errors=True)
     _tidy(aside.path)
@@ -215,7 +215,7 @@ def _exchange(one: Path, other: Path) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
-    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):

@@ -45,7 +45,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     A link to another one of them is left out.
     """
     found: dict[Path, Path] = {}
-    for place in (folder, atomic_folders.replaced_by(folder / "any").parent):
+    for place in (folder, atomic_folders.old_folder(folder / "any").parent):
         for path in sorted(place.glob(pattern), key=Path.is_symlink):
             if is_checkpoint(path):
                 found.setdefault(path.resolve(), path)

@@ -139,7 +139,7 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
 
 def _find(path: Path) -> Path:
     """The folder to read: ``path``, or the one that a save which died was about to replace."""
-    replaced = atomic_folders.replaced_by(path)
+    replaced = atomic_folders.old_folder(path)
     if not path.exists() and (replaced / REST).is_file():
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"

@@ -100,14 +100,16 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         raise
 
 
-def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.Aside) -> File:
+def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
     return file.entry
 
 
 def _finish(
-    aside: atomic_folders.Aside, everyone: Sequence[tuple[str, Mapping[str, File]]], step: int
+    aside: atomic_folders.PartialFolder,
+    everyone: Sequence[tuple[str, Mapping[str, File]]],
+    step: int,
 ) -> None:
     """On rank 0: list the files of ``everyone`` (a rank's host and files) and name the folder."""
     listed: dict[str, File] = {}

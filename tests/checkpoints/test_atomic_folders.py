@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.atomic_folders import Aside
+from lightning_wlb.checkpoints.atomic_folders import PartialFolder
 from tests.checkpoints.strangers import load, save
 
 
-def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> Aside:
+def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> PartialFolder:
     aside = atomic_folders.begin(path, kind)
     (aside.folder / "__0_0.distcp").write_text(text)
     files = manifest.synchronised(aside.folder)

@@ -120,8 +120,8 @@ def one_rank(rank: int, folder: Path) -> dict:
     results[(1, 2, 1, 1), TIED, one] = resume(one, TIED, path)
     # A save that dies between two renames leaves the checkpoint that it replaces in `.old`.
     path = folder / name_of((1, 1, 2, 1), UNTIED) / "mine.ckpt"
-    atomic_folders.replaced_by(path).parent.mkdir()
-    path.rename(atomic_folders.replaced_by(path))
+    atomic_folders.old_folder(path).parent.mkdir()
+    path.rename(atomic_folders.old_folder(path))
     with pytest.warns(UserWarning, match=r"mine.ckpt is missing: .* Reading .*\.old.mine.ckpt"):
         results[(1, 1, 2, 1), UNTIED, one] = resume(one, UNTIED, path)
     # And from one process to two stages.
