@@ -8,13 +8,13 @@ How a model of transformers becomes a pipeline stage that is trained, step by st
 1. **The config** (``config_and_shape``): a folder, a file, a hub name or fields become a config.
    The planner gets the sizes that it counts with from a model without memory that two tokens run
    through. ``module`` keeps both: ``HuggingFaceModule``, the LightningModule that a user makes.
-2. **What cannot be exact is refused** (``families``): dropout, layers that do not attend, masks of a
-   family's own, quantised weights.
+2. **What cannot be exact is refused** (``families``): dropout, layers that do not attend, a
+   family's own masks, quantised weights.
 3. **The model is built without memory and taken apart** (``model_parts``): embedding, layers and
    head become the three parts of a ``Decoder``, and stand-ins take their places in the family's
    code. With ``lora`` peft puts its modules in before (``lora``).
-4. **A stage runs the family's own forward** (``decoder``) on packed rows, through the stage's layers
-   only. The parts of other stages are removed by the strategy, as from any ``Decoder``.
+4. **A stage runs the family's own forward** (``decoder``) on packed rows, through the stage's
+   layers only. The parts of other stages are removed by the strategy, as from any ``Decoder``.
 5. **Attention** (``attention``): the family's modules call ours by its name in the config. It finds
    the micro-batch of the running forward in a context variable, and calls the package's kernels.
 6. **Tensor parallelism** (``tensor_parallel``): by the plan in the family's config parameters are
