@@ -61,10 +61,7 @@ def check_lengths(
 ) -> None:
     """Refuse a store without documents, documents without tokens and lengths of another type.
 
-    Args:
-        lengths: tokens of every document.
-        store: how the error calls the store.
-        remedy: what to do about empty documents.
+    ``store`` is how the error calls the store, ``remedy`` what to do about empty documents.
 
     Raises:
         ValueError: naming the first empty document or the type, and the remedy.
@@ -87,14 +84,9 @@ def check_tokens(
     document: int,
     start: int,
 ) -> None:
-    """Refuse tokens outside a vocabulary.
+    """Refuse tokens outside ``[0, vocab_size)``, or below 0 where the vocabulary is not known.
 
-    Args:
-        tokens: of a range of a document.
-        vocab_size: they must be in ``[0, vocab_size)``; None: at least 0.
-        store: that they come from.
-        document: its number there.
-        start: where the range starts in the document.
+    The tokens are those of the store's document from position ``start`` on.
 
     Raises:
         ValueError: naming the first token outside, its position and the vocabulary.
@@ -119,12 +111,8 @@ def labels_as_mask(
 ) -> npt.NDArray[np.bool_]:
     """Which tokens may be targets, from a range of labels as Hugging Face's models take them.
 
-    Args:
-        labels: of each token itself, or ``-100`` where it may not be a target.
-        tokens: of the same range.
-        named: how errors call the document.
-        start: where the range starts in it.
-        remedy: what to do about labels of another kind.
+    A label is the token itself, or ``-100`` where it may not be a target. Errors call the document
+    as ``named`` says, and count positions from ``start``.
 
     Raises:
         ValueError: a label that is neither ``-100`` nor the token.
@@ -147,11 +135,43 @@ def name_of(store: DocumentStore, document: int) -> str:
     return f"document {document} of {store!r}" if own is None else str(own(document))
 
 
-class DocumentSubset:
+class RenumberedDocuments(ABC):
+    """Documents of other stores under numbers of their own."""
+
+    lengths: npt.NDArray[np.int64]
+
+    @abstractmethod
+    def _find(self, document: int) -> tuple[DocumentStore, int]:
+        """The store that holds a document, and the document's number there."""
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
+        store, own = self._find(document)
+        return store.read(own, start, stop)
+
+    def targets(self, document: int, start: int, stop: int) -> int:
+        """How many tokens of ``[start, stop)`` have a target."""
+        store, own = self._find(document)
+        return store.targets(own, start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Whether each token of ``[start, stop)`` may be a target."""
+        store, own = self._find(document)
+        return store.mask(own, start, stop)
+
+    def name_of(self, document: int) -> str:
+        """How errors call a document: as its own store does."""
+        return name_of(*self._find(document))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class DocumentSubset(RenumberedDocuments):
     """Some documents of another store, renumbered from 0 in the order given.
 
     Args:
-        store: the store that holds the tokens.
+        store: holds the tokens.
         numbers: documents of ``store``; an array of int32 is kept, not copied.
 
     Cost: 12 bytes for each document of the subset.
@@ -161,50 +181,30 @@ class DocumentSubset:
     """
 
     def __init__(self, store: DocumentStore, numbers: Sequence[int] | npt.NDArray[Any]) -> None:
-        self.store = store
-        self.numbers = _document_numbers(numbers, len(store.lengths))
-        self.lengths: npt.NDArray[np.int64] = np.asarray(store.lengths)[self.numbers]
+        array = integers(
+            "DocumentSubset: numbers",
+            numbers,
+            "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
+        )
+        documents = len(store.lengths)
+        # A negative number would count from the end, and read another document than its length's.
+        if len(array) and (int(array.min()) < 0 or int(array.max()) >= documents):
+            outside = array[(array < 0) | (array >= documents)]
+            raise ValueError(
+                f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents"
+                f" are 0 to {documents - 1}. Choose from these."
+            )
+        small = np.int32 if documents <= np.iinfo(np.int32).max else np.int64
+        self.store, self.vocab_size = store, store.vocab_size
+        self.numbers = array.astype(small, copy=False)
+        self.lengths = np.asarray(store.lengths)[self.numbers]
         check_lengths(self.lengths, "DocumentSubset")
-        self.vocab_size = store.vocab_size
 
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
-        return self.store.read(int(self.numbers[document]), start, stop)
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        return self.store.targets(int(self.numbers[document]), start, stop)
-
-    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Whether each token of ``[start, stop)`` may be a target."""
-        return self.store.mask(int(self.numbers[document]), start, stop)
-
-    def name_of(self, document: int) -> str:
-        """How errors call a document: as the whole store does."""
-        return name_of(self.store, int(self.numbers[document]))
-
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def _find(self, document: int) -> tuple[DocumentStore, int]:
+        return self.store, int(self.numbers[document])
 
     def __repr__(self) -> str:
         return f"DocumentSubset({len(self)} documents of {self.store!r})"
-
-
-def _document_numbers(numbers: Any, documents: int) -> npt.NDArray[Any]:
-    array = integers(
-        "DocumentSubset: numbers",
-        numbers,
-        "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
-    )
-    # A negative number would count from the end, and read another document than its length's.
-    if len(array) and (int(array.min()) < 0 or int(array.max()) >= documents):
-        outside = array[(array < 0) | (array >= documents)]
-        raise ValueError(
-            f"DocumentSubset: document {int(outside[0])} is not in the store, whose documents are 0"
-            f" to {documents - 1}. Choose from these."
-        )
-    small = np.int32 if documents <= np.iinfo(np.int32).max else np.int64
-    return array.astype(small, copy=False)
 
 
 def integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
@@ -220,9 +220,7 @@ Array = npt.NDArray[Any]
 
 
 class MappedDocuments(ABC):
-    """Documents in files.
-
-    A subclass finds the files and the lengths, and then calls this constructor.
+    """Documents in files. A subclass finds the files and the lengths, and calls this constructor.
 
     Args:
         name: how errors call the store.

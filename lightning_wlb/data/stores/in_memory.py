@@ -8,7 +8,7 @@ look-ups in a cumulative sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,15 @@ class InMemoryDocuments:
                     "InMemoryDocuments: masks and labels were given, and both say which tokens may"
                     " be targets. Give one of them."
                 )
-            masks = _masks_of(labels, arrays)
-        self._mask = None if masks is None else _flat_mask(masks, self.lengths)
+            masks = [
+                None if given is None else _mask_of_labels(number, given, arrays[number])
+                for number, given in _for_each(labels, arrays, "sequences of labels")
+            ]
+        self._mask: npt.NDArray[np.bool_] | None = None
+        if masks is not None:
+            given_masks = _for_each(masks, arrays, "masks")
+            flat = [_mask(number, each, arrays[number]) for number, each in given_masks]
+            self._mask = np.concatenate(flat)
         # _allowed[i]: tokens before i (over the whole store) that may be targets.
         self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
 
@@ -101,50 +108,42 @@ class InMemoryDocuments:
         )
 
 
-def _masks_of(
-    labels: Sequence[Any], tokens: list[npt.NDArray[np.int64]]
-) -> list[npt.NDArray[np.bool_] | None]:
-    """The masks of documents in memory, from their labels."""
+def _for_each(
+    given: Sequence[Any], tokens: list[npt.NDArray[np.int64]], what: str
+) -> Iterable[tuple[int, Any]]:
+    """What is given for each document, with the document's number."""
+    if len(given) != len(tokens):
+        raise ValueError(
+            f"InMemoryDocuments: {len(given)} {what} for {len(tokens)} documents. Give one (or"
+            " None) for each document."
+        )
+    return enumerate(given)
+
+
+def _mask_of_labels(
+    number: int, given: Any, tokens: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    named = f"InMemoryDocuments: document {number}"
+    labels = integers(f"{named}: labels", given, "Give one integer for each token.")
     if len(labels) != len(tokens):
         raise ValueError(
-            f"InMemoryDocuments: {len(labels)} sequences of labels for {len(tokens)} documents."
-            " Give one (or None) for each document."
+            f"{named} has {len(tokens)} tokens but {len(labels)} labels. Give one for each token."
         )
-    masks: list[npt.NDArray[np.bool_] | None] = []
-    for number, (given, own) in enumerate(zip(labels, tokens, strict=True)):
-        if given is None:
-            masks.append(None)
-            continue
-        named = f"InMemoryDocuments: document {number}"
-        array = integers(f"{named}: labels", given, "Give one integer for each token.")
-        if len(array) != len(own):
-            raise ValueError(
-                f"{named} has {len(own)} tokens but {len(array)} labels. Give one for each token."
-            )
-        masks.append(labels_as_mask(array, own, named, 0, "Give masks of booleans for others."))
-    return masks
+    return labels_as_mask(labels, tokens, named, 0, "Give masks of booleans for others.")
 
 
-def _flat_mask(masks: Sequence[Any], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    if len(masks) != len(lengths):
+def _mask(number: int, given: Any, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    mask = np.ones(len(tokens), bool) if given is None else np.asarray(given)
+    if mask.shape != tokens.shape:
         raise ValueError(
-            f"InMemoryDocuments: {len(masks)} masks for {len(lengths)} documents. Give one mask"
-            " (or None) for each document."
+            f"InMemoryDocuments: document {number} has {len(tokens)} tokens but a mask of shape"
+            f" {mask.shape}. Give one bool for each token."
         )
-    flat = []
-    for number, (mask, length) in enumerate(zip(masks, lengths.tolist(), strict=True)):
-        array = np.ones(length, bool) if mask is None else np.asarray(mask)
-        if array.shape != (length,):
-            raise ValueError(
-                f"InMemoryDocuments: document {number} has {length} tokens but a mask of shape"
-                f" {array.shape}. Give one bool for each token."
-            )
-        wrong = np.flatnonzero((array != 0) & (array != 1))
-        if len(wrong):
-            raise ValueError(
-                f"InMemoryDocuments: the mask of document {number} has {array[wrong[0]]} at"
-                f" position {int(wrong[0])}, but a mask says True (may be a target) or False. Give"
-                " labels, which have -100, as labels=... in its place."
-            )
-        flat.append(array.astype(bool))
-    return np.concatenate(flat)
+    wrong = np.flatnonzero((mask != 0) & (mask != 1))
+    if len(wrong):
+        raise ValueError(
+            f"InMemoryDocuments: the mask of document {number} has {mask[wrong[0]]} at position"
+            f" {int(wrong[0])}, but a mask says True (may be a target) or False. Give labels, which"
+            " have -100, as labels=... in its place."
+        )
+    return mask.astype(bool)

@@ -18,18 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_wlb.arguments import flag, number
-from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
+from lightning_wlb.data.stores.document_store import (
+    DocumentStore,
+    DocumentSubset,
+    RenumberedDocuments,
+)
 from lightning_wlb.planning.mixture import StoreShare
 
 _ENTRIES = ("documents", "weight", "repeat", "name")
 
 
-class MixedDocuments:
+class MixedDocuments(RenumberedDocuments):
     """Documents of several stores, in the proportions of a mixture.
 
-    Args:
-        stores: the stores.
-        shares: what is taken of each.
+    ``shares`` say what is taken of each of the ``stores``.
 
     Raises:
         ValueError: no stores, or two of the same name.
@@ -44,28 +46,11 @@ class MixedDocuments:
                 " for each a name of its own (name: ...)."
             )
         self.stores, self.shares = tuple(stores), tuple(shares)
-        self.lengths: npt.NDArray[np.int64] = np.concatenate(
-            [np.asarray(store.lengths, np.int64) for store in stores]
-        )
+        self.lengths = np.concatenate([np.asarray(store.lengths, np.int64) for store in stores])
         self._first = np.cumsum([0, *(share.documents for share in shares)])
         known = [store.vocab_size for store in stores if store.vocab_size is not None]
         # Not known before they are read where it is not known of every store.
         self.vocab_size: Any = max(known) if len(known) == len(stores) else None
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
-        store, own = self._find(document)
-        return store.read(own, start, stop)
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        store, own = self._find(document)
-        return store.targets(own, start, stop)
-
-    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Whether each token of ``[start, stop)`` may be a target."""
-        store, own = self._find(document)
-        return store.mask(own, start, stop)
 
     def name_of(self, document: int) -> str:
         """How errors call a document: by the store's name in the mixture and its number there."""
@@ -73,32 +58,23 @@ class MixedDocuments:
         return f"document {own} of {self.shares[self.stores.index(store)].name}, {store!r},"
 
     def subset(self, numbers: npt.NDArray[np.int64]) -> MixedDocuments:
-        """The same mixture of some of the documents, which stay in the order of the stores.
-
-        Args:
-            numbers: of documents, ascending, each once.
+        """The same mixture of some of the documents, given by ascending numbers, each once.
 
         Raises:
             ValueError: no document of a store is left.
         """
         bounds = np.searchsorted(numbers, self._first)
-        own = [
-            numbers[bounds[place] : bounds[place + 1]] - self._first[place]
-            for place in range(len(self.stores))
-        ]
-        for share, left in zip(self.shares, own, strict=True):
+        stores, shares = [], []
+        for place, (store, share) in enumerate(zip(self.stores, self.shares, strict=True)):
+            left = numbers[bounds[place] : bounds[place + 1]] - self._first[place]
             if not len(left):
                 raise ValueError(
                     f"No document of {share.name} is left in the mixture, of {share.documents}."
                     " Hold fewer documents out, or give validation documents of their own."
                 )
-        return MixedDocuments(
-            [DocumentSubset(store, left) for store, left in zip(self.stores, own, strict=True)],
-            [
-                share._replace(documents=len(left))
-                for share, left in zip(self.shares, own, strict=True)
-            ],
-        )
+            stores.append(DocumentSubset(store, left))
+            shares.append(share._replace(documents=len(left)))
+        return MixedDocuments(stores, shares)
 
     def describe(self) -> str:
         """The mixture in words."""
@@ -113,9 +89,6 @@ class MixedDocuments:
         document %= len(self.lengths)
         place = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.stores[place], document - int(self._first[place])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __repr__(self) -> str:
         return f"MixedDocuments({', '.join(map(repr, self.stores))})"
@@ -152,29 +125,17 @@ def open_mixture(
                 f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
                 " and name."
             )
-    weights = [
-        number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
-        for place, entry in enumerate(entries)
-    ]
-    repeats = [
-        flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
-        for place, entry in enumerate(entries)
-    ]
-    names = [
-        str(entry.get("name") or getattr(path_of(entry["documents"]), "stem", place))
-        for place, entry in enumerate(entries)
-    ]
-    stores = [open_store(entry["documents"]) for entry in entries]
-    for place, store in enumerate(stores):
+    stores, shares = [], []
+    for place, entry in enumerate(entries):
+        weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
+        repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
+        name = entry.get("name") or getattr(path_of(entry["documents"]), "stem", place)
+        store = open_store(entry["documents"])
         if isinstance(store, MixedDocuments):
             raise ValueError(
                 f"mixture[{place}] is a mixture itself, whose weights would not count. List its"
                 " stores in this mixture, each with its weight times that of the whole."
             )
-    return MixedDocuments(
-        stores,
-        [
-            StoreShare(name, len(store.lengths), weight, repeat)
-            for name, store, weight, repeat in zip(names, stores, weights, repeats, strict=True)
-        ],
-    )
+        stores.append(store)
+        shares.append(StoreShare(str(name), len(store.lengths), weight, repeat))
+    return MixedDocuments(stores, shares)

@@ -4,9 +4,8 @@ Real text with a heavy-tailed length distribution that is on every machine with 
 demonstrations and tests.
 
 The documents are tokenised once, into arrays in the user's cache folder, and opened as memory
-maps: a rank or a loader worker reads only the tokens it asks for, and lengths cost no reading.
-The folder's name holds the Python version, the settings and a fingerprint of the source tree
-(paths, sizes and times of change). It is written aside and renamed, so that ranks may race.
+maps. The folder's name holds the Python version, the settings and a fingerprint of the source tree
+(paths, sizes and times of change).
 
 Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later ones
 one walk over the source tree. Not for training a useful model: it is 30 MB of Python.
@@ -30,15 +29,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lightning_wlb.arguments import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.stores.document_store import check_lengths
+from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _DEFAULT_BPE_VOCABULARY = 4096
 _TRAINING_SAMPLE_CHARACTERS = 2_000_000
 _ENCODE_AT_ONCE = 256
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class StdlibDocuments:
+class StdlibDocuments(FlatDocuments):
     """Documents cut from the Python sources under a directory, in order of path and line.
 
     Args:
@@ -55,6 +55,8 @@ class StdlibDocuments:
             or a directory without documents.
     """
 
+    vocab_size: int
+
     def __init__(
         self,
         unit: Literal["definition", "file"] = "definition",
@@ -62,8 +64,8 @@ class StdlibDocuments:
         vocab_size: int | None = None,
         directory: str | Path | None = None,
     ) -> None:
-        self.unit = choice("StdlibDocuments: unit", unit, ("definition", "file"))
-        self.tokenizer = choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
+        choice("StdlibDocuments: unit", unit, ("definition", "file"))
+        choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
         if vocab_size is not None:
             vocab_size = whole("StdlibDocuments: vocab_size", vocab_size, 1)
         if tokenizer == "bytes" and vocab_size not in (None, 256):
@@ -77,34 +79,17 @@ class StdlibDocuments:
                 " least the 256 bytes. Choose 256 or more."
             )
         wanted = vocab_size or (256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY)
-        self.directory = Path(directory or sysconfig.get_paths()["stdlib"])
-        self._folder = _cached(self.directory, unit, tokenizer, wanted)
-        self._open()
-
-    def _open(self) -> None:
-        self._ends = np.load(self._folder / "ends.npy")
-        self._tokens = np.load(self._folder / "tokens.npy", mmap_mode="r")
-        self.lengths: npt.NDArray[np.int64] = np.diff(self._ends, prepend=0)
-        self._model = (
-            Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-            if self.tokenizer == "bpe"
-            else None
-        )
-        self.vocab_size = 256 if self._model is None else self._model.get_vocab_size()
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
-        begin = int(self._ends[document]) - int(self.lengths[document])
-        return np.asarray(self._tokens[begin + start : begin + stop], np.int64)
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target: all but the document's last."""
-        return max(min(stop, int(self.lengths[document]) - 1) - start, 0)
-
-    # Annotated as the protocol is: LightningCLI compares the signatures.
-    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """None: every token may be a target."""
-        return None
+        sources = Path(directory or sysconfig.get_paths()["stdlib"])
+        folder = _cached(sources, unit, tokenizer, wanted)
+        self._model = None
+        if tokenizer == "bpe":
+            self._model = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            wanted = self._model.get_vocab_size()
+        super().__init__(folder / "tokens.npy", folder / "offsets.npy", vocab_size=wanted)
+        self.name = f"StdlibDocuments(unit={unit!r}, tokenizer={tokenizer!r})"
+        self._arguments = {
+            "unit": unit, "tokenizer": tokenizer, "vocab_size": vocab_size, "directory": directory,
+        }  # fmt: skip
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> str:
         """The text of a sequence of tokens; bytes that are not UTF-8 are replaced."""
@@ -112,23 +97,6 @@ class StdlibDocuments:
         if self._model is None:
             return _decoded(bytes(numbers))
         return str(self._model.decode(numbers, skip_special_tokens=False))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __repr__(self) -> str:
-        return (
-            f"StdlibDocuments({len(self)} documents, {int(self.lengths.sum())} tokens,"
-            f" unit={self.unit!r}, tokenizer={self.tokenizer!r}, vocab_size={self.vocab_size})"
-        )
-
-    # A memory map would be pickled with all its tokens: a worker opens the files itself.
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("unit", "tokenizer", "directory", "_folder")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
 
 
 def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:
@@ -173,7 +141,7 @@ def _build(
         lengths = [len(document) for document in encoded]
         tokens = np.concatenate(encoded)
     np.save(folder / "tokens.npy", tokens)
-    np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
+    np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def _definitions(source: bytes) -> list[bytes]:
