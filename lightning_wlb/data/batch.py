@@ -101,7 +101,7 @@ class StepBatch:
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
         wait_seconds: how long training was blocked until the loader handed the batch over.
-        samples: of the documents, with the first step of a pass over them.
+        samples: digests of the documents, with the first step of a pass over them.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class StepBatch:
         """A copy whose tensors are on ``device``.
 
         With ``non_blocking`` the host goes on while the copies run, as it can from page-locked
-        memory. None, as Lightning leaves it out, means so where the device is a CUDA GPU.
+        memory. None (Lightning leaves it out) means that where the device is a CUDA GPU.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
@@ -217,8 +217,8 @@ def make_step_batch(
         state: the planner's state after this step.
         next_digest: digest of the following step's plan, 0 if there is none in this epoch.
         last: whether the run's bound on tokens is reached with this step.
-        sliding_window: of the model's widest layer: keys that no query sees do not travel.
-        vocab_size: of the model; None: not known.
+        sliding_window: the model's widest: keys that no query sees are not sent between ranks.
+        vocab_size: the model's; None: not known.
 
     Raises:
         ValueError: the plan is for another number of replicas, a token is outside the

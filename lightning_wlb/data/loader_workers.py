@@ -1,4 +1,4 @@
-"""Loader workers as a run that may be signalled or killed needs them, and the wait for them.
+"""Loader workers that survive signals to the run and die with their rank, and the wait for them.
 
 A worker is a fork of its rank. It inherits the rank's handlers of signals, and its connections:
 
@@ -38,19 +38,14 @@ class WaitEnded(BaseException):
 
 
 class LoaderWait:
-    """The main thread's wait for its loader.
+    """The main thread's wait for its loader."""
 
-    Attributes:
-        since: when it began, in seconds of ``time.monotonic``; None: it does not wait.
-        holds_batch: whether a batch was handed out before, which Lightning has not run yet: it
-            takes one ahead.
-        ended: whether a signal has ended a wait.
-    """
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self.holds_batch = False
-        self.ended = False
+    since: float | None = None
+    """When the wait began, in seconds of ``time.monotonic``; None: the thread does not wait."""
+    holds_batch = False
+    """Whether Lightning, which takes one batch ahead, holds one that it has not run yet."""
+    ended = False
+    """Whether a signal has ended a wait."""
 
     def next(self, batches: Any, holds_batch: bool) -> Any:
         """The next batch, or None at the end or where a signal ends the wait."""
@@ -66,11 +61,11 @@ class LoaderWait:
 
 
 WAIT = LoaderWait()
-"""That of this process."""
+"""The wait of this process."""
 
 
 def begin(worker: int) -> None:
-    """What a worker does first (``worker_init_fn``)."""
+    """Make this process, a loader's worker, fit to live and die with its rank."""
     signal.set_wakeup_fd(-1)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
@@ -98,7 +93,7 @@ def die_with(parent: int) -> None:
 
 
 def live_on_without_parent(death_signal: int = 0) -> None:
-    """Take :func:`die_with` back."""
+    """Let this process outlive its parent again, after :func:`die_with`."""
     if sys.platform == "linux":
         from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 

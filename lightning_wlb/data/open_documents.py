@@ -1,4 +1,4 @@
-"""From what a user gives as documents (a name, a path, a mapping, sequences, a store) to stores.
+"""Opens whatever a user gives as documents: a name, a path, a mapping, sequences or a store.
 
 :data:`KINDS` lists what is known, in one place: a further kind of documents is one more entry.
 """
@@ -34,22 +34,17 @@ PATH = "path"
 
 
 class Kind(NamedTuple):
-    """Something that documents can be given as.
-
-    Attributes:
-        description: how errors list it.
-        fits: whether a source is of this kind, by its type and by what files there are; files are
-            not opened. Paths come as one :class:`~pathlib.Path`, or a list of them for a pattern.
-            None: the kind is recognised by its ``key`` only.
-        open: the store, from the source and the user's options.
-        key: the entry of a mapping that holds the source, where such a mapping is of this kind;
-            its other entries are options.
-    """
+    """Something that documents can be given as."""
 
     description: str
+    """How errors list it."""
     fits: Callable[[Any], bool] | None
+    """Whether a source is of this kind, by its type and by what files there are; files are not
+    opened. Paths come as one Path, or a list of them for a pattern. None: only ``key`` tells."""
     open: Callable[..., DocumentStore]
+    """Makes the store of the source and the user's options."""
     key: str | None = None
+    """The entry of a mapping that holds the source; its other entries are options."""
 
 
 def _files(source: Any, *suffixes: str) -> bool:
@@ -176,19 +171,20 @@ def documents(source: Any, **options: Any) -> DocumentStore:
     """
     if isinstance(source, DocumentStore):
         if options:
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ValueError(
-                f"documents: {source!r} is open already and takes no options; {_listed(options)}"
-                " were given. Give them to the store's own constructor."
+                f"documents: {source!r} is open already and takes no options; {given} were given."
+                " Give them to the store's own constructor."
             )
         return source
     kind, source, options = _resolved("documents", source, options)
     known = list(signature(kind.open).parameters)[1:]
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"documents{_shown(source)} is taken for {kind.description}, which has no option"
-                f" {option!r}. It takes {', '.join(known) or 'none'}."
-            )
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(
+            f"documents{_shown(source)} is taken for {kind.description}, which has no option"
+            f" {unknown[0]!r}. It takes {', '.join(known) or 'none'}."
+        )
     return kind.open(source, **options)
 
 
@@ -296,10 +292,6 @@ def _shown(source: Any) -> str:
     return f" of type {type(source).__name__}"
 
 
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "(none)"
-
-
 def _is_path(source: Any) -> bool:
     return isinstance(source, str | Path)
 
@@ -318,8 +310,8 @@ def hold_out(
     documents = len(store.lengths)
     if not 0 < count < documents:
         raise MisconfigurationException(
-            f"{name}={count} of {documents} documents cannot be held out: choose a"
-            f" number from 0 to {documents - 1}."
+            f"{name}={count} of {documents} documents cannot be held out: choose a number from 0"
+            f" to {documents - 1}."
         )
     # Python's own generator: its samples are the same on every version.
     held_out = np.zeros(documents, bool)

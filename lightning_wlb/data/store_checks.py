@@ -35,14 +35,9 @@ from lightning_wlb.data.stores.mixture import MixedDocuments
 def read_tokens(
     store: DocumentStore, document: int, start: int, stop: int, vocab_size: int | None
 ) -> npt.NDArray[np.int64]:
-    """Tokens ``[start, stop)`` of a document, int64 [stop - start].
+    """Tokens ``[start, stop)``, not empty, of a document, int64 [stop - start].
 
-    Args:
-        store: where the document is.
-        document: its number there.
-        start: first token of the range, which is not empty.
-        stop: one after its last token.
-        vocab_size: tokens must be in ``[0, vocab_size)``; None: at least 0.
+    They must be in ``[0, vocab_size)``, or at least 0 where that is None.
 
     Raises:
         ValueError: the store fails, or returns anything but that many tokens of the vocabulary.
@@ -130,19 +125,16 @@ SAMPLED_TOKENS = 256
 
 
 class Sample(NamedTuple):
-    """What was read of a store.
-
-    Attributes:
-        store: how messages call the store; may differ from rank to rank.
-        digest: 63 bits of its vocabulary, and of some documents' tokens and masks.
-    """
+    """A digest of what was read of a store."""
 
     store: str
+    """How messages call the store; may differ from rank to rank."""
     digest: int
+    """63 bits of its vocabulary, and of some documents' tokens and masks."""
 
 
 def samples_of(store: DocumentStore) -> tuple[Sample, ...]:
-    """A sample of a store, or of each store of a mixture.
+    """A sample of the store, or one of each store of a mixture.
 
     Raises:
         ValueError: what the store returns is not what it said.

@@ -36,6 +36,7 @@ from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, shown
 from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments, labels_as_mask
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
+    LABELS,
     Columns,
     MappedBatch,
     columns_of,
@@ -45,12 +46,17 @@ from lightning_wlb.data.stores.list_columns import (
 FACTS = "lightning_wlb.json"
 """What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
 
+PARTIAL = "lightning_wlb.partial.json"
+"""What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
 
+_CACHE_VERSION = 1
+_TOKENS_AT_ONCE = 4_000_000
+"""Tokens of a Parquet file that are unpacked at once."""
 _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
 class ListDocuments(MappedDocuments):
-    """The rows of files as documents; a subclass finds the Arrow files that hold them.
+    """The rows of files as documents; a subclass finds the Arrow files that hold them (``_find``).
 
     Args:
         source: a path, or several files.
@@ -75,13 +81,10 @@ class ListDocuments(MappedDocuments):
         empty: Empty = "refuse",
     ) -> None:
         arguments = {
-            "source": source,
-            "column": column,
-            "mask_column": mask_column,
-            "vocab_size": vocab_size,
-            "empty": empty,
-        }
-        name = f"{type(self).__name__}({name_of_files(source)})"
+            "source": source, "column": column, "mask_column": mask_column,
+            "vocab_size": vocab_size, "empty": empty,
+        }  # fmt: skip
+        name = f"{type(self).__name__}({_name_of_files(source)})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
         files, facts = self._find(given, name, column, mask_column)
         if vocab_size is None:
@@ -102,7 +105,7 @@ class ListDocuments(MappedDocuments):
                 lists, own = MappedBatch.of(batch, columns, source)
                 self._batches.append(lists)
                 parts.append(own)
-        self._labels = first is not None and first.mask_is_labels
+        self._labels = first is not None and first.mask == LABELS
         self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
@@ -133,10 +136,8 @@ class ListDocuments(MappedDocuments):
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
         batch, own = self._batch(row)
-        if batch.mask is None:
-            return None
-        flags = batch.mask.read(own, start, stop)
-        if not self._labels:
+        flags = None if batch.mask is None else batch.mask.read(own, start, stop)
+        if flags is None or not self._labels:
             return flags
         tokens = batch.tokens.read(own, start, stop)
         remedy = "Mend the source, or open it with mask_column=None to ignore them."
@@ -157,14 +158,13 @@ def _check_facts(facts: Mapping[str, Any], lengths: npt.NDArray[np.int64], name:
             )
 
 
-def name_of_files(source: str | Path | Sequence[str | Path]) -> str:
+def _name_of_files(source: str | Path | Sequence[str | Path]) -> str:
     """How a path, or the first of several with their number, is written in a store's name."""
-    if isinstance(source, str | Path):
-        return str(source)
-    return f"{source[0]} and {len(source) - 1} more" if len(source) > 1 else str(source[0])
+    first, *others = [source] if isinstance(source, str | Path) else source
+    return f"{first} and {len(others)} more" if others else str(first)
 
 
-def shards(folder: Path, suffix: str, name: str) -> list[Path]:
+def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     """The files of a folder by name; those called ``data-00000-of-00004...`` must all be there.
 
     Raises:
@@ -184,10 +184,6 @@ def shards(folder: Path, suffix: str, name: str) -> list[Path]:
             f" the others, or give a pattern such as {folder / f'*{suffix}'} for what is there."
         )
     return files
-
-
-PARTIAL = "lightning_wlb.partial.json"
-"""What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
 
 
 class ArrowDocuments(ListDocuments):
@@ -229,7 +225,7 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
             " dataset.flatten_indices().save_to_disk(...)."
         )
     listed = [path / each["filename"] for each in state.get("_data_files", [])]
-    return listed or shards(path, ".arrow", name), facts
+    return listed or _shards(path, ".arrow", name), facts
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -249,10 +245,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-_CACHE_VERSION = 1
-_TOKENS_AT_ONCE = 4_000_000
-
-
 class ParquetDocuments(ListDocuments):
     """The rows of Parquet files as documents.
 
@@ -264,10 +256,9 @@ class ParquetDocuments(ListDocuments):
     def _find(
         source: Path | list[Path], name: str, column: str | None, mask_column: str | None
     ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
-        if isinstance(source, list):
-            files = source
-        else:
-            files = shards(source, ".parquet", name) if source.is_dir() else [source]
+        files = source if isinstance(source, list) else [source]
+        if isinstance(source, Path) and source.is_dir():
+            files = _shards(source, ".parquet", name)
         return [(_as_arrow(path, column, mask_column), path) for path in files], {}
 
 
@@ -328,8 +319,5 @@ def _small(kind: pa.DataType) -> pa.DataType:
 def _rows_at_once(group: Any, column: str) -> int:
     """Rows of a row group that hold about :data:`_TOKENS_AT_ONCE` tokens."""
     leaves = [group.column(number) for number in range(group.num_columns)]
-    tokens = max(
-        (leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == column),
-        default=1,
-    )
-    return max(1, _TOKENS_AT_ONCE * max(group.num_rows, 1) // max(tokens, 1))
+    own = [leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == column]
+    return max(1, _TOKENS_AT_ONCE * max(group.num_rows, 1) // max([1, *own]))

@@ -91,10 +91,8 @@ class FlatDocuments(MappedDocuments):
         return self._array[begin + start : begin + stop]
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
-        if self._mask is None:
-            return None
         begin = int(self._offsets[row])
-        return self._mask[begin + start : begin + stop]
+        return None if self._mask is None else self._mask[begin + start : begin + stop]
 
 
 def array_of(path: Path, kinds: str, dtype: str | None = None) -> Array:
@@ -210,19 +208,16 @@ class MegatronDocuments(MappedDocuments):
 
 
 class _Index(NamedTuple):
-    """What an index file says.
-
-    Attributes:
-        dtype: of the tokens.
-        sizes: tokens of each sequence.
-        pointers: where each sequence begins, in bytes.
-        documents: number of the first sequence of each document, and the number of sequences.
-    """
+    """What an index file says."""
 
     dtype: str
+    """Type of the tokens."""
     sizes: Array
+    """Tokens of each sequence."""
     pointers: Array
+    """Where each sequence begins, in bytes."""
     documents: Array
+    """Number of the first sequence of each document, and at the end the number of sequences."""
 
 
 def has_index(path: Path) -> bool:

@@ -31,12 +31,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a store reads.
+    """The names of the columns that a store reads.
 
     Args:
-        tokens: name of the column of tokens.
-        mask: name of the column of masks; None: every token may be a target.
-        attention: name of the column that says which tokens are no padding; None: none is.
+        tokens: lists of integers.
+        mask: which tokens may be targets; None: all may.
+        attention: which tokens are no padding; None: none is.
     """
 
     tokens: str
@@ -45,25 +45,17 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """Of those that there are."""
+        """The names of those that there are."""
         return [each for each in (self.tokens, self.mask, self.attention) if each is not None]
-
-    @property
-    def mask_is_labels(self) -> bool:
-        """Whether the mask is written as labels: the token, or -100."""
-        return self.mask == LABELS
 
 
 def columns_of(
     schema: pa.Schema, column: str | None, mask_column: str | None, name: str
 ) -> Columns:
-    """The columns to read of a table with this schema.
+    """The columns to read of a table, which errors call ``name``, with this schema.
 
-    Args:
-        schema: of the table.
-        column: of the tokens; None: find it.
-        mask_column: of the mask; ``"auto"``: find it; None: no mask.
-        name: how errors call the table.
+    The column of tokens is found where ``column`` is None, that of masks where ``mask_column`` is
+    ``"auto"``; where that is None, there is no mask.
 
     Raises:
         ValueError: a column that is not there, of another type, or one of several.
@@ -148,49 +140,37 @@ class _Lists(NamedTuple):
     """A column of lists: those of row i are ``values[offsets[i]:offsets[i + 1]]``."""
 
     offsets: Array
-    values: Array
-    packed: bool
-    """Whether the values are bits, eight to a byte."""
+    values: Array | pa.Array
+    """Numbers as a numpy view; booleans, which are bits in the file, as pyarrow has them."""
 
     def read(self, row: int, start: int, stop: int) -> Array:
+        """Values ``[start, stop)`` of a row; a view where they are numbers."""
         begin = int(self.offsets[row])
-        start, stop = begin + start, begin + stop
-        if not self.packed:
-            return self.values[start:stop]
-        bits = np.unpackbits(self.values[start // 8 : -(-stop // 8)], bitorder="little")
-        return bits[start % 8 : start % 8 + stop - start].view(np.bool_)
+        return np.asarray(self.values[begin + start : begin + stop])
 
     @staticmethod
-    def of(column: Any, named: str) -> tuple[_Lists, Array]:
-        """The lists of a column of a record batch, and their lengths.
-
-        Args:
-            column: lists of numbers.
-            named: how errors call it.
-        """
-        if column.null_count or column.values.null_count:
+    def of(column: pa.Array, named: str) -> tuple[_Lists, Array]:
+        """The lists of a column of a record batch, which errors call ``named``; their lengths."""
+        values = column.values
+        if column.null_count or values.null_count:
             raise ValueError(
-                f"{named} has nulls: {column.null_count} rows, {column.values.null_count} values."
+                f"{named} has nulls: {column.null_count} rows, {values.null_count} values."
                 " Every row must be a list of numbers. Mend the source."
             )
         if pa.types.is_fixed_size_list(column.type):
             offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
         else:
             offsets = column.offsets.to_numpy()
-        values, count = column.values, len(column.values)
         ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
         lengths = np.diff(offsets)
-        if ends[0] < 0 or ends[1] > count or (len(lengths) and lengths.min() < 0):
+        if ends[0] < 0 or ends[1] > len(values) or (len(lengths) and lengths.min() < 0):
             raise ValueError(
-                f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {count} values, or"
-                " decrease. The file is damaged: make it again."
+                f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {len(values)}"
+                " values, or decrease. The file is damaged: make it again."
             )
-        packed = pa.types.is_boolean(values.type)
-        if packed:
-            buffer = values.buffers()[1]
-            bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
-            return _Lists(offsets + values.offset, bits, packed), lengths
-        return _Lists(offsets, values.to_numpy(), packed), lengths
+        return _Lists(
+            offsets, values if pa.types.is_boolean(values.type) else values.to_numpy()
+        ), lengths
 
 
 class MappedBatch(NamedTuple):

@@ -25,8 +25,6 @@ from lightning_wlb.data.stores.document_store import (
 )
 from lightning_wlb.planning.mixture import StoreShare
 
-_ENTRIES = ("documents", "weight", "repeat", "name")
-
 
 class MixedDocuments(RenumberedDocuments):
     """Documents of several stores, in the proportions of a mixture.
@@ -107,7 +105,7 @@ def open_mixture(
             anew when it runs out, as it does unless told otherwise) and ``name`` (in the log and in
             checkpoints; else that of its file or folder).
         open_store: opens documents.
-        path_of: the path that documents are given by; None: they are given by none.
+        path_of: finds the path that documents are given by; None where there is none.
 
     Raises:
         ValueError: other entries, a weight that is no number above 0, or a mixture in the mixture.
@@ -117,25 +115,23 @@ def open_mixture(
             f"mixture={entries!r} is no list of stores. Give [{{documents: ..., weight: 0.7}},"
             " {documents: ..., weight: 0.3}]."
         )
+    known, taken = {"documents", "weight", "repeat", "name"}, []
     for place, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= set(
-            _ENTRIES
-        ):
+        if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= known:
             raise ValueError(
                 f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
                 " and name."
             )
-    stores, shares = [], []
-    for place, entry in enumerate(entries):
+        name = entry.get("name") or getattr(path_of(entry["documents"]), "stem", place)
         weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
         repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
-        name = entry.get("name") or getattr(path_of(entry["documents"]), "stem", place)
-        store = open_store(entry["documents"])
+        taken.append(StoreShare(str(name), 0, weight, repeat))
+    stores = [open_store(entry["documents"]) for entry in entries]
+    for place, store in enumerate(stores):
         if isinstance(store, MixedDocuments):
             raise ValueError(
                 f"mixture[{place}] is a mixture itself, whose weights would not count. List its"
                 " stores in this mixture, each with its weight times that of the whole."
             )
-        stores.append(store)
-        shares.append(StoreShare(str(name), len(store.lengths), weight, repeat))
-    return MixedDocuments(stores, shares)
+        taken[place] = taken[place]._replace(documents=len(store.lengths))
+    return MixedDocuments(stores, taken)
