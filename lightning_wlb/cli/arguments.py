@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.mixture import MixedDocuments
@@ -266,3 +267,20 @@ def _lengths_of_documents(source: str) -> Lengths:
             " plan does not know. Give its stores one by one."
         )
     return store.lengths
+
+
+def report_head(
+    arguments: argparse.Namespace, profile: Profile, lengths: Lengths
+) -> dict[str, Any]:
+    """What every JSON report of ``plan`` begins with."""
+    said = ("name", "device", "dtype", "measured", "date")
+    return {
+        "command": "plan",
+        "simulated": True,
+        "profile": {name: getattr(profile, name) for name in said},
+        "lengths": arguments.lengths,
+        "documents": len(lengths),
+        "model": arguments.model,
+        "mesh": arguments.mesh,
+        "seed": arguments.seed,
+    }

@@ -34,6 +34,7 @@ from lightning_wlb.cli.arguments import (
     STORES,
     add_model,
     packing_option_names,
+    report_head,
 )
 from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
@@ -326,25 +327,15 @@ def _caution(request: Request) -> str:
 def _report(
     arguments: argparse.Namespace, comparison: Comparison, verdict: Verdict
 ) -> dict[str, Any]:
-    request, profile = comparison.request, comparison.request.profile
-    return {
-        "command": "plan",
-        "simulated": True,
-        "profile": {
-            name: getattr(profile, name) for name in ("name", "device", "dtype", "measured", "date")
-        },
-        "lengths": arguments.lengths,
-        "documents": len(request.lengths),
+    request = comparison.request
+    return report_head(arguments, request.profile, request.lengths) | {
         "mean_length": float(np.mean(request.lengths)),
-        "model": arguments.model,
-        "mesh": arguments.mesh,
         "context_window": arguments.context_window,
         "micro_batches": request.micro_batches,
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
         "activation_checkpointing": request.checkpointing,
         "longest_micro_batch": comparison.longest_micro_batch,
-        "seed": arguments.seed,
         "rows": comparison.rows,
         "verdict": verdict.figures,
         "does_not_fit": [
