@@ -17,9 +17,9 @@ import torch
 from benchmarks.gpu.recording import Figures, Row, Run, machine
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.profiling.device import shipped_profile
 from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.grid import Grid
-from lightning_wlb.strategy.profile_choice import profile_of
 from lightning_wlb.training.action_overhead import measure_overhead
 
 LAYERS = ("7b", "llama3-8b")
@@ -73,7 +73,7 @@ def measured(run: Run, name: str, config: TransformerConfig) -> Profile:
 def profile_for(run: Run, name: str) -> Profile:
     """The profile that :func:`measured` has written, or else the shipped one of this device."""
     path = path_of(run, name)
-    found = Profile.load(str(path)) if path.exists() else profile_of(run.device)
+    found = Profile.load(str(path)) if path.exists() else shipped_profile(run.device)
     assert found is not None, "a CPU or a CUDA device"
     return found
 

@@ -1,4 +1,4 @@
-"""What a device is: its name, its memory, and the FLOP/s of its data sheet.
+"""What a device is: its name, its memory, the FLOP/s of its data sheet, its shipped profile.
 
 Utilisation (MFU) is relative to that peak. Figures are NVIDIA's, of dense matrix products on tensor
 cores (since Hopper, data sheets print those of sparse ones, twice as many), from the data sheets of
@@ -16,11 +16,19 @@ from __future__ import annotations
 import os
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities.memory import is_out_of_cpu_memory
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_wlb.attention.backends import kernel_name
+from lightning_wlb.cost.profile import Profile, shipped_profiles
+from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+
+FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
 
 _HALF, _TF32, _SINGLE, _DOUBLE = "half", "tf32", "single", "double"
 _KINDS = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _TF32, torch.float64: _DOUBLE}
@@ -83,3 +91,55 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine had no memory left."""
     out = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return out or is_out_of_cpu_memory(error)
+
+
+def shipped_profile(device: torch.device, backend: str = "auto") -> Profile | None:
+    """The shipped device profile that is nearest to this device; collective over all ranks.
+
+    A CPU gets the profile ``cpu``, an H100 or H200 its own. Other GPUs get the one that is nearest
+    in memory, with a warning. Its memory is that of the GPU that has least. None for devices that
+    are neither CPU nor CUDA.
+
+    Args:
+        device: of this rank.
+        backend: of attention.
+
+    Raises:
+        ValueError: the backend is not there.
+    """
+    if device.type == "cpu":
+        return Profile.load("cpu")
+    if device.type != "cuda":
+        return None
+    own = torch.cuda.get_device_properties(device)
+    everyone = gather_from_all_ranks(torch.tensor([own.total_memory], device=device))
+    return nearest_profile(own.name, int(everyone.min()), kernel_name(backend, device))
+
+
+def nearest_profile(name: str, memory_bytes: int, kernel: str) -> Profile:
+    """The shipped profile of the GPU of this name, or else the one that is nearest in memory.
+
+    There is one with the rates of FlashAttention-3 and one with those of FlashAttention-2. Other
+    kernels are taken for FlashAttention-2, the slower one, except FlashAttention-4.
+
+    Args:
+        name: what the driver calls the GPU.
+        memory_bytes: the memory that it has.
+        kernel: of attention, as :func:`.backends.kernel_name` calls it.
+    """
+    shipped = [Profile.load(each) for each in shipped_profiles()]
+    gpus = [
+        each
+        for each in shipped
+        if each.device_type == "cuda" and (each.kernel in FAST_KERNELS) == (kernel in FAST_KERNELS)
+    ]
+    named = [each for each in gpus if each.name.split("-")[0].upper() in name.upper()]
+    found = min(named or gpus, key=lambda each: abs(each.memory_bytes - memory_bytes))
+    if not named:
+        rank_zero_warn(
+            f"There is no device profile of {name}. Steps are predicted by the analytic profile"
+            f" {found.name!r} with {memory_bytes / 1e9:.0f} GB of memory: the best mesh may be"
+            " another one. Measure the device with `lightning-wlb profile --output FILE`, and give"
+            " WLBDataModule(profile=FILE)."
+        )
+    return replace(found, memory_bytes=memory_bytes)

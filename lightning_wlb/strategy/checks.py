@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,11 +23,17 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
+
+
+def data_module_of(trainer: pl.Trainer) -> WLBDataModule | None:
+    """The Trainer's data module, if it is one that plans steps."""
+    data = getattr(trainer, "datamodule", None)  # Lightning sets it where there is one.
+    return data if isinstance(data, WLBDataModule) else None
 
 
 def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> LanguageModule:
@@ -140,21 +146,6 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
                 " every rank, which sharded parameters do not have. Use AdamW or another"
                 " first-order optimizer."
             )
-
-
-def refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
-    """Refuse a loss that ``training_step`` returned: it is not that of the step, if one ran."""
-    raise MisconfigurationException(
-        f"training_step returned a loss of {float(returned):g}, but the step that ran has"
-        f" {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train terms or"
-        " factors of your own: the step's backward passes have already run. Return"
-        " self.step(batch) as it is, and change the loss inside the model's head."
-    )
-
-
-def same_loss(loss: Tensor, other: Tensor) -> bool:
-    """Whether two losses are equal, also where both are NaN."""
-    return torch.allclose(loss.detach().to(other), other, rtol=0, atol=0, equal_nan=True)
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:

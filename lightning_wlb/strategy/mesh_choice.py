@@ -1,4 +1,7 @@
-"""The mesh of a run whose sizes leave a choice: what :mod:`lightning_wlb.mesh_search` answers.
+"""The mesh and the schedule of a run: as they are given, as an earlier run has them, or searched.
+
+Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh where that has
+the sizes given. Else, where the sizes leave a choice, :mod:`lightning_wlb.mesh_search` makes it.
 
 The search needs the documents' lengths, the model's shape and a device profile. Lightning connects
 the ranks before it prepares data and builds the model, so they are asked for early, when the ranks
@@ -22,20 +25,22 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_wlb.arguments import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import remembered
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import shape_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
+from lightning_wlb.distributed.device_mesh import Size, checked_sizes, is_settled, resolve_mesh
 from lightning_wlb.heterogeneous.setup import blank_model
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
@@ -43,44 +48,142 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh, progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages
+from lightning_wlb.strategy.checks import data_module_of
+from lightning_wlb.strategy.launch import RunDevices
+from lightning_wlb.strategy.profile_choice import ProfileChoice
+from lightning_wlb.strategy.split_model import SplitModel
+from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 
 
-class MeshArguments(NamedTuple):
-    """What a run says of its mesh.
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """What a user gives of the mesh.
 
-    Attributes:
-        sizes: of the axes, in mesh order.
-        schedule: its name, or ``"auto"``.
-        virtual_stages: of each pipeline rank; None: to be chosen.
-        devices: of all nodes.
-        devices_per_node: of each.
-        rest_dtype: of parameters and optimizer state at rest.
-        reduce_dtype: of sums over tensor- and context-parallel ranks.
+    Args:
+        sizes: the sizes of the axes in mesh order; ``"auto"`` leaves one open.
+        schedule: the pipeline's; ``"auto"`` leaves it open.
+        virtual_stages: stages of each pipeline rank; None leaves them open.
+
+    Raises:
+        MisconfigurationException: for a size that is none.
+        ValueError: if the schedule is unknown or cannot run so many stages per rank.
     """
 
-    sizes: Sequence[int | str]
-    schedule: str
-    virtual_stages: int | None
-    devices: int
-    devices_per_node: int
-    rest_dtype: str
-    reduce_dtype: str
+    sizes: tuple[Size, ...] = ("auto", "auto", "auto", "auto")
+    schedule: str = "auto"
+    virtual_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", checked_sizes(*self.sizes))
+        choice("schedule", self.schedule, (*SCHEDULES, "auto"))
+        if (stages := self.virtual_stages) is not None:
+            stages = whole("virtual_pipeline_size", stages, 1)
+            object.__setattr__(self, "virtual_stages", stages)
+        check_stages(*self.usual)
+
+    @property
+    def usual(self) -> tuple[str, int]:
+        """The schedule and the stages of a pipeline rank where nothing is searched for."""
+        schedule, stages = self.schedule, self.virtual_stages
+        if schedule == "auto":
+            schedule = "1f1b" if stages in (None, 1) else "interleaved"
+        return schedule, stages or (2 if schedule == "interleaved" else 1)
+
+    def usual_mesh(self, world_size: int) -> Mesh:
+        """The mesh where nothing is searched for: the first open size takes what is left.
+
+        Raises:
+            MisconfigurationException: the sizes do not fit the number of ranks.
+        """
+        return resolve_mesh(world_size, *self.sizes, virtual_stages=self.usual[1])
+
+    def settled(self, world_size: int) -> bool:
+        """Whether only one mesh of so many ranks has these sizes."""
+        return is_settled(world_size, self.sizes)
+
+    def allow(self, mesh: Mesh, schedule: str) -> bool:
+        """Whether a mesh and its schedule have everything that is given."""
+        given = (*self.sizes, self.schedule, self.virtual_stages or "auto")
+        has = (*mesh.shape, schedule, mesh.virtual_stages)
+        return all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))
+
+    def __str__(self) -> str:
+        stages = f"{self.virtual_stages} virtual stages"
+        return f"{self.sizes}, schedule {self.schedule}, {stages}"
 
 
-def agreed_mesh(
-    asked: MeshArguments,
+def choose_run_mesh(
+    options: MeshOptions,
+    devices: RunDevices,
     trainer: pl.Trainer,
+    profiles: ProfileChoice,
+    facts: Mapping[str, str],
+) -> tuple[Mesh, str]:
+    """The mesh and the schedule of a run, which also begins with a profile; collective.
+
+    Args:
+        options: sizes that are given.
+        devices: of the run.
+        trainer: with the module and the documents.
+        profiles: begins a run.
+        facts: what else all ranks have to be given alike, in words.
+
+    Raises:
+        MisconfigurationException: the sizes do not fit the ranks, or ranks would choose otherwise.
+        ValueError: no mesh fits in memory.
+    """
+    data, module = data_module_of(trainer), trainer.lightning_module
+    given = None if data is None else data.profile
+    otherwise = "whatever is measured" if data is not None and data.measures else "none"
+    known = otherwise if given is None else given.provenance
+    mine = {"sizes": str(options), **facts, "a device profile": known}
+    # Ranks that go different ways here, or to different meshes, would wait for each other.
+    compare_ranks(Ranks().every(lambda: mine))
+    backend, earlier = "auto", None
+    if isinstance(module, LanguageModule):
+        backend, earlier = module.attention_backend, SplitModel.of(module)
+    if (
+        earlier is not None
+        and earlier.mesh.devices == devices.count
+        and options.allow(earlier.mesh, earlier.schedule)
+    ):
+        profiles.begin(devices, backend, given, searched=earlier.planned_by_profile)
+        mesh, schedule = earlier.mesh, earlier.schedule
+    else:
+        mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
+        searched = not options.settled(devices.count)
+        profiles.begin(devices, backend, given, searched=searched)
+        # Without data or module nothing can be trained, which is answered later.
+        if searched and data is not None and isinstance(module, LanguageModule):
+            if profiles.profile is not None:
+                PROGRESS.note(BETWEEN, "the choice of a mesh")
+                found = searched_mesh(options, devices, data, module, profiles.profile)
+                PROGRESS.begin()
+                return found
+            rank_zero_info(
+                "WLBStrategy: no mesh is chosen, since no device profile is known of"
+                f" {devices.device.type} devices on {devices.nodes} nodes. Give"
+                " WLBDataModule(profile=...), or the sizes."
+            )
+    rank_zero_info(f"WLBStrategy: mesh {mesh}")
+    return mesh, schedule
+
+
+def searched_mesh(
+    options: MeshOptions,
+    devices: RunDevices,
     data: WLBDataModule,
     module: LanguageModule,
     profile: Profile,
 ) -> tuple[Mesh, str]:
-    """The mesh and its schedule; collective over all ranks.
+    """The mesh that is predicted to be fastest, and its schedule; collective over all ranks.
 
     Args:
-        asked: sizes that are given, and devices.
-        trainer: that is to run.
-        data: its data module.
-        module: its model.
+        options: sizes that are given.
+        devices: of the run.
+        data: the documents and their settings.
+        module: builds the model.
         profile: of the devices, the same on all ranks.
 
     Raises:
@@ -88,14 +191,14 @@ def agreed_mesh(
             devices.
         ValueError: no mesh fits; the message says what would.
     """
-    _prepare(trainer, data)
+    _prepare(module.trainer, data)
     ranks, requests = Ranks(), []
 
     def facts() -> dict[str, str]:
-        requests.append(request_of(asked, trainer, data, module, profile))
+        requests.append(mesh_request(options, devices, data, module, profile))
         return _facts(requests[0])
 
-    compare(ranks.every(facts))
+    compare_ranks(ranks.every(facts))
     (request,) = requests
     return ranks.lead(lambda: _answer(request))
 
@@ -106,45 +209,37 @@ def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
         ranks.each(lambda: data.prepare_data() if first else None)
 
 
-def request_of(
-    asked: MeshArguments,
-    trainer: pl.Trainer,
+def mesh_request(
+    options: MeshOptions,
+    devices: RunDevices,
     data: WLBDataModule,
     module: LanguageModule,
     profile: Profile,
 ) -> MeshRequest:
-    """What a mesh, or a pool of strategies, is chosen for.
-
-    Args:
-        asked: sizes that are given, and devices.
-        trainer: that is to run.
-        data: its data module.
-        module: its model.
-        profile: of the devices.
-    """
+    """The request of a run; the arguments are those of :func:`searched_mesh`."""
     store, model = data.store, blank_model(module)
-    fixed = {axis: n for axis, n in zip(AXES, asked.sizes, strict=True) if isinstance(n, int)}
-    if "tensor" not in fixed and not _can_split(model):
+    fixed = {axis: n for axis, n in zip(AXES, options.sizes, strict=True) if isinstance(n, int)}
+    if "tensor" not in fixed and not can_split(model):
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
         shape=shape_of(module, data.model_shape),
         data=data.settings,
         profile=profile,
-        devices=asked.devices,
-        devices_per_node=asked.devices_per_node,
+        devices=devices.count,
+        devices_per_node=profile.devices_per_node,
         fixed=fixed,
-        schedule=None if asked.schedule == "auto" else asked.schedule,
-        virtual_stages=asked.virtual_stages,
+        schedule=None if options.schedule == "auto" else options.schedule,
+        virtual_stages=options.virtual_stages,
         activation_checkpointing=module.checkpointing_with(model),
-        rest_dtype=asked.rest_dtype,
-        reduce_dtype=asked.reduce_dtype,
+        rest_dtype=devices.parameter_dtype,
+        reduce_dtype=devices.reduce_dtype,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )
 
 
-def _can_split(model: Decoder) -> bool:
+def can_split(model: Decoder) -> bool:
     """Whether the model has a plan by which tensor-parallel ranks share its weights."""
     try:
         model.tensor_parallel_plan(2)
@@ -175,11 +270,11 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def compare(everyone: Sequence[dict[str, str]]) -> None:
+def compare_ranks(everyone: Sequence[dict[str, str]]) -> None:
     """Raise MisconfigurationException where a rank has other facts than rank 0.
 
     Args:
-        everyone: for each rank what it is to have in common with the others, by name, in words.
+        everyone: what each rank is to have in common with the others: words, by name.
     """
     for name, own in everyone[0].items():
         if others := [rank for rank, facts in enumerate(everyone) if facts[name] != own]:

@@ -1,19 +1,27 @@
-"""A device profile that a run measures for itself when it begins.
+"""The device profile that a run plans its steps by: given, shipped, kept, or measured now.
 
-1. Rank 0 looks whether the same was measured before: in the user's cache folder, under the name of
-   the device, the versions of torch and CUDA, the kernel, the dtype, threads, ranks per node, sizes
-   of a layer, and this package's code.
-2. If not, every rank measures its device, all at the same time: as in a step, ranks of a node share
+A run whose mesh was searched for, and any on a GPU, plans its steps by a device profile, which
+knows how much memory there is: the data module's, or the shipped one that is nearest to the device.
+Where times decide about plans (a pipeline, adaptive sharding) and the data module gives no profile,
+the devices of several ranks are then measured, when the first batch is asked for:
+
+1. A checkpoint is loaded by then, and holds what the run before it was planned by. That goes on.
+2. Else rank 0 looks whether the same was measured before: in the user's cache folder, under the
+   name of the device, the versions of torch and CUDA, the kernel, the dtype, threads, ranks per
+   node, sizes of a layer, and this package's code.
+3. If not, every rank measures its device, all at the same time: as in a step, ranks of a node share
    its memory, its caches and its power. Links within a node are measured between all of its ranks;
    those between nodes are the shipped profile's.
-3. Rank 0's numbers are everyone's. They are kept for the next run.
+4. Rank 0's numbers are everyone's. They are kept for the next run.
 
 A rank whose measurement fails ends it for all of them, with one warning, and the run goes on by
-what it had without. The random numbers of the run are left as they were.
+what it had without. The random numbers of the run are left as they were. What is left, such as
+replicas alone on CPUs, or documents packed by their tokens, is planned by work alone.
 
 What is measured is the reference decoder with the sizes of the model's commonest layer
 (:mod:`~lightning_wlb.profiling.device_profile`), and what actions take beside it
-(:mod:`.overhead`). A mixture of experts is not like one, and is not measured.
+(:mod:`~lightning_wlb.training.action_overhead`). A mixture of experts is not like one, and is not
+measured.
 
 Cost: 20 seconds at most, then nothing. Memory of four layers with their activations.
 """
@@ -32,17 +40,23 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_wlb.attention.backends import kernel_name
-from lightning_wlb.cost.profile import Link, Profile, shipped_profiles
+from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data.cache import built_before, built_once, fingerprint
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling.device import device_name
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.profiling.device import device_name, shipped_profile
 from lightning_wlb.profiling.device_profile import measure_quickly
 from lightning_wlb.profiling.link_speed import link_of_ranks
+from lightning_wlb.sharding import ADAPTIVE
+from lightning_wlb.strategy.launch import RunDevices
+from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 from lightning_wlb.training.action_overhead import measure_overhead
+from lightning_wlb.training.precision import name_of
 
 SECONDS, LAYERS = 20.0, 0.7
 """For all of it, and the part of them after which layers and kernels leave larger points out."""
@@ -59,12 +73,12 @@ class Measurement:
     """What is to be measured.
 
     Args:
-        config: of a model of one layer.
+        config: a model of one layer.
         device: of this rank.
         dtype: that the model computes in.
         backend: of attention.
-        ranks: of each node.
-        link: within the node; None: to be measured, as there is only one node.
+        ranks: processes on each node.
+        link: between ranks of a node; None: to be measured, as there is only one node.
         network: between nodes, if there are several.
         memory_bytes: of each rank's device; None: the ranks share what is measured.
     """
@@ -77,6 +91,127 @@ class Measurement:
     link: Link | None = None
     network: Link | None = None
     memory_bytes: int | None = None
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """What a profile has to be made of to stand for this measurement."""
+        kernel = kernel_name(self.backend, self.device)
+        return self.device.type, name_of(self.dtype), kernel, f"{self.ranks} ranks a node"
+
+    def is_met_by(self, kept: Profile) -> bool:
+        """Whether what another run has measured tells the same of the same devices."""
+        ranks = f"{kept.devices_per_node} ranks a node"
+        made_of = kept.device_type, kept.dtype, kept.kernel, ranks
+        return made_of == self.made_of and (self.network is None or "network" in kept.links)
+
+
+class ProfileChoice:
+    """What the runs of a strategy are planned by, one run after another.
+
+    Attributes:
+        profile: of the run; None: the data module's, if it has one.
+        unmeasured: what ``profile`` is where nothing is measured.
+    """
+
+    def __init__(self) -> None:
+        self.profile: Profile | None = None
+        self.unmeasured: Profile | None = None
+
+    def begin(
+        self, devices: RunDevices, backend: str, given: Profile | None, *, searched: bool
+    ) -> None:
+        """Begin a run by what is known of its devices; collective over all ranks.
+
+        Args:
+            devices: of the run.
+            backend: of attention.
+            given: the data module's profile.
+            searched: whether the run's mesh is searched for.
+        """
+        self.profile = self.unmeasured = None
+        if not searched and (devices.device.type == "cpu" or given is not None):
+            return
+        profile = shipped_profile(devices.device, backend) if given is None else given
+        if profile is not None and (devices.nodes == 1 or "network" in profile.links):
+            self.profile = replace(profile, devices_per_node=devices.per_node)
+            self.unmeasured = self.profile
+
+    def decides(self, mesh: Mesh, data: WLBDataModule) -> bool:
+        """Whether times decide about plans of steps on the mesh."""
+        judges = data.settings.packer.judges
+        return (judges and (mesh.pipeline > 1 or self.unmeasured is not None)) or (
+            data.sharding == ADAPTIVE and mesh.context > 1
+        )
+
+    def measure(
+        self,
+        devices: RunDevices,
+        mesh: Mesh,
+        data: WLBDataModule,
+        module: LanguageModule,
+        *,
+        leaves_mesh: bool,
+    ) -> None:
+        """Plan by what the run's devices are measured to take, where that is to be known.
+
+        What a checkpoint has brought is not measured again, so that a resumed run gets the plans of
+        an unbroken one; but it is where another number of ranks shares a node now, whose memory and
+        links are others for each. Collective over all ranks.
+
+        Args:
+            devices: of the run.
+            mesh: of the run.
+            data: the documents; the measurement is kept there, and in checkpoints.
+            module: builds the model.
+            leaves_mesh: whether steps may run on other pipelines than the mesh's.
+        """
+        if not data.measures or mesh.devices == 1:
+            return
+        if not (leaves_mesh or self.decides(mesh, data)):
+            return
+        measurement = self._measurement(devices, module)
+        if measurement is None:
+            return
+        if data.measured is not None:
+            kept = Profile.from_json(data.measured) if data.measured else None
+            if kept is None:
+                return
+            if measurement.is_met_by(kept):
+                rank_zero_info(f"WLBStrategy: steps are planned by {kept.provenance}, as before.")
+                self.profile = kept
+                return
+            rank_zero_info(
+                f"WLBStrategy: the run was planned by {kept.provenance}. Here it goes on with"
+                f" {', '.join(measurement.made_of)}, which is measured anew."
+            )
+        PROGRESS.note(BETWEEN, "the measurement of the device")
+        profile = agreed_profile(measurement)
+        data.keep_measurement(profile)
+        self.profile = profile or self.profile
+
+    def _measurement(self, devices: RunDevices, module: LanguageModule) -> Measurement | None:
+        """What can be measured of these devices; None: nothing."""
+        several, known = devices.nodes > 1, self.profile
+        links = known.links if known else {}
+        if (several and "network" not in links) or devices.device.type not in ("cpu", "cuda"):
+            return None
+        config = decoder_like(module.model_shape)
+        if config is None:
+            rank_zero_info(
+                "WLBStrategy: this device is not measured, since layers of this model are not like"
+                " those of the reference decoder. WLBDataModule(profile=...) takes a profile."
+            )
+            return None
+        return Measurement(
+            config,
+            devices.device,
+            devices.compute_dtype,
+            module.attention_backend,
+            devices.per_node,
+            links["node"] if several else None,
+            links["network"] if several else None,
+            None if known is None else known.memory_bytes,
+        )
 
 
 def decoder_like(shape: ModelShape) -> TransformerConfig | None:
@@ -220,53 +355,3 @@ def _progress(leads: bool) -> Iterator[Callable[[str], None]]:
     with progress_bar() as tell:
         done = count()
         yield lambda text: tell(f"Measuring: {text}", next(done), PHASES)
-
-
-FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
-
-
-def profile_of(device: torch.device, backend: str = "auto") -> Profile | None:
-    """The profile nearest to this device; collective over all ranks.
-
-    Its memory is that of the GPU that has least. None for devices that are neither CPU nor CUDA.
-
-    Args:
-        device: of this rank.
-        backend: of attention.
-
-    Raises:
-        ValueError: the backend is not there.
-    """
-    if device.type == "cpu":
-        return Profile.load("cpu")
-    if device.type != "cuda":
-        return None
-    own = torch.cuda.get_device_properties(device)
-    everyone = gather_from_all_ranks(torch.tensor([own.total_memory], device=device))
-    return nearest(own.name, int(everyone.min()), kernel_name(backend, device))
-
-
-def nearest(name: str, memory_bytes: int, kernel: str) -> Profile:
-    """The shipped profile of the GPU of this name, or else the one that is nearest in memory.
-
-    Args:
-        name: of the GPU.
-        memory_bytes: that it has.
-        kernel: of attention, as :func:`.backends.kernel_name` calls it.
-    """
-    shipped = [Profile.load(each) for each in shipped_profiles()]
-    gpus = [
-        each
-        for each in shipped
-        if each.device_type == "cuda" and (each.kernel in FAST_KERNELS) == (kernel in FAST_KERNELS)
-    ]
-    named = [each for each in gpus if each.name.split("-")[0].upper() in name.upper()]
-    found = min(named or gpus, key=lambda each: abs(each.memory_bytes - memory_bytes))
-    if not named:
-        rank_zero_warn(
-            f"There is no device profile of {name}. Steps are predicted by the analytic profile"
-            f" {found.name!r} with {memory_bytes / 1e9:.0f} GB of memory: the best mesh may be"
-            " another one. Measure the device with `lightning-wlb profile --output FILE`, and give"
-            " WLBDataModule(profile=FILE)."
-        )
-    return replace(found, memory_bytes=memory_bytes)

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.checkpoints.latest import (
@@ -42,23 +41,6 @@ from lightning_wlb.checkpoints.latest import (
 from lightning_wlb.checkpoints.manifest import Damaged
 
 _T = TypeVar("_T")
-
-
-class InPlace(_Launcher):
-    """Runs in the process that is there: torchrun or Slurm has made it."""
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """True: no process is started."""
-        return True
-
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function, which knows its Trainer."""
-        kwargs.pop("trainer", None)
-        return function(*args, **kwargs)
-
-    def kill(self, signum: Any) -> None:
-        """Nothing: there are no processes of ours."""
 
 
 def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:

@@ -1,68 +1,78 @@
 """WLBStrategy: data × pipeline × context × tensor parallelism driven by step plans.
 
-A thin Lightning adapter. What it adds to a Trainer:
+A thin Lightning adapter. What it does around a step is done by its members:
 
-* ``setup_environment`` builds the mesh; ``setup`` applies the parallelisms (parallelize.py);
-* a module's step runs through the executor: all forwards and backwards of the plan happen inside
-  ``training_step``, and ``backward`` makes the one reduction and sets ``.grad``, because Lightning
-  calls training_step, zero_grad, backward, clip, step in this order;
-* gradients are clipped by their norm over all ranks, and steps whose loss or gradients are not
-  finite are answered (nonfinite.py); checkpoints are written by all ranks (saving.py).
+* ``processes`` starts and connects the ranks (launch.py);
+* ``options`` is what is given of the mesh; mesh_choice.py chooses the rest;
+* ``profiles`` and ``pipelines`` say by which device profile steps are planned (profile_choice.py)
+  and which pipelines they may take (scheme_choice.py); a :class:`.PlanningContext` tells the data
+  module;
+* ``split`` is the model on this rank, ``steps`` runs its steps (split_model.py), and ``guard``
+  answers those whose loss or gradients are not finite;
+* ``checkpoints`` saves and loads (checkpointing.py).
 
-Not for modules that are not a :class:`.LanguageModule`, nor for manual
-optimisation: both are refused at set-up.
+All forwards and backwards of a plan happen inside ``training_step``, and ``backward`` makes the one
+reduction and sets ``.grad``, because Lightning calls training_step, zero_grad, backward, clip, step
+in this order.
+
+Not for modules that are not a :class:`.LanguageModule`, nor for manual optimisation: both are
+refused at set-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.cost.memory_model import MemoryModel
+from lightning_wlb.arguments import choice
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.planning_context import PlanningContext, shape_of
 from lightning_wlb.distributed.device_mesh import Size
+from lightning_wlb.distributed.process_groups import MeshGroups, mesh_groups
 from lightning_wlb.heterogeneous.setup import Dynamic
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.prediction.predictor import model_stages
-from lightning_wlb.strategy.checks import (
-    check_precision,
-    check_reduce_dtype,
-    check_trainer,
-    checked_model,
-    checked_module,
-    refuse_lbfgs,
-    refuse_loss,
-    same_loss,
+from lightning_wlb.plan import Schemes
+from lightning_wlb.strategy import checks
+from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
+from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
+from lightning_wlb.strategy.mesh_choice import MeshOptions, choose_run_mesh, mesh_request
+from lightning_wlb.strategy.profile_choice import ProfileChoice
+from lightning_wlb.strategy.scheme_choice import SchemeChoice
+from lightning_wlb.strategy.split_model import (
+    SplitModel,
+    StepRunner,
+    WholeModelSummary,
+    move_module,
 )
-from lightning_wlb.strategy.choosing import ChoosingStrategy
-from lightning_wlb.strategy.model_summary import Display
+from lightning_wlb.supervision.watchdog import say
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained
-from lightning_wlb.training.parallelize import parallelize
 from lightning_wlb.training.precision import WLBPrecision, name_of
-from lightning_wlb.training.tied_weights import add_tied_gradients
 
 
-class WLBStrategy(ChoosingStrategy):
+class WLBStrategy(ParallelStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
     The product of the four sizes is the number of devices over all nodes. A size that is given
     stays. Where those that are ``"auto"`` leave a choice, the mesh is taken that is predicted to be
-    fastest for the model and the documents (:mod:`.choosing`): so with ``strategy="wlb"`` alone.
+    fastest for the model and the documents (:mod:`.mesh_choice`): so with ``strategy="wlb"`` alone.
     Where nothing is known of the model, the documents or the device, the first ``"auto"``, in the
     order of the arguments, takes the devices that the other sizes leave, and any further one is 1.
 
@@ -87,14 +97,12 @@ class WLBStrategy(ChoosingStrategy):
         async_save: write checkpoints while training goes on, which waits only while tensors are
             copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
             state, twice where two checkpoints are saved at the end of a step.
-        on_save_failure: ``"raise"`` ends the run on all ranks when a checkpoint cannot be saved;
-            ``"warn"`` goes on without it. Either way no other checkpoint is lost.
         verify_checkpoints: compare what is read from a checkpoint with the checksums in its
             manifest, in a thread beside reading. False compares the sizes of files only.
-        reduce_dtype: in which what tensor- and context-parallel ranks add up travels:
-            ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``, which halves
-            these messages and rounds where two ranks' values meet. None: float32 or wider.
-            Gradients of parameters are added up in float32 or wider, whatever this is.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up what they send
+            each other: ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``,
+            which halves these messages and rounds where two ranks' values meet. None: float32 or
+            wider. Gradients of parameters are added up in float32 or wider, whatever this is.
         dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a training step may
             take in place of the mesh's pipelines. It takes the one whose simulated step is
             shortest, which needs a device profile; parameters and optimizer state stay where the
@@ -112,6 +120,8 @@ class WLBStrategy(ChoosingStrategy):
     strategy_name = "wlb"
     # Tells LanguageModule.configure_model to build on the meta device.
     defers_initialisation = True
+    # Where nothing says so, Lightning ignores ``self.log(sync_dist=True)``.
+    is_distributed = True
 
     def __init__(
         self,
@@ -125,38 +135,93 @@ class WLBStrategy(ChoosingStrategy):
         timeout: timedelta | None = None,
         on_nonfinite: OnNonfinite = "raise",
         async_save: bool = False,
-        on_save_failure: str = "raise",
         verify_checkpoints: bool = True,
         reduce_dtype: str | None = None,
         dynamic: Dynamic = "off",
     ) -> None:
-        super().__init__(
-            (
-                data_parallel_size,
-                pipeline_parallel_size,
-                context_parallel_size,
-                tensor_parallel_size,
-            ),
-            schedule,
-            virtual_pipeline_size,
-            process_group_backend,
-            timeout,
-            async_save,
-            on_save_failure,
-            verify_checkpoints,
-            reduce_dtype,
-            dynamic,
+        super().__init__()
+        sizes = data_parallel_size, pipeline_parallel_size, context_parallel_size
+        self.options = MeshOptions(
+            sizes=(*sizes, tensor_parallel_size),
+            schedule=schedule,
+            virtual_stages=virtual_pipeline_size,
         )
-        # A step that has run, and its loss, until its gradients are there.
-        self._ran: tuple[StepBatch, Tensor] | None = None
+        if reduce_dtype is not None:
+            choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
+        self._asked_reduce_dtype = reduce_dtype
+        self.processes = Processes(process_group_backend=process_group_backend, timeout=timeout)
+        self.checkpoints = Checkpointer(
+            async_save=async_save, verify=verify_checkpoints, timeout=self.processes.timeout
+        )
+        self.profiles = ProfileChoice()
+        self.pipelines = SchemeChoice(dynamic)
         self.guard = StepGuard(on_nonfinite)
+        self.num_nodes = 1  # Lightning sets it.
+        self.schedule, _ = self.options.usual
+        self.split: SplitModel | None = None
+        self.steps: StepRunner | None = None
+        self._rank: Rank | None = None
+        self._groups: MeshGroups | None = None
+        self._planning_is_settled = False
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
-        shown = ", ".join(map(repr, self._asked))
+        shown = ", ".join(map(repr, self.options.sizes))
         return f"WLBStrategy({shown}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
 
-    # Precision
+    # What a run is made of
+
+    @property
+    def rank(self) -> Rank:
+        """Where this rank stands in the mesh."""
+        if self._rank is None:
+            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
+        return self._rank
+
+    @property
+    def mesh(self) -> Mesh:
+        """Ranks along each axis, resolved, and stages of a pipeline rank."""
+        return self.rank.mesh
+
+    @property
+    def mesh_groups(self) -> MeshGroups:
+        """The process groups of this rank, and the DeviceMesh with those of the axes."""
+        if self._groups is None:
+            raise RuntimeError("The device mesh exists once the processes have been launched.")
+        return self._groups
+
+    @property
+    def executor(self) -> Executor:
+        """Runs this rank's part of a step."""
+        if self.split is None:
+            raise RuntimeError("Steps can be run once the model has been split.")
+        return self.split.executor
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that steps are planned by; None: the data module's, if it has one."""
+        return self.profiles.profile
+
+    @property
+    def dynamic(self) -> tuple[Schemes, ...]:
+        """The heterogeneous pipelines that a step may take in place of the mesh's."""
+        return self.pipelines.schemes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For loaders that are not the data module's own: a sampler over the replicas."""
+        return {"num_replicas": self.mesh.data, "rank": self.rank.data}
 
     @property
     def precision_plugin(self) -> WLBPrecision:
@@ -168,227 +233,292 @@ class WLBStrategy(ChoosingStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # None must stay None: the Trainer takes a plugin that is here before it for the user's.
         if plugin is not None and not isinstance(plugin, WLBPrecision):
-            check_precision(plugin)
+            checks.check_precision(plugin)
             plugin = WLBPrecision(str(plugin.precision))
         self._precision_plugin = plugin
 
-    # Model and optimizers
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which tensor- and context-parallel ranks add up."""
+        asked: torch.dtype = getattr(torch, self._asked_reduce_dtype or "float32")
+        return torch.promote_types(asked, self.precision_plugin.compute_dtype)
+
+    @property
+    def _devices(self) -> RunDevices:
+        precision = self.precision_plugin
+        return RunDevices(
+            device=self.root_device,
+            count=self.num_nodes * self.num_processes,
+            per_node=self.num_processes,
+            compute_dtype=precision.compute_dtype,
+            parameter_dtype=name_of(precision.parameter_dtype),
+            reduce_dtype=name_of(self.reduce_dtype),
+        )
+
+    @property
+    def _module(self) -> LanguageModule:
+        assert isinstance(self.lightning_module, LanguageModule)
+        return self.lightning_module
+
+    # Processes
+
+    def _configure_launcher(self) -> None:
+        # The Trainer calls this when it is made, the first that this strategy hears of a run.
+        assert self.cluster_environment is not None
+        devices = self.parallel_devices or []
+        launcher = self.processes.launcher(self.cluster_environment, devices, self.num_nodes)
+        self._launcher = self.checkpoints.noting(launcher)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning who this process is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            tell_rank(self.cluster_environment, rank, self.num_nodes * self.num_processes)
 
     def setup_environment(self) -> None:
-        """Make the mesh and its process groups, where the Trainer asks for nothing impossible."""
+        """Connect the ranks, choose the mesh, and make its process groups."""
+        assert self.cluster_environment is not None
         assert self.lightning_module is not None
-        check_trainer(self.lightning_module.trainer)
-        precision = self.precision_plugin
-        check_reduce_dtype(self._asked_reduce_dtype, precision.compute_dtype, precision.precision)
+        trainer, precision = self.lightning_module.trainer, self.precision_plugin
+        checks.check_trainer(trainer)
+        computed = precision.compute_dtype, str(precision.precision)
+        checks.check_reduce_dtype(self._asked_reduce_dtype, *computed)
+        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
+        self.processes.listen(trainer)
+        self.set_world_ranks()
+        # Before any process waits for another: a wrong size is answered at once, on every rank.
+        self.options.usual_mesh(self.world_size)
+        own = self.root_device, self.global_rank, self.num_processes
+        self.processes.connect(self.cluster_environment, *own)
+        self._planning_is_settled = False
+        facts = {"reduce_dtype": name_of(self.reduce_dtype), "dynamic": str(self.pipelines)}
+        self.pipelines.begin()
+        known = self._devices, trainer, self.profiles, facts
+        mesh, self.schedule = choose_run_mesh(self.options, *known)
+        self._rank = mesh.coordinate(self.global_rank)
+        self._groups = mesh_groups(self._rank, self.root_device, self.processes.timeout)
+        self.checkpoints.begin(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.processes.barrier(self.root_device)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of rank ``src`` on every rank."""
+        return self.processes.broadcast(obj, src)
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over all ranks."""
+        if isinstance(tensor, Tensor) and self.processes.may_wait:
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def teardown(self) -> None:
+        """Let go of the module; the process group stays for a further run."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        module = self.lightning_module
+        if module is not None and not module.trainer.interrupted:
+            self.checkpoints.train_ends()
+        if isinstance(module, LanguageModule):
+            module.executor = None
+        self.processes.end()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # The model and its steps
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check the run, apply the parallelisms, make the optimizers."""
+        """Check the run, split the model over the ranks, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = checked_module(self.lightning_module, trainer)
-        self.check_checkpoint_folders(trainer)
-        # The model itself knows who has split it, so that both are freed together.
-        previous: WLBStrategy | None = getattr(module.model, "parallelized_by", None)
-        if previous is None:
-            self._parallelize(trainer, module)
-        elif previous is not self:
-            self._adopt(previous)
+        module = checks.checked_module(self.lightning_module, trainer)
+        self.checkpoints.check_folders(trainer, self.cluster_environment)
+        fitting, data = trainer.state.fn == TrainerFn.FITTING, checks.data_module_of(trainer)
+        precision = self.precision_plugin
+        self.split = SplitModel.of(module)
+        if self.split is not None:
+            precise = str(precision.precision)
+            self.split.check(self.mesh, self.schedule, self.mesh_groups, precise)
+        else:
+            self.split = SplitModel.make(
+                module,
+                rank=self.rank,
+                schedule=self.schedule,
+                groups=self.mesh_groups,
+                precision=precision,
+                device=self.root_device,
+                mean_context=0 if data is None else data.mean_context,
+                planned_by_profile=self.profiles.unmeasured is not None,
+            )
         self.model_to_device()
-        assert self.executor is not None
         self.executor.begin(self.reduce_dtype)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._prepare_strategies()
-            data = getattr(trainer, "datamodule", None)
-            if isinstance(data, WLBDataModule) and not data.measures:
-                self._make_pool(data)  # Else when the devices have been measured.
+        if fitting:
+            self._prepare_pipelines()
+            if data is not None and not data.measures:
+                self.pipelines.settle(self.planning_context(data), data)
+        name_document = "document {}".format if data is None else data.name_of
+        self.steps = StepRunner(self.split, module, self.guard, name_document)
         module.executor = self._run_step
-        self._guard(trainer)
-        self._ran = None
-        Display.take_over(trainer, self.rank, [f"model.{tie.head}" for tie in self._tied_copies()])
+        precision.guard = self.guard
+        WholeModelSummary.take_over(trainer, self.rank, [*self.split.renamed])
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
-            refuse_lbfgs(self.optimizers)
+            checks.refuse_lbfgs(self.optimizers)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _adopt(self, previous: WLBStrategy) -> None:
-        """Go on with a model that another Trainer's strategy has parallelised."""
-        asked, done = self._split_for(), previous._split_for()
-        if asked != done:
-            raise MisconfigurationException(
-                f"An earlier Trainer has split the module for {done}; it cannot be split again for"
-                f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
-                " ckpt_path=... to this one."
-            )
-        if self.mesh_groups is not previous.mesh_groups:
-            raise MisconfigurationException(
-                "The process group with which an earlier Trainer has split the module was"
-                " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
-                " group alone between the two."
-            )
-        self._ties = previous._ties
-        self.executor, self._runs = previous.executor, previous._runs
-
-    def _split_for(self) -> str:
-        return (
-            f"the mesh {self.mesh}, schedule {self.schedule!r} with {self.mesh.virtual_stages}"
-            f" stages per rank, precision {self.precision_plugin.precision!r}"
-        )
-
-    def _parallelize(self, trainer: pl.Trainer, module: LanguageModule) -> None:
-        model = checked_model(module)
-        shape, mesh = module.model_shape, self.mesh
-        shape.check_tensor_parallel(mesh.tensor)
-        # What a layer costs per token depends on how much a token attends to.
-        attended = int(getattr(getattr(trainer, "datamodule", None), "mean_context", 0))
-        stages = model_stages(shape, mesh.stages, attended)
-        precision = self.precision_plugin
-        self._ties, parameters = parallelize(
-            model,
-            self.mesh_groups.mesh,
-            stages,
-            self.mesh_groups.parameters,
-            initialise=module.init_weights,
-            device=self.root_device,
-            dtype=precision.parameter_dtype,
-            compute_dtype=precision.compute_dtype,
-            sum_dtype=precision.sum_dtype,
-        )
-        self.executor = Executor(
-            model,
-            PipelineRank(
-                rank=self.rank,
-                stages=tuple(stages),
-                schedule=self.schedule,
-                groups=self.mesh_groups.channels,
-                hidden_size=shape.dim,
-                dtype=precision.compute_dtype,
-                device=self.root_device,
-            ),
-            self.mesh_groups,
-            parameters,
-        )
-        self._runs = None
-        model.parallelized_by = self  # type: ignore[assignment]
-
     def model_to_device(self) -> None:
-        """Move the module's own buffers and metrics, and what it calls its device.
-
-        Not the model, which is made where it belongs; ``Module.to`` cannot replace its shards.
-        """
-        module = self.lightning_module
-        assert module is not None
-        split = {
-            name: child
-            for name, child in module._modules.items()
-            if child is not None and any(True for _ in child.parameters())
-        }
-        module._modules.update(dict.fromkeys(split))
-        try:
-            module.to(self.root_device)
-        finally:
-            module._modules.update(split)
+        """Move what the module has beside the model, which is made where it belongs."""
+        move_module(self._module, self.root_device)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
-        assert self.executor is not None
-        module = self.lightning_module
-        assert isinstance(module, LanguageModule)
-        self.check_saves()
-        denominator = module.loss_denominator(batch.plan)
-        if torch.is_grad_enabled():
-            if self._ran is not None:
-                raise MisconfigurationException(
-                    f"{type(module).__name__}.training_step called self.step more than once, or"
-                    " returned None after it. A step's backward passes run inside self.step: call"
-                    " it once and return its loss."
-                )
-            loss = self.executor.run(batch, denominator)
-            self._ran = batch, loss
-            return loss.clone()
-        # Parameters gathered in inference mode could not train afterwards.
-        with torch.inference_mode(False), torch.no_grad():
-            return self.executor.run(batch, denominator)
+        assert self.steps is not None
+        self.checkpoints.check()
+        return self.steps.run(batch)
 
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run a step, all of it; what runs out of memory is told which options take less."""
-        assert self.executor is not None
-        with explained(self.executor, self._memory_model):
+        split, reduced = self.split, name_of(self.reduce_dtype)
+        assert split is not None
+        with explained(split.executor, lambda: split.memory_model(self._module, reduced)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _memory_model(self) -> MemoryModel:
-        module, precision = self.lightning_module, self.precision_plugin
-        assert isinstance(module, LanguageModule)
-        assert module.model is not None
-        device = self.root_device.type
-        kernel: VarlenAttention | None = getattr(module.model, "attention_kernel", None)
-        return MemoryModel(
-            module.model_shape,
-            self.mesh,
-            name_of(precision.compute_dtype),
-            name_of(precision.parameter_dtype),
-            accelerator=device != "cpu",
-            reduce_dtype=name_of(self.reduce_dtype),
-            kernel="" if kernel is None else kernel.kernel_name(device),
-        )
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Wait for the step's gradients, which travel since its backwards, and set ``.grad``.
+        """Wait for the step's gradients; its backwards have run."""
+        assert self.steps is not None
+        self.precision_plugin.pre_backward(closure_loss, self._module)
+        self.steps.finish(closure_loss)
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
-        The loss, and what the ranks have told each other, are read when all of that is queued on
-        the device, which would have nothing to do while they are waited for.
+    # What steps are planned for
+
+    def planning_context(self, data: WLBDataModule) -> PlanningContext:
+        """What is known by now of the run that steps are planned for."""
+        module = self._module
+        return PlanningContext(
+            shape=shape_of(module, data.model_shape),
+            rank=self.rank,
+            schedule=self.schedule,
+            stages=self.executor.pipeline.stages,
+            profile=self.profile or data.profile,
+            parameter_dtype=name_of(self.precision_plugin.parameter_dtype),
+            reduce_dtype=name_of(self.reduce_dtype),
+            schemes=self.dynamic,
+            chooser=self.pipelines.chooser,
+            activation_checkpointing=module.planned_checkpointing,
+        )
+
+    def settle_planning(self, data: WLBDataModule) -> None:
+        """Settle what this run's steps are planned by, and which pipelines they may take.
+
+        Collective over all ranks at its first call in a fit; else nothing.
         """
-        assert self.executor is not None
-        module = self.lightning_module
-        assert module is not None
-        ran, self._ran = self._ran, None
-        if ran is None or closure_loss.requires_grad:
-            refuse_loss(closure_loss, None if ran is None else ran[1])
-        batch, loss = ran
-        self.precision_plugin.pre_backward(closure_loss, module)
-        self.executor.finish()
-        if not self.executor.left_mesh:
-            add_tied_gradients(
-                self.executor.model, self._ties, self._tied_peer(), self.mesh_groups.pipeline
+        module = self._module
+        if self._planning_is_settled or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._planning_is_settled = True
+        leaves = self.pipelines.possible(self.mesh, data)
+        self.profiles.measure(self._devices, self.mesh, data, module, leaves_mesh=leaves)
+        if self.pipelines.automatic:
+            context = self.planning_context(data)
+
+            def request() -> MeshRequest:
+                assert context.profile is not None
+                given = self._devices, data, module, context.profile
+                return mesh_request(MeshOptions(schedule=self.schedule), *given)
+
+            self.pipelines.choose(request, context, data, module)
+            self._prepare_pipelines()
+            if not (self.dynamic or self.profiles.decides(self.mesh, data)):
+                self.profiles.profile = self.profiles.unmeasured
+        self.pipelines.settle(self.planning_context(data), data)
+
+    def _prepare_pipelines(self) -> None:
+        assert self.split is not None
+        self.pipelines.prepare(
+            self.split,
+            self._module,
+            per_node=self.num_processes,
+            sum_dtype=self.precision_plugin.sum_dtype,
+            timeout=self.processes.timeout,
+        )
+
+    # Checkpoints: all ranks write one, after the shards that it fills have been made
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the shards must exist before they can be filled."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: :meth:`load_checkpoint` restores optimizers too."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: :meth:`save_checkpoint` collects the weights itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty: :meth:`save_checkpoint` collects optimizer state itself."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing left to do after :meth:`load_checkpoint`."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a sharded checkpoint folder; collective over all ranks.
+
+        After an exception that not all ranks have together nothing is written, and that is said.
+        """
+        if self.processes.alone is not None:
+            say(self.global_rank, f"{filepath} is not saved, since {self.processes.alone}")
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
+                " torch.distributed.checkpoint, not through a CheckpointIO."
             )
-        self.executor.read()
-        self.guard.ran(batch, self.executor.losses)
-        if not same_loss(closure_loss, loss):
-            refuse_loss(closure_loss, loss)
-        return self.precision_plugin.post_backward(closure_loss, module)
+        assert self.split is not None
+        path, module = checks.local_path(self.broadcast(filepath)), self._module
+        self.checkpoints.save(path, checkpoint, module, self.optimizers, self.split.renamed)
 
-    def _tied_peer(self) -> int | None:
-        """The rank with the same shard of the tied weight on the pipeline's other end."""
-        rank = self.rank
-        if not self._ties or rank.first_stage == rank.last_stage:
-            return None
-        return rank.group("pipeline")[-1 if rank.first_stage else 0]
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a sharded checkpoint folder into model and optimizers; collective."""
+        assert self.split is not None
+        own = self._module, self.optimizers, self.split.renamed
+        return self.checkpoints.load(checks.local_path(checkpoint_path), *own, weights_only)
 
-    def _guard(self, trainer: pl.Trainer) -> None:
-        """Put the guard between the gradients of a step and the optimizer."""
-        assert self.executor is not None
-        model = self.executor.model
-        copies = [model.get_parameter(tie.head) for tie in self._tied_copies()]
-        data = getattr(trainer, "datamodule", None)
-        name_of = getattr(data, "name_of", "document {}".format)
-        self.guard.attach(model, self.mesh, self.root_device, copies, name_of)
-        self.precision_plugin.guard = self.guard
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint once the save before it has succeeded."""
+        if self.is_global_zero and self.processes.alone is None:
+            self.checkpoints.remove(filepath)
 
-    def teardown(self) -> None:
-        """Let go of the module; the process group stays for a further run."""
-        self.finish_saves()
-        module = self.lightning_module
-        if isinstance(module, LanguageModule):
-            module.executor = None
-        super().teardown()
+    def on_train_start(self) -> None:
+        """From here on saves may be written in the background."""
+        self.checkpoints.train_begins()
+
+    def on_train_end(self) -> None:
+        """Wait for saves in the background; every callback has made its last."""
+        self.checkpoints.train_ends()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Wait for saves in the background, not for long: other ranks may have died."""
+        self.checkpoints.train_ends(END_SECONDS, interrupted=True)

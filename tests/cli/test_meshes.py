@@ -109,7 +109,7 @@ def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(
     report = searched(capsys, lengths, *options, "--mesh", "auto,1,auto,auto")
     trainer = report["verdict"]["trainer"][0]
     strategy = eval(trainer[trainer.index("WLBStrategy(") : -1], {"WLBStrategy": WLBStrategy})
-    assert strategy._virtual_stages == report["rows"][0]["mesh"]["virtual_stages"] == 1
+    assert strategy.options.usual[1] == report["rows"][0]["mesh"]["virtual_stages"] == 1
     data = report["verdict"]["trainer"][2]
     assert "packing='best_fit', cap=20000, long_documents='truncate', seed=3, profile=" in data
 

@@ -13,13 +13,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.strategy import mesh_choice as searching
+from lightning_wlb.strategy.mesh_choice import MeshOptions
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, config, data, module, trainer
@@ -43,7 +45,7 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[in
         # A further Trainer goes on with the mesh that the module is split for.
         again = WLBStrategy()
         held = data(CASE, validation_documents=4, context_window=16, profile="cpu")
-        with mock.patch.object(searching, "agreed_mesh", side_effect=AssertionError):
+        with mock.patch.object(searching, "searched_mesh", side_effect=AssertionError):
             trainer(again, 4).validate(made, held, verbose=False)
         assert again.mesh == open_sizes["mesh"]
         # The profile was made on a node of two.
@@ -56,6 +58,11 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[in
             prepared(rank, per_node=True, fails=rank == 2)
         errors.append(str(error.value))
         own = WLBStrategy(data_parallel_size=4 if rank == 3 else "auto")
+        errors.append(refused(MisconfigurationException, own))
+        given = None if rank == 0 else "cpu"
+        errors.append(refused(MisconfigurationException, profile=given))
+        pairs = [(Scheme(0, (4,), 1, 2), Scheme(2, (2, 2)))]
+        own = WLBStrategy(dynamic="off" if rank == 1 else pairs)
         errors.append(refused(MisconfigurationException, own))
     counts = [prepared(rank, per_node) for per_node in (True, False)]
     return [open_sizes, one_replica], errors, counts
@@ -127,6 +134,15 @@ def test_ranks_that_are_given_other_sizes_all_end_with_the_same_error(ranks) -> 
     (error,) = {errors[3] for _, errors, _ in ranks}
     assert "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto" in error
     assert "but ranks [3] of (4, 'auto', 'auto', 'auto')" in error
+
+
+def test_ranks_that_are_given_other_profiles_or_pipelines_all_end_alike(
+    ranks,
+) -> None:
+    (error,) = {errors[4] for _, errors, _ in ranks}
+    assert "rank 0 sees a device profile of whatever is measured, but ranks [1, 2, 3]" in error
+    (error,) = {errors[5] for _, errors, _ in ranks}
+    assert "but ranks [1] of off" in error
 
 
 def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
@@ -204,5 +220,35 @@ class NoTensorParallel(Decoder):
 
 
 def test_a_model_without_a_plan_for_tensor_parallelism_gets_none() -> None:
-    assert not searching._can_split(NoTensorParallel())
-    assert searching._can_split(module(CASE).build_model())
+    assert not searching.can_split(NoTensorParallel())
+    assert searching.can_split(module(CASE).build_model())
+
+
+@pytest.mark.parametrize(
+    ("asked", "usual"),
+    [
+        (("auto", None), ("1f1b", 1)),
+        (("auto", 1), ("1f1b", 1)),
+        (("auto", 3), ("interleaved", 3)),
+        (("interleaved", None), ("interleaved", 2)),
+        (("gpipe", None), ("gpipe", 1)),
+    ],
+)
+def test_what_a_schedule_comes_to_where_nothing_is_chosen(asked, usual) -> None:
+    schedule, stages = asked
+    assert MeshOptions(schedule=schedule, virtual_stages=stages).usual == usual
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [
+        ({}, True),
+        ({"sizes": ("auto", 2, "auto", "auto")}, True),
+        ({"sizes": (2, *["auto"] * 3), "schedule": "interleaved", "virtual_stages": 2}, True),
+        ({"sizes": ("auto", 4, "auto", "auto")}, False),
+        ({"schedule": "1f1b"}, False),
+        ({"virtual_stages": 4}, False),
+    ],
+)
+def test_a_mesh_is_gone_on_with_where_it_has_what_is_given(options, goes_on) -> None:
+    assert MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved") == goes_on

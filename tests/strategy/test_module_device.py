@@ -14,7 +14,6 @@ import torch
 from torchmetrics import MeanMetric
 
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.strategy.launch import MeshStrategy
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, config, data, trainer
@@ -27,7 +26,7 @@ class Elsewhere(WLBStrategy):
 
     def model_to_device(self) -> None:
         self.before = list(self.lightning_module.parameters())
-        with mock.patch.object(MeshStrategy, "root_device", META):
+        with mock.patch.object(WLBStrategy, "root_device", META):
             super().model_to_device()
 
 

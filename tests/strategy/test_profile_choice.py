@@ -7,14 +7,12 @@ import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
@@ -22,21 +20,21 @@ from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.data import cache as cached
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.heterogeneous.setup import Dynamic, checked_strategies
+from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import Scheme, Schemes
-from lightning_wlb.strategy import choosing
+from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import profile_choice as automatic
+from lightning_wlb.strategy.launch import RunDevices
 from lightning_wlb.strategy.profile_choice import (
     Measurement,
+    ProfileChoice,
     agreed_profile,
     decoder_like,
-    nearest,
-    profile_of,
 )
+from lightning_wlb.strategy.scheme_choice import SchemeChoice
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training.precision import WLBPrecision, name_of
+from lightning_wlb.training.precision import name_of
 from tests.ranks import run_ranks
 from tests.strategy.harness import VOCABULARY, Case, Recorder, data, module, trainer
 
@@ -226,51 +224,39 @@ def test_ranks_agree_and_a_resumed_run_has_the_plans_of_an_unbroken_one(tmp_path
     assert rest["profile"] == half["profile"]
 
 
-def settled(
+def chosen(
     documents_: WLBDataModule,
     *,
     mesh: Mesh = PIPELINE,
-    fn: TrainerFn = TrainerFn.FITTING,
     nodes: int = 1,
     base: Profile | None = None,
     outcome: Profile | None = None,
     dynamic: Dynamic = "off",
-    pool: tuple[Schemes, ...] = (),
 ) -> tuple[Profile | None, list[Measurement]]:
-    """By what a run is planned, and what was to be measured for it."""
-    strategy, own = WLBStrategy(dynamic=dynamic), module(CASE)
-    standing = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=own)
-    own._trainer = standing
-    strategy._rank, strategy.num_nodes = mesh.coordinate(0), nodes
-    strategy.profile = strategy._base = base
-    strategy._lightning_module = own
-    strategy.precision_plugin = WLBPrecision("32-true")
-    strategy.parallel_devices = [CPU] * 2
-    wanted: list[Measurement] = []
+    """By what a run on nodes of two ranks is planned, and what was to be measured for it."""
+    choice, wanted = ProfileChoice(), []
+    choice.profile = choice.unmeasured = base
+    devices = RunDevices(
+        device=CPU,
+        count=2 * nodes,
+        per_node=2,
+        compute_dtype=torch.float32,
+        parameter_dtype="float32",
+        reduce_dtype="float32",
+    )
 
     def measure(asked: Measurement) -> Profile | None:
         wanted.append(asked)
         return outcome
 
-    with (
-        mock.patch.object(choosing, "agreed_profile", measure),
-        mock.patch.object(choosing, "agreed_pool", return_value=pool) as chooses,
-        mock.patch.object(choosing, "run_elsewhere"),
-        mock.patch.object(choosing, "pool_of"),
-        mock.patch.object(WLBStrategy, "root_device", CPU),
-    ):
-        stages = [range(each, each + 1) for each in range(mesh.stages - 1)]
-        stages.append(range(mesh.stages - 1, own.model_shape.layers))
-        strategy.executor = SimpleNamespace(pipeline=SimpleNamespace(stages=tuple(stages)))
-        strategy.settle_planning(documents_)
-        strategy.settle_planning(documents_)
-    assert chooses.call_count == (dynamic == "auto")
-    assert strategy.dynamic == checked_strategies(dynamic) + pool
-    return strategy.profile, wanted
+    leaves = SchemeChoice(dynamic).possible(mesh, documents_)
+    with mock.patch.object(automatic, "agreed_profile", measure):
+        choice.measure(devices, mesh, documents_, module(CASE), leaves_mesh=leaves)
+    return choice.profile, wanted
 
 
 def wants(options: dict[str, Any] | None = None, **run: Any) -> bool:
-    return bool(settled(data(CASE, **({"profile": None} | (options or {}))), **run)[1])
+    return bool(chosen(data(CASE, **({"profile": None} | (options or {}))), **run)[1])
 
 
 def test_a_device_is_measured_where_plans_depend_on_times() -> None:
@@ -291,24 +277,13 @@ def test_a_device_is_measured_where_plans_depend_on_times() -> None:
     assert not wants({"profile": "none"})
     assert not wants({"profile": "cpu"})
     assert not wants(mesh=Mesh())
-    assert not wants(fn=TrainerFn.VALIDATING)
     # What lies between the nodes is only known from a profile.
     assert not wants(nodes=2)
     assert not wants(nodes=2, base=measured(1.0))
     network = {"node": Link(1.0, 1e9), "network": Link(2.0, 1e8)}
     base = replace(measured(1.0), links=network, memory_bytes=123)
-    _, (found,) = settled(data(CASE, profile=None), nodes=2, base=base)
+    _, (found,) = chosen(data(CASE, profile=None), nodes=2, base=base)
     assert (found.link, found.network, found.memory_bytes) == (*network.values(), 123)
-
-
-def test_a_run_that_chooses_no_strategy_is_planned_as_without() -> None:
-    dealt = data(CASE, packing="hydraulis", profile=None)
-    other, pool = measured(3.0), ((Scheme(0, (1, 1)),),)
-    run = {"mesh": Mesh(data=2), "outcome": other, "dynamic": "auto"}
-    assert settled(dealt, **run)[0] is None
-    assert settled(dealt, **run, pool=pool)[0] == other
-    # Its steps on the mesh are planned by times, too.
-    assert settled(data(CASE, profile=None), **run | {"mesh": PIPELINE})[0] == other
 
 
 def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
@@ -327,62 +302,49 @@ def test_what_a_checkpoint_brings_goes_before_a_measurement() -> None:
         documents_.load_state_dict(
             {"planner": None} | ({} if brought is None else {"profile": brought})
         )
-        profile, wanted = settled(documents_, base=base, outcome=other)
+        profile, wanted = chosen(documents_, base=base, outcome=other)
         assert (profile, len(wanted)) == (expected, measures)
         assert documents_.state_dict()["profile"] == (other.to_json() if measures else brought)
     documents_ = data(CASE, profile=None)
     documents_.load_state_dict({"planner": None, "profile": replace(base, kernel="cpu").to_json()})
-    with mock.patch.object(choosing, "rank_zero_info") as said:
-        settled(documents_)
+    with mock.patch.object(automatic, "rank_zero_info") as said:
+        chosen(documents_)
     (line,) = said.call_args.args
     assert line.startswith("WLBStrategy: steps are planned by profile cpu: ")
     assert line.endswith(", as before.")
     documents_ = data(CASE, profile=None)
-    assert settled(documents_, base=base)[0] == base
+    assert chosen(documents_, base=base)[0] == base
     assert documents_.state_dict() == {"planner": None, "profile": ""}
     assert data(CASE).state_dict() == {"planner": None}
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "kernel", "profile"),
-    [
-        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "flash_attn 3", "h100"),
-        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "torch (FlashAttention-2)", "h100-fa2"),
-        ("NVIDIA H200", 150_000_000_000, "flash_attn 4", "h200"),
-        ("NVIDIA H200", 150_000_000_000, "flash_attn 2", "h200-fa2"),
-        ("NVIDIA H200", 150_000_000_000, "exact", "h200-fa2"),
-        ("NVIDIA GH200 480GB", 100_000_000_000, "flash_attn 3", "h200"),
-    ],
-)
-def test_a_gpu_gets_the_profile_of_its_name_and_kernel_and_its_own_memory(
-    name, memory, kernel, profile
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = nearest(name, memory, kernel)
-    assert (found.name, found.memory_bytes) == (profile, memory)
+def known(device: str, searched: bool, given: Profile | None = None, nodes: int = 1):
+    """The profile that a run begins with on so many nodes of four devices."""
+    found = Profile.load("cpu" if device == "cpu" else "h100")
+    choice = ProfileChoice()
+    devices = RunDevices(
+        device=torch.device(device),
+        count=4 * nodes,
+        per_node=4,
+        compute_dtype=torch.float32,
+        parameter_dtype="float32",
+        reduce_dtype="float32",
+    )
+    with mock.patch.object(automatic, "shipped_profile", return_value=found):
+        choice.begin(devices, "auto", given, searched=searched)
+    assert choice.unmeasured == choice.profile
+    return choice.profile
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "profile"),
-    [("NVIDIA A100-SXM4-40GB", 42_000_000_000, "h100"), ("NVIDIA B200", 190_000_000_000, "h200")],
-)
-def test_another_gpu_gets_the_nearest_in_memory_with_a_warning(name, memory, profile) -> None:
-    words = f"no device profile of {name}.*analytic profile '{profile}' with {memory // 10**9} GB"
-    with pytest.warns(UserWarning, match=words + ".*lightning-wlb profile --output FILE"):
-        found = nearest(name, memory, "flash_attn 3")
-    assert (found.name, found.memory_bytes) == (profile, memory)
-
-
-def test_a_cpu_gets_the_measured_one_and_other_devices_none() -> None:
-    assert profile_of(torch.device("cpu")) == Profile.load("cpu")
-    assert profile_of(torch.device("meta")) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_gpu_has_one() -> None:
-    device = torch.device("cuda", 0)
-    found = profile_of(device)
-    assert found is not None
-    assert found.memory_bytes == torch.cuda.get_device_properties(device).total_memory
+def test_runs_on_gpus_and_those_that_search_plan_by_a_profile() -> None:
+    cpu, h100, four = Profile.load("cpu"), Profile.load("h100"), {"devices_per_node": 4}
+    assert known("cpu", searched=False) is None
+    assert known("cpu", searched=True) == replace(cpu, **four)
+    assert known("cuda", searched=False) == replace(h100, **four)
+    assert known("cuda", searched=True, nodes=2) == replace(h100, **four)
+    # The data module's is its own affair, unless a mesh is chosen by it.
+    own = replace(h100, name="own", devices_per_node=2)
+    assert known("cuda", searched=False, given=own) is None
+    assert known("cuda", searched=True, given=own) == replace(own, **four)
+    # Nothing is known of what lies between nodes of CPUs.
+    assert known("cpu", searched=True, nodes=2) is None

@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints.writing import Parts
 from lightning_wlb.strategy import checkpointing as saving
-from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.strategy.checkpointing import Checkpointer
 from tests.checkpoints.test_latest import write
 
 
 @pytest.fixture
-def strategy(monkeypatch) -> WLBStrategy:
+def checkpoints(monkeypatch) -> Checkpointer:
     """Writes checkpoints of this process; those named "full" cannot be written."""
 
     def fake(path: Path, parts: Parts, group: object) -> None:
@@ -25,132 +25,136 @@ def strategy(monkeypatch) -> WLBStrategy:
         write(path, 1, 1.0, **parts.rest)
 
     monkeypatch.setattr(saving, "write", fake)
-    return WLBStrategy()
+    return checkpointer()
+
+
+def checkpointer(async_save: bool = False) -> Checkpointer:
+    return Checkpointer(async_save=async_save, verify=True, timeout=None)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(strategy, tmp_path):
+def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(checkpoints, tmp_path):
     parts = Parts({}, {})
     for name in ("one.ckpt", "two.ckpt"):
-        strategy._write(tmp_path / name, parts, None)
-    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+        checkpoints.write(tmp_path / name, parts)
+    checkpoints.remove(tmp_path / "one.ckpt")
     assert names(tmp_path) == ["two.ckpt"]
     with pytest.raises(OSError, match="No space"):
-        strategy._write(tmp_path / "full.ckpt", parts, None)
-    strategy.remove_checkpoint(str(tmp_path / "two.ckpt"))
-    strategy.remove_checkpoint(tmp_path / "full.ckpt")  # was never there
+        checkpoints.write(tmp_path / "full.ckpt", parts)
+    checkpoints.remove(str(tmp_path / "two.ckpt"))
+    checkpoints.remove(tmp_path / "full.ckpt")  # was never there
     assert names(tmp_path) == ["two.ckpt"]
-    strategy._write(tmp_path / "three.ckpt", parts, None)
+    checkpoints.write(tmp_path / "three.ckpt", parts)
     assert names(tmp_path) == ["three.ckpt"]
 
 
-def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(strategy, tmp_path):
+def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(checkpoints, tmp_path):
     """A full disk may have room for weights, and not for optimizer state."""
     weights, state = Parts({}, {}), Parts({}, {"lr_schedulers": []})
-    strategy._write(tmp_path / "one.ckpt", state, None)
-    strategy._write(tmp_path / "weights-1", weights, None)
+    checkpoints.write(tmp_path / "one.ckpt", state)
+    checkpoints.write(tmp_path / "weights-1", weights)
     with pytest.raises(OSError, match="No space"):
-        strategy._write(tmp_path / "full.ckpt", state, None)
-    strategy.remove_checkpoint(tmp_path / "one.ckpt")
-    strategy._write(tmp_path / "weights-2", weights, None)
-    strategy.remove_checkpoint(tmp_path / "weights-1")
+        checkpoints.write(tmp_path / "full.ckpt", state)
+    checkpoints.remove(tmp_path / "one.ckpt")
+    checkpoints.write(tmp_path / "weights-2", weights)
+    checkpoints.remove(tmp_path / "weights-1")
     assert names(tmp_path) == ["one.ckpt", "weights-2"]
-    strategy._write(tmp_path / "two.ckpt", state, None)
+    checkpoints.write(tmp_path / "two.ckpt", state)
     assert names(tmp_path) == ["two.ckpt", "weights-2"]
 
 
-def test_paths_may_begin_at_home(strategy, tmp_path, monkeypatch):
+def test_paths_may_begin_at_home(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
-    strategy.remove_checkpoint("~/one.ckpt")
+    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
+    checkpoints.remove("~/one.ckpt")
     assert names(tmp_path) == []
 
 
-def test_only_checkpoints_are_removed(strategy, tmp_path):
+def test_only_checkpoints_are_removed(checkpoints, tmp_path):
     """ModelCheckpoint takes a save that was refused for one that it may remove later."""
-    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
     for folder in ("one.ckpt", "mine"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "notes.txt").write_text("precious")
         with pytest.warns(match=r"could not be removed: .* it holds .*notes\.txt.*, which would"):
-            strategy.remove_checkpoint(tmp_path / folder)
+            checkpoints.remove(tmp_path / folder)
         assert (tmp_path / folder / "notes.txt").is_file()
-    strategy._write(tmp_path / "two.ckpt", Parts({}, {}), None)
+    checkpoints.write(tmp_path / "two.ckpt", Parts({}, {}))
     (tmp_path / "link.ckpt").symlink_to("two.ckpt")
-    strategy.remove_checkpoint(tmp_path / "link.ckpt")
+    checkpoints.remove(tmp_path / "link.ckpt")
     assert names(tmp_path) == ["mine", "one.ckpt", "two.ckpt"]
     # The paths that ModelCheckpoint removes come out of the checkpoint that was resumed from.
     (tmp_path / "file").write_text("precious")
     with pytest.warns(match="file is a file"):
-        strategy.remove_checkpoint(tmp_path / "mine" / ".." / "file")
+        checkpoints.remove(tmp_path / "mine" / ".." / "file")
     assert (tmp_path / "file").is_file()
 
 
-def test_what_is_saved_again_stays(strategy, tmp_path):
+def test_what_is_saved_again_stays(checkpoints, tmp_path):
     parts = Parts({}, {})
-    strategy._write(tmp_path / "one.ckpt", parts, None)
+    checkpoints.write(tmp_path / "one.ckpt", parts)
     with pytest.raises(OSError, match="No space"):
-        strategy._write(tmp_path / "full.ckpt", parts, None)
-    strategy.remove_checkpoint(tmp_path / "one.ckpt")
-    strategy._write(tmp_path / "one.ckpt", parts, None)
+        checkpoints.write(tmp_path / "full.ckpt", parts)
+    checkpoints.remove(tmp_path / "one.ckpt")
+    checkpoints.write(tmp_path / "one.ckpt", parts)
     assert names(tmp_path) == ["one.ckpt"]
 
 
-def test_what_follows_may_still_be_in_the_background(strategy, tmp_path):
+def test_what_follows_may_still_be_in_the_background(checkpoints, tmp_path):
     parts, gate = Parts({}, {}), Event()
-    strategy._write(tmp_path / "one.ckpt", parts, None)
+    checkpoints.write(tmp_path / "one.ckpt", parts)
 
     def later() -> None:
         gate.wait()
-        strategy._write(tmp_path / "two.ckpt", parts, None)
+        checkpoints.write(tmp_path / "two.ckpt", parts)
 
-    strategy._jobs.submit(tmp_path / "two.ckpt", later, copies=1)
-    strategy.remove_checkpoint(tmp_path / "one.ckpt")
+    checkpoints._jobs.submit(tmp_path / "two.ckpt", later, copies=1)
+    checkpoints.remove(tmp_path / "one.ckpt")
     assert names(tmp_path) == ["one.ckpt"]
     gate.set()
-    strategy._end_saves()
+    checkpoints.settle()
     assert names(tmp_path) == ["two.ckpt"]
 
 
-def test_of_those_before_time_limits_the_last_stays(strategy, tmp_path):
+def test_of_those_before_time_limits_the_last_stays(checkpoints, tmp_path):
     parts = Parts({}, {})
     for name in ("hpc_ckpt_1.ckpt", "last.ckpt", "hpc_ckpt_2.ckpt"):
-        strategy._write(tmp_path / name, parts, None)
+        checkpoints.write(tmp_path / name, parts)
     assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "last.ckpt"]
     # Another job, in the same folder.
     parts = Parts({}, {"slurm_job_id": "7"})
     for number in (3, 4):
-        strategy._write(tmp_path / f"hpc_ckpt_{number}.ckpt", parts, None)
+        checkpoints.write(tmp_path / f"hpc_ckpt_{number}.ckpt", parts)
     assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "hpc_ckpt_4.ckpt", "last.ckpt"]
 
 
-def test_what_cannot_be_removed_ends_nothing(strategy, tmp_path, monkeypatch):
-    strategy._write(tmp_path / "one.ckpt", Parts({}, {}), None)
+def test_what_cannot_be_removed_ends_nothing(checkpoints, tmp_path, monkeypatch):
+    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
 
     def fails(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(saving.atomic_folders, "remove", fails)
     with pytest.warns(match=r"one\.ckpt could not be removed: .*Training goes on\."):
-        strategy.remove_checkpoint(tmp_path / "one.ckpt")
+        checkpoints.remove(tmp_path / "one.ckpt")
 
 
-@pytest.mark.parametrize("options", [{"async_save": True}, {"on_save_failure": "warn"}, {}])
-def test_no_link_replaces_a_checkpoint_before_the_next_is_saved(options, strategy, tmp_path):
+@pytest.mark.parametrize("background", [True, False])
+def test_no_link_replaces_a_checkpoint_before_the_next_is_saved(background, checkpoints, tmp_path):
     """Lightning deletes the folder as soon as it has asked for a save."""
-    strategy._write(tmp_path / "last.ckpt", Parts({}, {}), None)
+    checkpoints.write(tmp_path / "last.ckpt", Parts({}, {}))
     for link in ("link", True):
         trainer = SimpleNamespace(
             checkpoint_callbacks=[ModelCheckpoint(tmp_path, save_last=link)],
             default_root_dir=tmp_path,
         )
-        refused = options and link == "link"
+        refused = background and link == "link"
         with (
             pytest.raises(MisconfigurationException, match=r"would delete .*last\.ckpt, which")
             if refused
             else nullcontext()
         ):
-            WLBStrategy(**options).check_checkpoint_folders(trainer)
+            checkpointer(background).check_folders(trainer, None)

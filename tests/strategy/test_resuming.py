@@ -105,7 +105,7 @@ def test_what_is_asked_for_is_noted_when_a_run_begins(places):
     for asked, taken in (("last", str(kept / "step=9.ckpt")), (None, None), ("best", "best")):
         launch = trainer.strategy.launcher.launch
         assert launch(fit, "model", ckpt_path=asked, trainer=trainer) == ("model", taken)
-        assert bool(trainer.strategy._candidates) == (asked == "last")
+        assert bool(trainer.strategy.checkpoints._candidates) == (asked == "last")
 
 
 def test_an_evaluation_in_a_slurm_job_is_of_what_was_trained(places, monkeypatch):

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from lightning_wlb.strategy.launch import MeshStrategy
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training import cuda_settings
 from lightning_wlb.training.cuda_settings import has_expandable_segments, prepare_cuda
@@ -84,7 +83,7 @@ def test_a_trainer_sets_it_for_its_ranks(
     monkeypatch: pytest.MonkeyPatch, kind: str, connections: str | None
 ) -> None:
     strategy = WLBStrategy()
-    monkeypatch.setattr(MeshStrategy, "num_processes", 2)
+    monkeypatch.setattr(WLBStrategy, "num_processes", 2)
     trainer(strategy, 1)
     assert settings() == (None, None)
     strategy.parallel_devices = [torch.device(kind, 0)] * 2

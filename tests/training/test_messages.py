@@ -19,7 +19,7 @@ from lightning_wlb.distributed import device_mesh as mesh
 from lightning_wlb.distributed.process_groups import message_device, pipeline_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.strategy.launch import _bound_device
+from lightning_wlb.strategy.launch import bound_device
 from lightning_wlb.training import messages
 from lightning_wlb.training import tied_weights as gradients
 from lightning_wlb.training.messages import Messages, PipelineRank
@@ -100,5 +100,5 @@ def test_only_gloo_and_only_a_gpu_need_the_host(backend: str, device: Any, place
     [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False), ("cuda:gloo", False)],
 )
 def test_the_process_group_is_bound_to_a_device_of_nccl(backend: str, bound: bool) -> None:
-    assert _bound_device(backend, CUDA) == (CUDA if bound else None)
-    assert _bound_device(backend, CPU) is None or backend == "nccl"
+    assert bound_device(backend, CUDA) == (CUDA if bound else None)
+    assert bound_device(backend, CPU) is None or backend == "nccl"

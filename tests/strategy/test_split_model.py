@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.strategy.model_summary import Display
+from lightning_wlb.strategy.split_model import WholeModelSummary
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, Case, data, module, trainer
@@ -55,7 +55,7 @@ def fit(case: Case, max_epochs: int) -> tuple[list[str], str | None]:
             ),
         )
         runner.fit(made, data(case))
-        assert sum(isinstance(each, Display) for each in runner.callbacks) == 1
+        assert sum(isinstance(each, WholeModelSummary) for each in runner.callbacks) == 1
         assert not any(isinstance(each, ModelSummary) for each in runner.callbacks)
     finally:
         logger.removeHandler(heard)

@@ -1,0 +1,371 @@
+"""The model of a run as it is split over the ranks, its steps, and what the log says of it.
+
+A :class:`SplitModel` outlives the Trainer that has split the model: the model holds it, so that
+another Trainer goes on with the same shards, and both are freed together. A :class:`StepRunner`
+runs the steps of one run on it.
+
+Lightning's table of the model would have the parameters of rank 0's stage, and 0 FLOPs, since it
+has measured none. :class:`WholeModelSummary` stands in its place, with those of the whole model.
+
+Cost: that of :func:`.parallelize`; the summary takes one exchange of two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.memory_model import MemoryModel
+from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.distributed.process_groups import MeshGroups, gather_from_all_ranks
+from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.plan import Schemes
+from lightning_wlb.prediction.predictor import model_stages
+from lightning_wlb.strategy.checks import checked_model
+from lightning_wlb.training.clipping_and_nonfinite import StepGuard
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.messages import PipelineRank
+from lightning_wlb.training.parallelize import parallelize
+from lightning_wlb.training.precision import WLBPrecision, name_of
+from lightning_wlb.training.tied_weights import Tie, add_tied_gradients
+
+
+@dataclass(eq=False, kw_only=True)
+class SplitModel:
+    """A module's model on the ranks of a mesh.
+
+    Args:
+        executor: runs steps on it.
+        ties: weights that are in its embedding and in its head.
+        groups: the mesh's process groups.
+        precision: the Trainer's, such as ``"bf16-mixed"``.
+        planned_by_profile: whether its first run had a device profile of its own to plan by.
+        prepared_for: the heterogeneous pipelines that the executor can run steps on, and how long
+            their operations may wait; None: none yet.
+    """
+
+    executor: Executor
+    ties: list[Tie]
+    groups: MeshGroups
+    precision: str
+    planned_by_profile: bool
+    prepared_for: tuple[tuple[Schemes, ...], timedelta] | None = None
+
+    @staticmethod
+    def of(module: LanguageModule) -> SplitModel | None:
+        """How an earlier Trainer has split the module's model; None: none has."""
+        split = getattr(module.model, "split", None)
+        return split if isinstance(split, SplitModel) else None
+
+    @staticmethod
+    def make(
+        module: LanguageModule,
+        *,
+        rank: Rank,
+        schedule: str,
+        groups: MeshGroups,
+        precision: WLBPrecision,
+        device: torch.device,
+        mean_context: int,
+        planned_by_profile: bool,
+    ) -> SplitModel:
+        """Split the module's model; collective over all ranks.
+
+        Args:
+            module: with its model, whole and perhaps without values.
+            rank: where this rank stands in the mesh.
+            schedule: of the pipeline.
+            groups: the mesh's process groups.
+            precision: says the dtypes.
+            device: of this rank.
+            mean_context: tokens that a token attends to on average: what a layer costs, and so how
+                layers are split into stages, depends on it. 0: not known.
+            planned_by_profile: as of the class.
+
+        Raises:
+            MisconfigurationException: a model that cannot be split.
+        """
+        model, shape, mesh = checked_model(module), module.model_shape, rank.mesh
+        shape.check_tensor_parallel(mesh.tensor)
+        stages = model_stages(shape, mesh.stages, mean_context)
+        ties, parameters = parallelize(
+            model,
+            groups.mesh,
+            stages,
+            groups.parameters,
+            initialise=module.init_weights,
+            device=device,
+            dtype=precision.parameter_dtype,
+            compute_dtype=precision.compute_dtype,
+            sum_dtype=precision.sum_dtype,
+        )
+        pipeline = PipelineRank(
+            rank=rank,
+            stages=tuple(stages),
+            schedule=schedule,
+            groups=groups.channels,
+            hidden_size=shape.dim,
+            dtype=precision.compute_dtype,
+            device=device,
+        )
+        split = SplitModel(
+            executor=Executor(model, pipeline, groups, parameters),
+            ties=ties,
+            groups=groups,
+            precision=str(precision.precision),
+            planned_by_profile=planned_by_profile,
+        )
+        model.split = split  # type: ignore[assignment]
+        return split
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is split over."""
+        return self.executor.pipeline.rank.mesh
+
+    @property
+    def schedule(self) -> str:
+        """The order of the pipeline's actions."""
+        return self.executor.pipeline.schedule
+
+    def check(self, mesh: Mesh, schedule: str, groups: MeshGroups, precision: str) -> None:
+        """Refuse another run that would need the model split anew.
+
+        Raises:
+            MisconfigurationException: naming what the model is split for, and the remedy.
+        """
+        done = _words(self.mesh, self.schedule, self.precision)
+        asked = _words(mesh, schedule, precision)
+        if asked != done:
+            raise MisconfigurationException(
+                f"An earlier Trainer has split the module for {done}; it cannot be split again for"
+                f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
+                " ckpt_path=... to this one."
+            )
+        if self.groups is not groups:
+            raise MisconfigurationException(
+                "The process group with which an earlier Trainer has split the module was"
+                " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
+                " group alone between the two."
+            )
+
+    @property
+    def tied_copies(self) -> list[Tie]:
+        """The ties whose head is on this rank's stage and whose embedding is on another."""
+        rank = self.executor.pipeline.rank
+        return self.ties if rank.last_stage and not rank.first_stage else []
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Names of checkpoints by names in the module: a tied copy goes by the embedding's."""
+        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self.tied_copies}
+
+    def add_tied_gradients(self) -> None:
+        """Add the gradients of tied weights whose ends are on two stages; collective over both."""
+        rank, peer = self.executor.pipeline.rank, None
+        if self.ties and rank.first_stage != rank.last_stage:
+            peer = rank.group("pipeline")[-1 if rank.first_stage else 0]
+        add_tied_gradients(self.executor.model, self.ties, peer, self.groups.pipeline)
+
+    def memory_model(self, module: LanguageModule, reduce_dtype: str) -> MemoryModel:
+        """What the parts of this rank's memory take."""
+        pipeline, precision = self.executor.pipeline, WLBPrecision(self.precision)
+        # A model of the user's own may call another kernel.
+        kernel: VarlenAttention | None = getattr(module.model, "attention_kernel", None)
+        device = pipeline.device.type
+        return MemoryModel(
+            module.model_shape,
+            pipeline.rank.mesh,
+            name_of(precision.compute_dtype),
+            name_of(precision.parameter_dtype),
+            accelerator=device != "cpu",
+            reduce_dtype=reduce_dtype,
+            kernel="" if kernel is None else kernel.kernel_name(device),
+        )
+
+
+def _words(mesh: Mesh, schedule: str, precision: str) -> str:
+    return (
+        f"the mesh {mesh}, schedule {schedule!r} with {mesh.virtual_stages} stages per rank,"
+        f" precision {precision!r}"
+    )
+
+
+def move_module(module: pl.LightningModule, device: torch.device) -> None:
+    """Move the module's own buffers and metrics, and what it calls its device.
+
+    The model stays: it is made where it belongs, and ``Module.to`` cannot replace its shards.
+    """
+    split: dict[str, nn.Module | None] = {
+        name: child
+        for name, child in module._modules.items()
+        if child is not None and any(True for _ in child.parameters())
+    }
+    module._modules.update(dict.fromkeys(split))
+    try:
+        module.to(device)
+    finally:
+        module._modules.update(split)
+
+
+class StepRunner:
+    """Runs steps inside ``training_step``, and finishes each in the strategy's ``backward``.
+
+    Args:
+        split: the model.
+        module: its ``step`` calls :meth:`run`.
+        guard: answers losses and gradients that are not finite.
+        name_of: how messages call a document, by its number.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        module: LanguageModule,
+        guard: StepGuard,
+        name_of: Callable[[int], str],
+    ) -> None:
+        self._split, self._module, self._guard = split, module, guard
+        # A step that has run, and its loss, until its gradients are there.
+        self._ran: tuple[StepBatch, Tensor] | None = None
+        executor = split.executor
+        copies = [executor.model.get_parameter(tie.head) for tie in split.tied_copies]
+        pipeline = executor.pipeline
+        guard.attach(executor.model, split.mesh, pipeline.device, copies, name_of)
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """Run all forwards, and in training all backwards, of a step; its loss.
+
+        Raises:
+            MisconfigurationException: the step before it was not finished.
+        """
+        module, executor = self._module, self._split.executor
+        denominator = module.loss_denominator(batch.plan)
+        if torch.is_grad_enabled():
+            if self._ran is not None:
+                raise MisconfigurationException(
+                    f"{type(module).__name__}.training_step called self.step more than once, or"
+                    " returned None after it. A step's backward passes run inside self.step: call"
+                    " it once and return its loss."
+                )
+            loss = executor.run(batch, denominator)
+            self._ran = batch, loss
+            return loss.clone()
+        # Parameters gathered in inference mode could not train afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            return executor.run(batch, denominator)
+
+    def finish(self, returned: Tensor) -> None:
+        """Wait for the step's gradients, which are sent since its backwards, and set ``.grad``.
+
+        The loss, and what the ranks have told each other, are read when all of that is queued on
+        the device, which would have nothing to do while they are waited for.
+
+        Args:
+            returned: what ``training_step`` has returned.
+
+        Raises:
+            MisconfigurationException: it is not the loss of the step that ran.
+        """
+        executor = self._split.executor
+        ran, self._ran = self._ran, None
+        if ran is None or returned.requires_grad:
+            _refuse_loss(returned, None if ran is None else ran[1])
+        batch, loss = ran
+        executor.finish()
+        if not executor.left_mesh:
+            self._split.add_tied_gradients()
+        executor.read()
+        self._guard.ran(batch, executor.losses)
+        if not torch.allclose(returned.detach().to(loss), loss, rtol=0, atol=0, equal_nan=True):
+            _refuse_loss(returned, loss)
+
+
+def _refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
+    raise MisconfigurationException(
+        f"training_step returned a loss of {float(returned):g}, but the step that ran has"
+        f" {'none' if ran is None else f'{float(ran):g}'}. WLBStrategy would not train terms or"
+        " factors of your own: the step's backward passes have already run. Return"
+        " self.step(batch) as it is, and change the loss inside the model's head."
+    )
+
+
+class WholeModelSummary(pl.Callback):
+    """Describes the whole model when training starts, and mends the progress bar.
+
+    With ``max_epochs=-1`` Lightning's bar of the rich library says ``Epoch 0/-2``; here ``Epoch
+    0``.
+
+    Args:
+        rank: where this rank stands in the mesh.
+        copies: parameters of the module that another stage has, too: the head that is tied to it.
+        describes: whether to describe the model.
+    """
+
+    def __init__(self, rank: Rank, copies: Collection[str], describes: bool) -> None:
+        self.rank, self.copies, self.describes = rank, copies, describes
+
+    @staticmethod
+    def take_over(trainer: pl.Trainer, rank: Rank, copies: Collection[str]) -> None:
+        """Take the place of Lightning's tables among a Trainer's callbacks, as often as it runs."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        tables = [each for each in callbacks if type(each) in (ModelSummary, RichModelSummary)]
+        earlier = [each for each in callbacks if isinstance(each, WholeModelSummary)]
+        for each in (*tables, *earlier):
+            callbacks.remove(each)
+        describes = bool(tables) or any(each.describes for each in earlier)
+        callbacks.append(WholeModelSummary(rank, copies, describes))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what is trained; collective over all ranks."""
+        if self.describes:
+            assert isinstance(pl_module, LanguageModule)
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            window = data.settings.context_window if isinstance(data, WLBDataModule) else None
+            rank_zero_info(self._describe(pl_module, window))
+
+    def _describe(self, module: LanguageModule, window: int | None) -> str:
+        own = [each for name, each in module.named_parameters() if name not in self.copies]
+        numbers = [sum(each.numel() for each in own)]
+        numbers.append(sum(each.numel() for each in own if each.requires_grad))
+        mine = torch.tensor(numbers, dtype=torch.int64, device=module.device)
+        everyone = gather_from_all_ranks(mine).tolist()
+        stages = [everyone[rank] for rank in self.rank.group("pipeline")]
+        total, trained = map(sum, zip(*stages, strict=True))
+        said = f"{type(module).__name__}: {total:,} parameters"
+        if trained < total:
+            said += f", {trained:,} of them trained"
+        if len(stages) > 1:
+            said += f"; on the ranks of a pipeline {', '.join(f'{each[0]:,}' for each in stages)}"
+        if window is not None:
+            work = Work.of(module.model_shape)
+            said += (
+                f"; a document of {window:,} tokens takes {work.forward(window):.3g} FLOPs forward"
+                f" and {work.backward(window):.3g} backward"
+            )
+        return f"{said}."
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the end out of the number of epochs where there is none."""
+        bar = trainer.progress_bar_callback
+        if (
+            isinstance(bar, RichProgressBar)
+            and trainer.max_epochs == -1
+            and bar.progress is not None
+            and bar.train_progress_bar_id is not None
+        ):
+            task = bar.progress.tasks[bar.train_progress_bar_id]
+            bar.progress.update(task.id, description=task.description.replace("/-2", ""))
