@@ -25,7 +25,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.planning.step_chooser import ChosenStep
-from lightning_wlb.strategy import choosing
+from lightning_wlb.strategy import profile_choice
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, trainer
@@ -73,7 +73,7 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         chooses = patch(mock.patch.object(setup, "choose_pool", wraps=setup.choose_pool))
         fit("promised", module(CASE), 8, profile="cpu")
 
-        patch(mock.patch.object(choosing, "agreed_profile", return_value=MEASURED))
+        patch(mock.patch.object(profile_choice, "agreed_profile", return_value=MEASURED))
         patch(mock.patch.object(Pool, "choose", by_pieces))
         # Nothing that an earlier run has kept, but for the checkpoint.
         patch(mock.patch.object(setup, "remembered", lambda name, make, read: make()))

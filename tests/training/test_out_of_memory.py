@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +17,9 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.strategy.split_model import SplitModel
 from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import note
-from lightning_wlb.training.precision import WLBPrecision
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -117,16 +116,20 @@ def test_segments_that_grow_are_advised_on_a_gpu_without_them(
 
 
 def test_a_model_may_attend_by_itself() -> None:
-    strategy, made = WLBStrategy(), module(SMALL)
+    made = module(SMALL)
     made.configure_model()
     assert isinstance(made.model, torch.nn.Module)
-    strategy._lightning_module, strategy._rank = made, MESH.coordinate(0)
-    strategy.precision_plugin = WLBPrecision("32-true")
-    strategy.parallel_devices = [torch.device("cpu")]
-    with mock.patch.object(WLBStrategy, "local_rank", 0):
-        assert strategy._memory_model().kernel == "cpu"
-        del made.model.attention_kernel
-        assert strategy._memory_model().kernel == ""
+    pipeline = SimpleNamespace(rank=MESH.coordinate(0), device=torch.device("cpu"))
+    split = SplitModel(
+        executor=SimpleNamespace(pipeline=pipeline),
+        ties=[],
+        groups=None,
+        precision="32-true",
+        planned_by_profile=False,
+    )
+    assert split.memory_model(made, "float32").kernel == "cpu"
+    del made.model.attention_kernel
+    assert split.memory_model(made, "float32").kernel == ""
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:
