@@ -1,19 +1,19 @@
-"""What a rank does with an exception: it says so at once, and waits for no rank that is elsewhere.
+"""What a rank does with an exception: it says so at once, and does not wait for ranks elsewhere.
 
 Lightning answers an exception with callbacks that save
 (``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
-wait for ranks that wait for it in their step. So before any callback the ranks agree
-(:mod:`.board`). An exception that all have at the same place - a signal that they have agreed on,
-data that all refuse - is theirs together, and they save. Else this rank takes part in no collective
-any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
-process, which closes its connections, so that the others come out too.
+wait for ranks that wait for it in their step. So before any callback the ranks agree over their
+heartbeats (:mod:`.heartbeat`). An exception that all have at the same place - a signal that they
+have agreed on, data that all refuse - is theirs together, and they save. Else this rank takes part
+in no collective any more: nothing is saved, the last checkpoint stands, and the exception goes on
+to end the process, which closes its connections, so that the others come out too.
 
 An exception inside the optimizer's step leaves some parameters moved and others not. That is no
 state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
 after :class:`.StateLost`.
 
-Cost: nothing without an exception; with one at most ``board.PATIENCE`` seconds, or
-``board.AGREED_PATIENCE`` where all ranks are to come.
+Cost: nothing without an exception; with one at most ``heartbeat.PATIENCE`` seconds, or
+``heartbeat.AGREED_PATIENCE`` where all ranks are to come.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Faults(pl.Callback):
     """Watches a run, and answers its exceptions. ``WLBStrategy`` adds it, as the first callback.
 
     Attributes:
-        alone: why this rank is to take part in no collective any more; None: it is not.
+        alone: why this rank may take part in no collective any more; None: it may.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Faults(pl.Callback):
         self._watchdog.start()
 
     def end(self) -> None:
-        """The run of this rank is over."""
+        """End the watch: the run of this rank is over."""
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._server is not None:

@@ -1,11 +1,11 @@
-"""Where the ranks tell one another that they live, where they stand, and that they have failed.
+"""Heartbeats: each rank tells rank 0 where it stands, and learns whether the ranks can go on.
 
 Process groups cannot carry that: a rank that has failed is not where the others wait for it. So
-rank 0 listens on a port of its own, in a thread, and every rank keeps a connection to it, rank 0
-too. Messages are lines of JSON. A rank writes where it stands every few seconds, when its main
-thread has an exception, and when its run is over. The kernel closes the connections of a process
-that ends, however it ends: that is how a killed rank is known within milliseconds, under any
-backend.
+rank 0 listens on a port of its own, in a thread (:class:`HeartbeatServer`), and every rank keeps a
+connection to it, rank 0 too. Messages are lines of JSON. A rank writes where it stands every few
+seconds, when its main thread has an exception, and when its run is over. The kernel closes the
+connections of a process that ends, however it ends: that is how a killed rank is known within
+milliseconds, under any backend.
 
 Rank 0 says to all ranks
 
@@ -15,15 +15,15 @@ Rank 0 says to all ranks
   may wait for another from then on;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
-When no rank has got on for a while it names the one that is furthest behind, and asks for its
-stack.
+When no rank makes progress for a while rank 0 names the one that is furthest behind, and asks for
+its stack.
 
-torch's TCPStore is not used for it: a request to a store whose process is stopped waits for ever,
-and one to a store that is gone prints a stack trace of C++ on every rank.
+torch's TCPStore is not used: a request to a store whose process is stopped waits for ever, and one
+to a store that is gone prints a stack trace of C++ on every rank.
 
-Cost: a line of some hundred bytes from each rank every ``beat`` seconds, so long that rank 0 reads
-at most 100 of them a second, each in some 10 µs. A connection lasts as long as the run, and takes
-one of rank 0's open files. Once all ranks are there nobody else can connect.
+Cost: some hundred bytes from each rank every ``beat`` seconds, so long that rank 0 reads at most
+100 messages a second, each in some 10 µs. A connection lasts as long as the run, and takes one of
+rank 0's open files. Once all ranks are there nobody else can connect.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from typing import Any
 from lightning_wlb.supervision.progress import RUNNING
 
 PATIENCE = 5.0
-"""Seconds within which all ranks must come to the same place, to save there together."""
+"""Seconds within which all ranks must fail at the same place, to save there together."""
 
 AGREED_PATIENCE = 20.0
-"""The same where they have agreed to come, and a callback of one of them may take a while."""
+"""The same where the ranks have agreed to end, and a callback of one may take a while."""
 
 
 def beat(world_size: int) -> float:
-    """Seconds between two signs of life of a rank."""
+    """Seconds between two heartbeats of a rank."""
     return max(2.0, world_size / 100)
 
 
@@ -89,21 +89,27 @@ class Connection:
 
 @dataclass(eq=False)
 class _RankStatus:
-    """What rank 0 knows of a rank."""
+    """What rank 0 knows of a rank.
+
+    Attributes:
+        place: where it has an exception; None: it has none.
+        text: what its exception says.
+        since: when it began what it is doing, in seconds of ``time.monotonic``, as ``heard``.
+    """
 
     link: Connection
     rank: int = -1
-    place: str | None = None  # of its exception
+    place: str | None = None
     text: str = ""
     ended: bool = False
     progress: tuple[int, ...] = (0, 0)
     doing: str = "setting up"
     heard: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.monotonic)  # when it began what it is doing
+    since: float = field(default_factory=time.monotonic)
 
 
 class HeartbeatServer(threading.Thread):
-    """Rank 0's end of all connections.
+    """The thread of rank 0 that hears all ranks and tells them whether they can go on.
 
     Args:
         world_size: number of ranks.
@@ -114,7 +120,7 @@ class HeartbeatServer(threading.Thread):
     """
 
     def __init__(self, world_size: int, token: str, still: float, timeout: float, say: Any) -> None:
-        super().__init__(name="wlb-board", daemon=True)
+        super().__init__(name="wlb-heartbeat", daemon=True)
         self._world_size, self._token, self._say = world_size, token, say
         self._still, self._timeout = still, timeout
         _allow_files(1024 + world_size)
@@ -139,7 +145,7 @@ class HeartbeatServer(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def wait_for_ends(self) -> None:
-        """Let slower ranks end, which die with their launcher; ``AGREED_PATIENCE`` s at most."""
+        """Wait ``AGREED_PATIENCE`` s at most for slower ranks, which die with their launcher."""
         last = time.monotonic() + AGREED_PATIENCE
         while self.is_alive() and time.monotonic() < last:
             if all(peer.ended for peer in list(self._peers.values())):
@@ -147,7 +153,7 @@ class HeartbeatServer(threading.Thread):
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """The run is over here: the others are told so, and no longer watched."""
+        """End the run on this rank: the others are told so, and no longer watched."""
         self._over = True
         self._waker.close()
         self.join(2.0)
@@ -204,7 +210,7 @@ class HeartbeatServer(threading.Thread):
                 self._gone(peer)
 
     def _admit(self, peer: _RankStatus, message: dict[str, Any]) -> bool:
-        """Whether it is a rank; the last one closes the door, since none ever comes again."""
+        """Whether the peer is a rank; after the last one nobody else can connect."""
         if not hmac.compare_digest(ascii(message.get("token")), ascii(self._token)):
             return False
         peer.rank = int(message["rank"])
@@ -227,7 +233,7 @@ class HeartbeatServer(threading.Thread):
         peer.ended = peer.ended or "ended" in message
 
     def _gone(self, peer: _RankStatus) -> None:
-        """A rank's process has ended before its run was over."""
+        """Tell the others that a rank's process has ended before its run was over."""
         if peer.place is None or self._verdict == "together":
             cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
             if self._verdict != "alone":
@@ -251,7 +257,7 @@ class HeartbeatServer(threading.Thread):
         return f"rank {self._first.rank} failed, {self._first.text}{silent and f'; {silent}'}"
 
     def _judge(self, now: float) -> None:
-        """Whether the ranks that have failed have done so together."""
+        """Decide whether the ranks that have failed have done so together."""
         if self._verdict or self._first is None:
             return
         places = [peer.place for peer in self._peers.values() if peer.place is not None]
@@ -264,7 +270,7 @@ class HeartbeatServer(threading.Thread):
             self._alone(self._cause())
 
     def _look(self, now: float, pause: float) -> None:
-        """Say once, where no rank has got on, which is behind."""
+        """Where no rank makes progress, say once which is behind."""
         peers = [peer for peer in self._peers.values() if not peer.ended]
         over = self._first or self._verdict or not peers
         if over or max(peer.since for peer in peers) > now - self._still:
@@ -292,7 +298,7 @@ class HeartbeatServer(threading.Thread):
 
 
 def _allow_files(count: int) -> None:
-    """Let this process open so many files, if it may: 1,024 are the usual limit without asking."""
+    """Let this process open ``count`` files, if it may; the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = count if hard == unlimited else min(count, hard)

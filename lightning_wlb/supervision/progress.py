@@ -1,10 +1,9 @@
-"""Where the main thread of this process stands in its run: it writes, other threads read.
+"""How far the main thread of this process is in its run: it writes, other threads read.
 
 A run that hangs shows nothing, so each rank notes what it is about to do, and the watchdog
-(:mod:`.watchdog`) tells those notes when no rank gets on.
+(:mod:`.watchdog`) tells those notes when no rank makes progress.
 
-Cost: one attribute write for an action, below a microsecond; the text is made when it is asked
-for.
+Cost: one attribute write for an action, below a microsecond; text is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class _Moment(NamedTuple):
     """What the main thread does, and since when.
 
     Attributes:
-        runs: steps and evaluated batches that have begun.
-        batch: the last one; None before the first.
-        part: of it.
-        doing: an action, or in words.
-        since: in seconds of ``time.monotonic``.
+        runs: how many steps and evaluated batches have begun.
+        batch: that of the last one; None before the first.
+        part: which part of the step it is in.
+        doing: an action, or what else it does, in words.
+        since: when that began, in seconds of ``time.monotonic``.
     """
 
     runs: int
@@ -39,7 +38,7 @@ class _Moment(NamedTuple):
 
 
 class Progress:
-    """What the main thread does, and how far it is.
+    """What the main thread of this process does, and how far it is.
 
     Attributes:
         failed: the error of another thread on which the step depends; the main thread may never
@@ -53,41 +52,41 @@ class Progress:
         self.begin()
 
     def begin_step(self, batch: StepBatch) -> None:
-        """A step or an evaluation's batch is about to run on all ranks."""
+        """Note that a step or an evaluation's batch is about to run on all ranks."""
         runs = self._now.runs + 1
         self._now = _Moment(runs, batch, RUNNING, "its beginning", time.monotonic())
 
     def note(self, part: int, doing: str | Action) -> None:
-        """The main thread goes on to ``doing``, in this part of its step."""
+        """Note that the main thread goes on to ``doing``, in this part of its step."""
         self._now = _Moment(self._now.runs, self._now.batch, part, doing, time.monotonic())
 
     def begin(self) -> None:
-        """A run begins or has ended; its batch may be freed."""
+        """Note that a run begins or has ended; its batch may be freed."""
         self.failed = ""
         self._now = _Moment(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property
     def action(self) -> Action | None:
-        """The action that runs, or that ran last where the step is not beyond it."""
+        """The action that runs, or ran last in this part of the step; None in other parts."""
         doing = self._now.doing
         return doing if isinstance(doing, Action) else None
 
     @property
     def batch(self) -> StepBatch | None:
-        """The step that it is in; None before one, between two and in what follows on one."""
+        """The step that runs; None before one, between two and in what follows on one."""
         return self._now.batch if RUNNING <= self.part <= OPTIMISING else None
 
     @property
     def part(self) -> int:
-        """Which part of its step it is in."""
+        """Which part of its step the main thread is in."""
         return self._now.part if WAIT.since is None else LOADING
 
     def progress(self) -> tuple[int, int]:
-        """Steps that have begun, and the part of the last one: less is behind."""
+        """Steps that have begun, and the part of the last one; a rank with less is behind."""
         return self._now.runs, self.part
 
     def seconds(self) -> float:
-        """How long it has been there."""
+        """How long the main thread has been doing this."""
         waits = WAIT.since
         since = self._now.since if waits is None else max(self._now.since, waits)
         return time.monotonic() - since
@@ -112,4 +111,4 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""That of this process."""
+"""The progress of this process."""

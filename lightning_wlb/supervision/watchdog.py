@@ -1,18 +1,19 @@
 """A thread of each rank that watches the run, so that no rank waits for ever for one that is gone.
 
-It says every few seconds where the main thread stands (:mod:`.whereabouts`), and listens to what
-rank 0 says of all ranks (:mod:`.board`). It ends the process, with exit code 1 and the cause in its
-last line, ``GRACE`` seconds after the ranks can no longer go on together, unless the main thread
-has come out of its wait by then: under gloo it does, since the other end of its connections closes;
-under NCCL it may wait for its time-out. Should the main thread be in foreign code that holds
-Python's lock, so that no other thread of Python runs, a thread of C (faulthandler's) ends the
-process ``LOCKED`` seconds later. A rank that gives no sign of life, as it is stopped or its host
-is, is reported only: it may come back. The time-out of the process groups ends that run.
+It sends the heartbeats of its rank, which say how far the main thread is (:mod:`.progress`), and
+listens to what rank 0 says of all ranks (:mod:`.heartbeat`). Once the ranks can no longer go on
+together, the main thread has ``GRACE`` seconds to come out of its wait; then the watchdog ends the
+process, with exit code 1 and the cause in its last line. Under gloo the main thread does come out,
+since the other end of its connections closes; under NCCL it may wait for its time-out. Should the
+main thread be in foreign code that holds Python's lock, so that no other thread of Python runs, a
+thread of C (faulthandler's) ends the process ``LOCKED`` seconds later.
 
-A second Ctrl-C, too, ends a process whose main thread cannot heed the first one.
+A rank that gives no sign of life, as it is stopped or its host is, is reported only: it may come
+back. The time-out of the process groups ends that run. A second Ctrl-C, too, ends a process whose
+main thread cannot heed the first one.
 
 The thread touches no device and no process group, and keeps no process alive. Cost: see
-:mod:`.board`.
+:mod:`.heartbeat`.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ LOCKED = 5.0
 
 
 class Watchdog(threading.Thread):
-    """One rank's end of a connection to the board.
+    """One rank's end of a connection to the heartbeat server.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        link: to the board.
-        token: what the board asks for.
-        still: seconds without a word from rank 0 after which it is named.
+        link: connection to the server.
+        token: what the server asks for.
+        still: seconds without a word from rank 0 after which that is reported.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Watchdog(threading.Thread):
         link.send(rank=rank, token=token)
 
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
-        """Called by the main thread when it has an exception; answers within some seconds.
+        """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
 
         Args:
             place: what is the same on every rank if all have the exception together.
@@ -98,7 +99,7 @@ class Watchdog(threading.Thread):
         return self._verdict == "together", self._cause
 
     def stop(self) -> None:
-        """The run of this rank is over."""
+        """End the watch: the run of this rank is over."""
         if self._wakeup_before is not None:
             signal.set_wakeup_fd(self._wakeup_before)
             self._wakeup_before = None
@@ -146,7 +147,7 @@ class Watchdog(threading.Thread):
         selector.close()
 
     def _hear(self) -> bool:
-        """Take what has come; whether the connection stands."""
+        """Read what rank 0 has said; False where the connection is closed."""
         messages = self._link.receive()
         if messages is None:
             if not self._ended and self._verdict != "alone":
@@ -203,7 +204,7 @@ class Watchdog(threading.Thread):
 
 
 def say(rank: int, text: str) -> None:
-    """Print a line of a rank, where somebody still reads them."""
+    """Print a line of a rank to stderr, if it can still be written to."""
     with suppress(OSError, ValueError):
         print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
 
