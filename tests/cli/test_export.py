@@ -62,7 +62,7 @@ def save_untouched(rank: int, mesh: tuple[int, ...], folders: list[str]) -> None
 
 
 def test_what_was_not_trained_comes_out_bit_for_bit(tmp_path, monkeypatch):
-    families = ("gemma3_text", "mixtral", "qwen2_moe", "deepseek_v3", "phi3")
+    families = ("gemma3_text", "mixtral", "deepseek_v3", "phi3")
     folders = [tmp_path / family for family in families]
     for folder in folders:
         write(folder, tiny(folder.name), torch.bfloat16)

@@ -216,12 +216,11 @@ def _vocabulary_parallel(rank, dtype):
     return loss.item(), total, mine.grad
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_vocabulary_parallel_equals_one_process(size):
+def test_vocabulary_parallel_equals_one_process():
     hidden, weight, labels = example()
     wanted = dense(hidden, weight, labels)
     (wanted * 0.3).backward()
-    results = run_ranks(_vocabulary_parallel, size, torch.float64)
+    results = run_ranks(_vocabulary_parallel, 4, torch.float64)
     losses = {loss for loss, _, _ in results}
     assert len(losses) == 1, "every rank returns the same loss, bit for bit"
     assert losses.pop() == pytest.approx(wanted.item(), rel=1e-12)

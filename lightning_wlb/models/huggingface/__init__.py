@@ -22,6 +22,6 @@ How a model of transformers becomes a pipeline stage that is trained, step by st
 7. **Values** (``load_and_export``): each rank reads the part of a pretrained folder that it holds
    (``safetensors_folder``); without weights it draws values as a function of names
    (``model_parts``).
-8. **Out again** (``load_and_export``, by ``lightning-wlb export``): a checkpoint of any mesh becomes
+8. **Export** (``load_and_export``, by ``lightning-wlb export``): a checkpoint of any mesh becomes
    a folder for ``from_pretrained``, or a folder of adapters for peft.
 """

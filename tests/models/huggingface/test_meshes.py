@@ -31,17 +31,15 @@ CHOICE = {
     "two ranks": (
         Run("deepseek_v3", (1, 1, 1, 2)),
         Run("qwen2_moe", (1, 1, 1, 2), checkpointing="full"),
-        Run("phi3", (1, 1, 2, 1)),
+        Run("phi3", (1, 1, 1, 2)),  # projections whose columns are gathered
         # Scales its embedding in front of the first layer, which a second stage must not repeat.
         Run("granite", (1, 2, 1, 1), checkpointing="selective", fields=GRANITE),
         Run("gpt_oss", (1, 1, 2, 1), **BY_HEADS),
-        Run("gemma3_text", (2, 1, 1, 1)),
         # The embedding gives a padding token, here a word of the second rank, no gradient.
         Run("llama", (1, 1, 1, 2), fields=(("pad_token_id", 41),)),
     ),
     "four ranks": (
-        Run("llama", (1, 1, 1, 4)),  # two key/value heads
-        # Norms of queries and keys with a row for each head, of which there are fewer than ranks.
+        # Two key/value heads; norms of queries and keys with a row for each head.
         Run("cohere", (1, 1, 1, 4), fields=(("use_qk_norm", True),)),
         Run("gpt_oss", (1, 2, 1, 2)),
         Run("gemma2", (1, 2, 2, 1), **SLICED),
