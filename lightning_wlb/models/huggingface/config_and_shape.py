@@ -111,6 +111,8 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             a way of their own, or ``AutoModelForCausalLM`` cannot build it.
     """
     config = copy.deepcopy(config.get_text_config())
+    seen = _Seen({}, {})
+    AttentionInterface.register(_PROBE, partial(_note_attention, seen))
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -123,7 +125,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         ) from error
     base = getattr(model, model.base_model_prefix)
     vocab_size, dim = model.get_output_embeddings().weight.shape
-    seen = _probe(base, dim)
+    _run_two_tokens(base, dim, seen)
     layers = [_layer_shape(layer, seen) for layer in _layers(base, seen)]
     return ModelShape.of_layers(dim, vocab_size, layers)
 
@@ -148,29 +150,36 @@ class _Seen(NamedTuple):
     experts: dict[nn.Module, int]
 
 
-def _probe(base: nn.Module, dim: int) -> _Seen:
-    """Run two meta tokens through a base model whose attention is ``_PROBE``."""
-    seen = _Seen({}, {})
+def _note_attention(
+    seen: _Seen,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: [1, heads, tokens, width] each."""
+    window = others.get("sliding_window")
+    call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], window)
+    seen.attention.setdefault(module, []).append(call)
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        window = options.get("sliding_window")
-        call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], window)
-        seen.attention.setdefault(module, []).append(call)
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def experts(module: nn.Module, hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        # Their work depends on data that meta tensors lack; the router's choice is integers.
-        for given in (*arguments, *options.values()):
-            if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
-                seen.experts[module] = given.shape[-1]
-        return torch.empty_like(hidden)
+def _note_experts(
+    seen: _Seen, module: nn.Module, hidden: Tensor, *arguments: Any, **options: Any
+) -> Tensor:
+    """The forward of a module that holds experts, whose work depends on data that is not there."""
+    for given in (*arguments, *options.values()):
+        if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
+            seen.experts[module] = given.shape[-1]  # the router's choice
+    return torch.empty_like(hidden)
 
+
+def _run_two_tokens(base: nn.Module, dim: int, seen: _Seen) -> None:
     for module in base.modules():
         if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-            module.forward = partial(experts, module)
-    AttentionInterface.register(_PROBE, attention)
+            module.forward = partial(_note_experts, seen, module)
     try:
         with torch.no_grad():
             base(
@@ -183,7 +192,6 @@ def _probe(base: nn.Module, dim: int) -> _Seen:
             f"{type(base).__name__} does not run on embeddings and positions alone, without looking"
             f" at values: {type(error).__name__}: {error}. Choose another family."
         ) from error
-    return seen
 
 
 def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
