@@ -21,11 +21,9 @@ Run ``python -m benchmarks.dynamic_gain --help``. Prints a table and, last, one 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -189,33 +187,15 @@ def cells(rows: dict[str, Any]) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("dynamic_gain", __doc__)
-    add = parser.add_argument
-    add("--settings", nargs="+", default=list(SETTINGS), help="default: all")
-    add("--steps", type=int, default=6, help="steps of each of three parts (default 6)")
-    add("--profile", default="h100", help="device profile (default h100)")
-    add("--output", type=Path, help="a .json that is gone on with")
+    parser = report.settings_parser("dynamic_gain", __doc__, SETTINGS, steps=6)
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.settings) - set(SETTINGS):
-        parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
     profile = Profile.load(arguments.profile)
-    facts = {
-        "benchmark": "dynamic_gain",
-        "steps": arguments.steps,
-        "profile": profile.name,
-        "provenance": profile.provenance,
-    }
-    output = arguments.output
-    before = json.loads(output.read_text()) if output and output.exists() else facts
-    if any(before[name] != value for name, value in facts.items()):
-        parser.error(f"{output} is of another profile or number of steps: give another file")
-    rows: dict[str, Any] = before.get("rows", {})
-    result = {**facts, "rows": rows}
+    result, save = report.gone_on_with("dynamic_gain", profile, arguments)
+    rows: dict[str, Any] = result.setdefault("rows", {})
     for name in arguments.settings:
         if name not in rows:
             rows[name] = row(SETTINGS[name], profile, arguments.steps)
-            if output:
-                output.write_text(json.dumps(result) + "\n")
+            save()
     console = Console(width=160)
     console.print(report.table("Steps that leave the mesh, simulated", HEADINGS, cells(rows)))
     report.finish(result)

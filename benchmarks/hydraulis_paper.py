@@ -24,11 +24,9 @@ Run ``python -m benchmarks.hydraulis_paper --help``. Prints tables and, last, on
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -111,44 +109,21 @@ def run_assignment(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("hydraulis_paper", __doc__)
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="default: all")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each setting (default 4)")
-    parser.add_argument("--profile", default="h100-fa2", help="device profile (default h100-fa2)")
+    parser = report.settings_parser("hydraulis_paper", __doc__, SETTINGS, 4, "h100-fa2")
     parser.add_argument(
         "--assignment", action="store_true", help="also Figure 17 and Table 2 (minutes)"
     )
     parser.add_argument(
         "--anew", nargs="+", default=[], choices=[*PARTS, "assignment"], help="parts to run again"
     )
-    parser.add_argument(
-        "--output", type=Path, help="a .json that is gone on with; page and picture are beside it"
-    )
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.settings) - set(SETTINGS):
-        parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
-    profile = Profile.load(arguments.profile)
-    facts = {
-        "benchmark": "hydraulis_paper",
-        "simulated": True,
-        "steps": arguments.steps,
-        "profile": profile.name,
-        "provenance": profile.provenance,
-    }
-    output: Path | None = arguments.output
-    before = json.loads(output.read_text()) if output and output.exists() else facts
-    if any(before[name] != value for name, value in facts.items()):
-        parser.error(f"{output} is of another profile or number of steps: give another file")
-    result: dict[str, Any] = {
-        **before,
-        "settings": before.get("settings", {}),
-        "assignment": {} if "assignment" in arguments.anew else before.get("assignment", {}),
-    }
-    result["asked"] = list(SETTINGS)
-
-    def save() -> None:
-        if output:
-            output.write_text(json.dumps(result) + "\n")
+    profile, output = Profile.load(arguments.profile), arguments.output
+    result, save = report.gone_on_with("hydraulis_paper", profile, arguments)
+    result |= {"simulated": True, "asked": list(SETTINGS)}
+    for part in ("settings", "assignment"):
+        if part in arguments.anew:
+            result.pop(part, None)
+        result.setdefault(part, {})
 
     for name in track(arguments.settings, "Simulating", console=Console(stderr=True)):
         made = result["settings"].setdefault(name, {})

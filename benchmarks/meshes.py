@@ -20,7 +20,6 @@ Run ``python -m benchmarks.meshes --help``. Prints a table and, last, one JSON o
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -291,34 +290,12 @@ def picture(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("meshes", __doc__)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="default: all")
+    parser = report.settings_parser("meshes", __doc__, SETTINGS, steps=3)
     parser.add_argument("--packings", nargs="+", default=list(PACKINGS), choices=PACKINGS)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each mesh (default 3)")
-    parser.add_argument("--profile", default="h100", help="device profile (default h100)")
-    parser.add_argument(
-        "--output", type=Path, help="a .json that is gone on with; the picture is written beside it"
-    )
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.settings) - set(SETTINGS):
-        parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
     profile = Profile.load(arguments.profile)
-    facts = {
-        "benchmark": "meshes",
-        "steps": arguments.steps,
-        "profile": profile.name,
-        "provenance": profile.provenance,
-    }
-    output = arguments.output
-    before = json.loads(output.read_text()) if output and output.exists() else facts
-    if any(before[name] != value for name, value in facts.items()):
-        parser.error(f"{output} is of another profile or number of steps: give another file")
-    result: dict[str, Any] = {**before, "settings": before.get("settings", {})}
-
-    def save() -> None:
-        if output:
-            output.write_text(json.dumps(result) + "\n")
-
+    result, save = report.gone_on_with("meshes", profile, arguments)
+    result.setdefault("settings", {})
     for name in arguments.settings:
         of_setting = result["settings"].setdefault(name, {})
         for packing in arguments.packings:
@@ -331,8 +308,8 @@ def main(argv: list[str] | None = None) -> None:
             save()
     console = Console(width=200)
     console.print(report.table("Meshes, simulated", HEADINGS, cells(result["settings"])))
-    if output:
-        picture(result["settings"], output.with_suffix(".png"))
+    if arguments.output:
+        picture(result["settings"], arguments.output.with_suffix(".png"))
     report.finish(result)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from lightning_wlb.cost.profile import Profile
 
 REMOVED = "removed"
 """Key in a file of results: what was measured last of methods that are no longer in the package."""
@@ -24,6 +26,53 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}", description=(doc or "").split("\n")[0]
     )
+
+
+def settings_parser(
+    module: str, doc: str | None, settings: Collection[str], steps: int, profile: str = "h100"
+) -> argparse.ArgumentParser:
+    """:func:`parser` of a script that simulates steps of named settings, and can go on later.
+
+    Args:
+        module: name of the script, without the package.
+        doc: its docstring.
+        settings: names of all its settings.
+        steps: how many it simulates of each by default.
+        profile: device profile by default.
+    """
+    made = parser(module, doc)
+    add = made.add_argument
+    add("--settings", nargs="*", default=list(settings), choices=settings, help="default: all")
+    add("--steps", type=int, default=steps, help=f"steps of each (default {steps})")
+    add("--profile", default=profile, help=f"device profile (default {profile})")
+    add("--output", type=Path, help="a .json that is gone on with; pages are written beside it")
+    return made
+
+
+def gone_on_with(
+    module: str, profile: Profile, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The result to go on with from ``--output``, and what saves it there.
+
+    Raises:
+        SystemExit: the file is of another profile or number of steps.
+    """
+    facts = {
+        "benchmark": module,
+        "steps": arguments.steps,
+        "profile": profile.name,
+        "provenance": profile.provenance,
+    }
+    output: Path | None = arguments.output
+    result = json.loads(output.read_text()) if output and output.exists() else {**facts}
+    if any(result[name] != value for name, value in facts.items()):
+        raise SystemExit(f"{output} is of another profile or number of steps: give another file")
+
+    def save() -> None:
+        if output:
+            output.write_text(json.dumps(result) + "\n")
+
+    return result, save
 
 
 def table(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -106,12 +105,7 @@ def steps(request: MeshRequest, mesh: Mesh) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("two_stage", __doc__)
-    parser.add_argument("--settings", nargs="+", default=list(MESHES), choices=MESHES)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each setting (default 3)")
-    parser.add_argument("--profile", default="h100", help="device profile (default h100)")
-    parser.add_argument("--output", type=Path, help="also write the result to this .json")
-    arguments = parser.parse_args(argv)
+    arguments = report.settings_parser("two_stage", __doc__, MESHES, steps=3).parse_args(argv)
     profile = Profile.load(arguments.profile)
     rows: dict[str, Any] = {}
     for name in arguments.settings:

@@ -3,7 +3,7 @@
 An action begins when its rank has finished the action before it and when its input has arrived: at
 the end of the action that it needs (:mod:`~lightning_wlb.schedule.action_graph`), plus ``transfer``
 if that one ran on another rank. One pass in topological order gives every time, in exact integers,
-in time linear in the number of actions (``benchmarks/simulator_scale.py``). Replicas and steps with
+in time linear in the number of actions. Replicas and steps with
 the same programs share their graph.
 
 What else bounds a step is given by functions: ``begins``, before which the first forward of a stage
