@@ -1,10 +1,10 @@
-"""What the ways to share rows between ranks have in common: two collectives, sums, and padding.
+"""All-gather and reduce-scatter of rows, and the dtypes in which values are added up.
 
-Autograd knows nothing of the collectives: their callers pair each with its backward.
+Autograd knows nothing of these collectives: their callers pair each with its backward.
 
-What a rank adds up by itself it adds in :func:`sum_dtype`. What ranks add up travels in
-:func:`reduce_dtype`, which is the same unless a step asks for bfloat16: half of the bytes, and a
-rounding to 8 bits of mantissa wherever two ranks' values meet. NCCL and gloo both add bfloat16.
+A rank adds its own values up in :func:`sum_dtype`. Ranks add theirs up in :func:`reduce_dtype`,
+which is the same unless a step asks for bfloat16: half of the bytes, and a rounding to 8 bits of
+mantissa wherever two ranks' values meet. NCCL and gloo both add bfloat16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[group size · rows, ...] summed over the ranks in :func:`reduce_dtype`, to [rows, ...]."""
+    """[group size · rows, ...] of every rank, summed in :func:`reduce_dtype`: own [rows, ...]."""
     wide = x.to(reduce_dtype(x.dtype)).contiguous()
     out = wide.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     reduce_scatter_into(out, wide, group=group)
@@ -49,7 +49,7 @@ _least = torch.float32
 
 @contextmanager
 def reducing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let what ranks add up inside travel in at least ``dtype``: float32, or bfloat16."""
+    """Let ranks add values up in at least ``dtype`` inside: float32, or bfloat16."""
     global _least
     before, _least = _least, dtype
     try:
@@ -59,7 +59,7 @@ def reducing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` travel to be added up over ranks; never narrower."""
+    """The dtype in which values of ``dtype`` are added up over ranks; never narrower."""
     return torch.promote_types(dtype, _least)
 
 

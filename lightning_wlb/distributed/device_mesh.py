@@ -1,4 +1,4 @@
-"""From the sizes asked for to a :class:`~lightning_wlb.mesh.Mesh`, and from that to a DeviceMesh.
+"""Fills in the sizes of a :class:`~lightning_wlb.mesh.Mesh`, and makes a DeviceMesh of it.
 
 :mod:`lightning_wlb.mesh` says how ranks are ordered.
 """
@@ -113,7 +113,7 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_cuda_over_gloo(device: torch.device, group: ProcessGroup) -> bool:
-    """Whether tensors of a device are those of a GPU, and travel over a group by gloo."""
+    """Whether a group sends tensors of a GPU by gloo."""
     return device.type == "cuda" and group._get_backend(device).name() == "gloo"
 
 
@@ -129,6 +129,6 @@ def _override(device_type: str) -> str | None:
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:
-    """Let operations on the groups wait so long from now on."""
+    """Let operations on the groups wait for ``timeout`` from now on."""
     for group in groups:
         _set_pg_timeout(timeout, group)

@@ -54,7 +54,7 @@ class ProcessGroups:
     merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
 
     def of_rows(self, replicas: int) -> ProcessGroup | None:
-        """The ranks that share the rows of a micro-batch that ``replicas`` replicas share."""
+        """The ranks that share the rows of a micro-batch of ``replicas`` replicas."""
         return self.context if replicas == 1 else self.merged[replicas]
 
 
@@ -77,9 +77,9 @@ class MeshGroups:
     """The process groups of one rank in a mesh.
 
     Args:
-        mesh: has those of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
-        channels: that of each channel of pipeline messages; empty without a pipeline.
-        merged: those over several replicas, made when a plan first needs them.
+        mesh: has the groups of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
+        channels: the group of each channel of pipeline messages; empty without a pipeline.
+        merged: groups over several replicas, made when a plan first needs them.
         parameters: the ranks that share the parameters, which a step gathers over it, nothing else.
     """
 
@@ -94,7 +94,7 @@ class MeshGroups:
         return self._along("pipeline")
 
     def of_step(self, plan: StepPlan) -> ProcessGroups:
-        """What a model's forward communicates over in a step; collective over all ranks."""
+        """The groups that a model's forward uses in a step; collective over all ranks."""
         return ProcessGroups(
             self._along("context"), self._along("tensor"), self.merged.prepare(plan)
         )
@@ -103,7 +103,7 @@ class MeshGroups:
         return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let any operation of the mesh wait so long, and those on the group of all ranks."""
+        """Let operations of these groups, and on that of all ranks, wait for ``timeout``."""
         flat = data_context(self.mesh).get_group()
         groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.parameters]
         set_timeout(timeout, *groups, dist.group.WORLD)
@@ -122,13 +122,10 @@ _world: dist.ProcessGroup | None = None
 
 
 def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
-    """Some process groups, made at the first call with this key; collective over all ranks.
+    """Process groups that ``make`` makes at the first call with ``key``; collective over all ranks.
 
-    Args:
-        key: says what they are for, the same on all ranks.
-        make: makes them.
-        timeout: how long an operation of theirs may wait from now on; None: torch's default, or
-            what it was before.
+    From now on an operation of theirs may wait for ``timeout``; None: torch's default, or what it
+    was before.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -145,11 +142,7 @@ def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
-    Args:
-        rank: where this rank stands in the mesh.
-        device: of this rank.
-        timeout: how long an operation of these groups and of that of all ranks may wait from now
-            on; None: torch's default, or what it was before.
+    ``timeout`` is that of :func:`kept`, and holds for the group of all ranks too.
     """
 
     def make() -> MeshGroups:
@@ -210,7 +203,7 @@ def connect_channels(
     Args:
         ranks: the global rank at each place of the pipeline.
         global_rank: this rank.
-        device: of this rank.
+        device: where this rank's boundary tensors are.
         channels: the process group of each channel.
     """
     for channel, group in channels.items():
@@ -269,7 +262,8 @@ class MergedGroups:
     off that of all ranks, which waits for every one of them.
 
     Args:
-        alike: of each kind of replicas int64 [replicas, stages, context, tensor], global ranks.
+        alike: for each set of replicas that are alike, int64 [replicas, stages, context, tensor]
+            global ranks.
         global_rank: this rank.
         timeout: how long an operation may wait; None: torch's default.
     """
@@ -283,7 +277,7 @@ class MergedGroups:
         self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let operations on these groups, and on those made later, wait so long."""
+        """Let operations on these groups, and on those made later, wait for ``timeout``."""
         self._timeout = timeout
         set_timeout(timeout, *self._groups.values())
 

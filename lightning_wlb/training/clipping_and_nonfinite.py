@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: seen on every rank, and answered as the user says.
+"""Clips gradients, and answers a loss or gradients that are not finite on all ranks alike.
 
 One such step, let through, makes every parameter NaN. So between the gradients of a step and its
 optimizer :class:`StepGuard` looks at the losses of all ranks, which the step's last exchange has

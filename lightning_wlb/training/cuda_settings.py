@@ -1,4 +1,4 @@
-"""What CUDA and torch's allocator are told before they start, where the user has not told them.
+"""Settings of CUDA and of torch's allocator that a run makes where the user has made none.
 
 * ``CUDA_DEVICE_MAX_CONNECTIONS=32``, the most there is. Each process group has a stream of its own
   under NCCL, and a rank has up to twelve beside that of computation. Of CUDA's eight queues, the
@@ -31,8 +31,7 @@ EXPANDABLE = "expandable_segments:True"
 def prepare_cuda(ranks: int) -> None:
     """Set what is not set, for this process and those that it starts.
 
-    Args:
-        ranks: of the run; one sends no messages.
+    One of ``ranks`` alone sends no messages, and gets no setting for them.
     """
     given = os.environ
     wanted = {} if CONNECTIONS in given or ranks == 1 else {CONNECTIONS: str(MOST_CONNECTIONS)}
@@ -58,5 +57,5 @@ def prepare_cuda(ranks: int) -> None:
 
 
 def has_expandable_segments() -> bool:
-    """Whether torch's allocator was told so."""
+    """Whether torch's allocator was told to use segments that grow."""
     return EXPANDABLE in os.environ.get(ALLOCATOR, os.environ.get(_ALLOCATOR_BEFORE, ""))

@@ -1,4 +1,4 @@
-"""Runs one rank's share of a step plan: the actions of its schedule, in order, over real tensors.
+"""Runs one rank's part of a step plan: the actions of its schedule, in order, over real tensors.
 
 The plan says how long every micro-batch is, so no message carries a size, and every buffer is
 allocated in the size that the plan gives. ``torch.distributed.pipelining`` sizes all buffers from
@@ -344,7 +344,7 @@ def check_digests(digests: list[int], what: str) -> None:
 
 
 def _refuse_samples(mine: tuple[Sample, ...]) -> None:
-    """Say whose documents differ, and of which store; collective, on every rank."""
+    """Raise RuntimeError that names a store and the ranks that read it differently; collective."""
     everyone: list[tuple[Sample, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for stores in zip(*everyone, strict=True):
@@ -358,7 +358,7 @@ def _refuse_samples(mine: tuple[Sample, ...]) -> None:
 
 
 def _who(digests: list[int]) -> str:
-    """Which ranks have which digest."""
+    """Which ranks have which digest, in words."""
     ranks: dict[int, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)

@@ -30,7 +30,7 @@ from lightning_wlb.schedule.programs import program_of
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """The pipeline that a rank is in: its stages, its schedule, and how its messages travel.
+    """A rank's place in its pipeline: stages, schedule, and the process groups of its messages.
 
     Stage s runs on place ``s % P`` of the pipeline's P ranks, so that with V·P stages each rank has
     V virtual stages.
@@ -38,7 +38,7 @@ class PipelineRank:
     Args:
         rank: where this rank stands in the mesh.
         stages: layers of every stage, by global layer number.
-        schedule: name of the schedule (``lightning_wlb.schedule.programs.SCHEDULES``).
+        schedule: its name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         groups: the process group of each channel; empty for a single rank.
         hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
         dtype: of boundary tensors.
@@ -59,9 +59,9 @@ class PipelineRank:
         return self.rank.group("pipeline")
 
     def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
-        """What this rank and its neighbours do in a step, by place in the pipeline.
+        """The actions of this rank and its neighbours in a step, by place in the pipeline.
 
-        ``replicas`` are all replicas' plans as they are executed, ``number`` is the rank's own.
+        ``replicas`` are all replicas' plans as they are executed, ``number`` is the rank's replica.
         """
         ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages
         return {
@@ -71,7 +71,7 @@ class PipelineRank:
 
 
 class Messages:
-    """The messages of one step that one rank sends and receives.
+    """Sends and receives the boundary tensors of one step of a rank.
 
     Args:
         pipeline: the pipeline that the rank is in.
@@ -87,7 +87,7 @@ class Messages:
 
     @property
     def held(self) -> list[Tensor]:
-        """What has been sent and may still be on its way."""
+        """Tensors that have been sent and may not have been received yet."""
         return [*(tensor for _, tensor in self._sends.values()), *self._local.values()]
 
     def send(self, action: Action, stage: int, tensor: Tensor) -> None:
@@ -130,5 +130,5 @@ class Messages:
         return self._pipeline.groups[channel_of(receiver, len(self._pipeline.ranks))]
 
     def _tag(self, receiver: Action) -> int:
-        """Names the message to an action; gloo matches by it, NCCL by order alone."""
+        """The tag of the message to an action; gloo matches by it, NCCL by order alone."""
         return receiver.micro_batch * len(self._pipeline.stages) + receiver.stage

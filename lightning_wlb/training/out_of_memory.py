@@ -1,10 +1,10 @@
-"""Where a step runs out of memory: what ran, and which options would take less, by how much.
+"""Explains a step that runs out of memory: what ran, and which options would take how much less.
 
 The error stays what it is and gets a note, which Python prints below its message. The bytes are
 those of the memory model (``cost/memory_model.py``) with all micro-batches like the one of the rank
 that would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an
-upper bound of what is modelled; fragmentation and communication buffers are not. Of a step on
-pipelines of its own it is the memory of a mesh of pipelines like the rank's, as in planning.
+upper bound of what is modelled; fragmentation and communication buffers are not. A step on
+heterogeneous pipelines is taken for one on a mesh of pipelines like the rank's, as in planning.
 
 Cost: nothing until there is an error.
 """
@@ -33,11 +33,11 @@ _SHOWN = 8
 
 @contextmanager
 def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
-    """Put what ``note`` says on the error of a step in training that runs out of memory.
+    """Run a part of a training step inside; an error for want of memory gets a :func:`note`.
 
     Args:
-        executor: runs the step inside, of which the reduction and the optimizer are parts, too.
-        memory: makes the model of memory on the mesh.
+        executor: runs the step's actions.
+        memory: makes the memory model of the mesh.
     """
     try:
         yield

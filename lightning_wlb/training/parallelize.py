@@ -1,9 +1,9 @@
-"""The order in which parallelisms are applied to a model, in one function.
+"""Turns a whole model into one rank's share of it, one parallelism after the other.
 
 1. Pipeline: keep this rank's layers and ends; the rest was never materialised.
 2. Tensor: place every weight on the tensor axis, in its own shard.
 3. Fully sharded data parallel over data × context.
-4. Give the shards memory, in the dtype of rest, and fill them by (parameter name, seed or weights).
+4. Give the shards memory, and fill them from the weights or by (parameter name, seed).
 
 Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
 shards and what it fills one of them from.
@@ -49,7 +49,7 @@ def parallelize(
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
         device: where the parameters live.
-        dtype: of the parameters at rest.
+        dtype: of the sharded parameters.
         compute_dtype: of the parameters in a step.
         sum_dtype: of the sums of gradients in a step.
 
@@ -106,10 +106,9 @@ def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> N
 
 
 def _buckets(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Bucket]:
-    """What gathers and reduces as a whole, in the order of first use.
+    """Every layer, the two ends and the rest of the model, each a bucket, in order of first use.
 
-    That is every layer, the two ends, which are one where they are tied on one rank, and what the
-    model has besides.
+    Ends that are tied on one rank are one bucket.
     """
     first, last = min(stages), max(stages)
     ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
@@ -136,8 +135,8 @@ def check_parameters(model: Decoder, pipeline: int) -> None:
     """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
 
     Args:
-        model: whole: of a part that another stage holds nothing is known later.
-        pipeline: ranks that hold its stages.
+        model: whole, since a rank cannot look at the parts of other stages later.
+        pipeline: number of ranks that hold its stages.
 
     Raises:
         ValueError: naming the parameter, with the remedy.
