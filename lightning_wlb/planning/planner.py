@@ -75,7 +75,7 @@ class Planner:
         kernel_cost: of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
         scorer: what methods that try several plans of a step choose by, such as
-            ``planning.scorer.ProfileScorer``; None: simulations of ``work``.
+            ``planning.plan_scoring.ProfileScorer``; None: simulations of ``work``.
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
             the scorer settles on, else nothing.
         mixture: where documents are those of several stores, one store's after another's: what is

@@ -34,7 +34,7 @@ def scorer_of(ranks: int, virtual_stages: int = 1, overhead: int = 0) -> WorkSco
 def equal_packs(count: int):
     """Slices of one piece and whole pieces, all of the same work."""
     whole = [[Slice(number, 0, 0, 100)] for number in range(1, count)]
-    return replica_plan([[Slice(0, 0, 0, 100)], *whole], 0, lambda slices, replicas: ("", 0))
+    return replica_plan([[Slice(0, 0, 0, 100)], *whole], 0, "")
 
 
 def test_equal_micro_batches_take_the_closed_form():
@@ -51,7 +51,7 @@ def test_virtual_stages_divide_the_bubble():
 
 def test_a_slice_costs_what_it_adds_to_its_prefix():
     parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
-    plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+    plan = replica_plan(parts, 0, "")
     scorer = scorer_of(1)
     assert scorer([plan]) == (total(100), 100)
 
@@ -59,7 +59,7 @@ def test_a_slice_costs_what_it_adds_to_its_prefix():
 def test_layers_with_different_windows_are_weighed_by_each():
     work = Work(PassWork(2, 2, None, ((9, 3), (30, 1))), PassWork(4, 4, None, ((9, 6), (30, 5))))
     parts = [[Slice(0, 5, 5, 45), Slice(1, 0, 0, 20)], [Slice(0, 5, 45, 105)]]
-    plan = replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+    plan = replica_plan(parts, 0, "")
     scorer = WorkScorer(work, Mesh())
     assert scorer([plan]) == (work.total(100) + work.total(20), 120)
 
@@ -70,7 +70,7 @@ def test_an_overhead_makes_many_micro_batches_dear():
     def sliced(count):
         cuts = [100 * index // count for index in range(count + 1)]
         parts = [[Slice(0, 0, a, b)] for a, b in pairwise(cuts)]
-        return replica_plan(parts, 0, lambda slices, replicas: ("", 0))
+        return replica_plan(parts, 0, "")
 
     assert free([sliced(8)]).time < free([sliced(2)]).time
     assert dear([sliced(8)]).time > dear([sliced(2)]).time
@@ -88,7 +88,7 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
     pieces = [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
     work = PassWork(1, 1)
     made = slice_pieces(pieces, packs, sum(lengths), work, tile=1, least=5, taper=taper)
-    replica = replica_plan(made, 0, lambda slices, replicas: ("", 0))
+    replica = replica_plan(made, 0, "")
     scorer = scorer_of(ranks, overhead=overhead)
     loads = [
         [
@@ -134,7 +134,7 @@ def test_interleaved_slices_are_judged_by_the_program_that_runs():
 
 
 def test_nothing_takes_no_time():
-    plan = replica_plan([], 0, lambda slices, replicas: ("", 0))
+    plan = replica_plan([], 0, "")
     assert scorer_of(3)([plan]) == (0, 0)
 
 
@@ -142,8 +142,8 @@ def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():
     part, own = [Slice(0, 0, 0, 100)], [Slice(1, 0, 0, 100)]
     shared = [(part, (0, 1))]
     plans = [
-        replica_plan([own], 0, lambda slices, replicas: ("", 0), shared),
-        replica_plan([], 1, lambda slices, replicas: ("", 0), shared),
+        replica_plan([own], 0, "", shared),
+        replica_plan([], 1, "", shared),
     ]
     scorer = scorer_of(1)
     assert scorer(plans) == (total(100) * 110 // 200 + total(100), 100)

@@ -36,7 +36,7 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
         replica_plan(
             slice_pieces(own, packs, 4096, work, tile=8, least=16),
             number,
-            lambda slices, members: ("per_document_contiguous", 0),
+            "per_document_contiguous",
             shared,
         )
         for number, own in enumerate(merged.own)
