@@ -49,7 +49,7 @@ from lightning_wlb.planning.tuning import SHARING_OVERHEAD_PERCENT
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulator import simulate
+from lightning_wlb.schedule.simulator import simulate_replicas
 
 TOTAL = REFERENCE_WORK.total
 PIPELINE = Mesh(pipeline=STAGES)
@@ -83,8 +83,9 @@ def over_work_interleaved(replica: ReplicaPlan) -> float:
     programs = [
         program_of("interleaved", rank, STAGES, VIRTUAL, [replica], 0) for rank in range(STAGES)
     ]
-    step = simulate(
-        programs, lambda action: passes[action.kind != FORWARD][action.micro_batch] // VIRTUAL
+    (step,) = simulate_replicas(
+        [programs],
+        lambda _, action: passes[action.kind != FORWARD][action.micro_batch] // VIRTUAL,
     )
     return step.total_ns / work_of(replica)
 

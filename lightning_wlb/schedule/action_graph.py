@@ -3,8 +3,8 @@
 An action waits for the one before it in its rank's program and for the one whose message it needs:
 a forward for that of the stage before, a backward for that of the stage after, and the last
 stage's backward for its own forward. Programs may be any lists of actions. A topological order of
-the actions exists if and only if the programs do not deadlock when sends are buffered;
-:mod:`~tests.schedule.proof` proves more, that they need no buffers.
+the actions exists if and only if the programs do not deadlock when sends are buffered; the tests
+prove more of the schedules, that they need no buffers (``tests/schedule/proof.py``).
 
 Making a graph is linear in the number of actions.
 """
@@ -22,14 +22,14 @@ Programs = Sequence[Sequence[Action]]
 """One program for each rank of a pipeline."""
 
 NONE = -1
-"""Stands where no action has a number to give."""
+"""The number of no action."""
 
 
 class Graph:
     """The actions of one pipeline, numbered rank by rank in program order, and their order.
 
     Args:
-        programs: one for each rank; any lists of actions.
+        programs: one for each rank.
 
     Raises:
         ValueError: if the programs deadlock, need an action that no rank runs, list an action

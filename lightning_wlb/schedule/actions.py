@@ -17,7 +17,7 @@ predicted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -53,16 +53,6 @@ class Action(NamedTuple):
             )
         stage, kind, micro_batch = match.groups()
         return Action(int(stage), cast(Kind, kind), int(micro_batch))
-
-
-def format_program(program: Iterable[Action]) -> str:
-    """A program in one line: ``0F0 0F1 0B0 0B1``."""
-    return " ".join(str(action) for action in program)
-
-
-def parse_program(text: str) -> list[Action]:
-    """Read what :func:`format_program` wrote."""
-    return [Action.parse(word) for word in text.split()]
 
 
 class Channel(NamedTuple):

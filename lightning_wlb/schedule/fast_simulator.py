@@ -8,8 +8,8 @@ come first on all that share them, and their warm-up is planned together
 (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
 
 The times are exactly those of :mod:`~lightning_wlb.schedule.simulator`, which a test holds, in a
-tenth of the time. Not for several stages per rank, other programs than PackFlow's, nor where more
-is wanted than the end.
+tenth of the time. Use the simulator for several stages per rank, for other programs than
+PackFlow's, and where more is wanted than the end.
 
 Cost: about 0.2 µs for an action.
 """
@@ -22,28 +22,28 @@ from typing import NamedTuple
 from lightning_wlb.plan import ReplicaPlan
 
 Durations = Sequence[Sequence[int]]
-"""Of each rank, by micro-batch in forward order."""
+"""[ranks][micro-batches in forward order]."""
 
 
 class Pipeline(NamedTuple):
-    """The step of one replica.
+    """The step of one replica; all times in one unit, ns where they are predicted.
 
     Attributes:
-        forward: how long each rank computes each forward.
-        backward: likewise.
-        travel: how long activations travel to each rank from the one before, and their gradients
-            back; of rank 0 it is not used.
+        forward: [ranks][micro-batches in forward order], how long each forward computes.
+        backward: the same of each backward.
+        transfer: the same of the activations that a rank receives from the one before, and of their
+            gradients on the way back; unused for rank 0.
         order: micro-batches in the order of their backwards.
         planned: forwards that the last rank runs before each backward, see
             :func:`~lightning_wlb.schedule.packflow.planned_warm_up`.
         members: the replicas that share each of the first micro-batches, by their places among the
             replicas; one for each that is shared.
-        begins: before which each rank runs nothing; nothing given: time 0.
+        begins: the time before which each rank runs nothing; empty: 0 for all.
     """
 
     forward: Durations
     backward: Durations
-    travel: Durations
+    transfer: Durations
     order: Sequence[int]
     planned: Sequence[int]
     members: Sequence[tuple[int, ...]] = ()
@@ -51,7 +51,7 @@ class Pipeline(NamedTuple):
 
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
-    """``members`` of :class:`.recurrence.Pipeline`."""
+    """The replicas that share each of a replica's first micro-batches, one entry for each."""
     return [each.replicas for each in replica.forward if len(each.replicas) > 1]
 
 
@@ -89,7 +89,7 @@ class _PipelineRun:
 
     def finish(self, place: int) -> list[int]:
         """Run everything from the backward at this place on; when each rank's last has ended."""
-        forward, backward, travel, order, planned = self.pipeline[:5]
+        forward, backward, transfer, order, planned = self.pipeline[:5]
         count, ranks, clock, arrived, done = (
             self.count,
             self.ranks,
@@ -106,7 +106,7 @@ class _PipelineRun:
                     stop = count
                 first = done[rank]
                 if first < stop:
-                    now, each, way = clock[rank], forward[rank], travel[rank]
+                    now, each, way = clock[rank], forward[rank], transfer[rank]
                     for index in range(first, stop):
                         if rank and arrived[index] + way[index] > now:
                             now = arrived[index] + way[index]
@@ -119,7 +119,7 @@ class _PipelineRun:
             clock[last] = ready
             for rank in range(last - 1, -1, -1):
                 now = clock[rank]
-                ready += travel[rank + 1][index]
+                ready += transfer[rank + 1][index]
                 if ready < now:
                     ready = now
                 ready += backward[rank][index]
@@ -128,7 +128,7 @@ class _PipelineRun:
 
     def forward_begin(self, rank: int, index: int) -> int:
         """When the rank can begin this forward, which is its next."""
-        arrival = self.arrived[index] + self.pipeline.travel[rank][index] if rank else 0
+        arrival = self.arrived[index] + self.pipeline.transfer[rank][index] if rank else 0
         return max(self.clock[rank], arrival)
 
     def forward_at(self, rank: int, index: int, begin: int) -> None:
@@ -140,7 +140,7 @@ class _PipelineRun:
         """When the rank can begin this backward, which has passed through all ranks after it."""
         if rank == self.ranks - 1:
             return self.clock[rank]
-        return max(self.clock[rank], self.ready + self.pipeline.travel[rank + 1][index])
+        return max(self.clock[rank], self.ready + self.pipeline.transfer[rank + 1][index])
 
     def backward_at(self, rank: int, index: int, begin: int) -> None:
         """Run a backward from ``begin`` on."""

@@ -28,8 +28,8 @@ The schedules of the field are cases of it:
   V·(P - p) of 1F1B.
 
 Up to max(n_j - j) + P - 1 - p micro-batches are open on stage p, so a chain as long as the step
-opens all of them, as GPipe does. The cost is linear in the number of actions. That the orders do
-not deadlock is proven elsewhere, over all ranks: :mod:`~tests.schedule.proof`.
+opens all of them, as GPipe does. The cost is linear in the number of actions. The tests prove, over
+all ranks, that no order deadlocks (``tests/schedule/proof.py``).
 """
 
 from __future__ import annotations

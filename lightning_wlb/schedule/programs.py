@@ -1,8 +1,8 @@
 """The pipeline schedules by name, the programs of a step, and where replicas meet in them.
 
 Every schedule is a case of PackFlow (:mod:`~lightning_wlb.schedule.packflow`); one line of
-:data:`SCHEDULES` registers another, and the tests hold every one of them to
-:func:`~tests.schedule.proof.check_schedule`.
+:data:`SCHEDULES` registers another, and the tests prove that none of them deadlocks
+(``tests/schedule/proof.py``).
 
 Cost: linear in actions; for shared micro-batches in those of all replicas.
 """
@@ -102,8 +102,8 @@ def program_of(
         rank: 0-based rank of the pipeline.
         ranks: P.
         virtual_stages: V.
-        replicas: plans of all replicas, as they are executed (``prediction.executed``).
-        number: the number of the rank's replica.
+        replicas: plans of all replicas, as they are executed (asymmetric ones in units).
+        number: of the rank's replica.
 
     Raises:
         ValueError: for sliced pieces with a schedule that does not run them, or shared

@@ -6,22 +6,22 @@ if that one ran on another rank. One pass in topological order gives every time,
 in time linear in the number of actions. Replicas and steps with
 the same programs share their graph.
 
-What else bounds a step is given by functions: ``begins``, before which the first forward of a stage
-cannot run (its parameters travel), and ``reduced``, when the gradients of the last backwards are
-there, which may be after all actions.
+Two functions bound a step from outside: ``begins``, before which the first forward of a stage
+cannot run because its parameters are still being gathered, and ``reduced``, when the gradients of
+the last backwards have arrived, which may be after all actions.
 
 A prediction is a lower bound in three respects: messages do not share links and do not occupy the
 rank's compute; a send does not wait for its receive; ranks do not slow each other down.
 
 Memory: each rank holds constant bytes. A forward opens bytes when it begins, and its backward frees
 them when it ends; a forward without a backward (an evaluation) frees its own. Bytes that one action
-leaves behind and another one frees (gradients of an earlier slice's keys, messages on their way)
-are added by ``freed_bytes``.
+leaves behind and another one frees (gradients of an earlier slice's keys, messages not yet
+received) are added by ``freed_bytes``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import index as as_integer
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Simulation:
 
     Attributes:
         compute_ns: when the last action of the step ends, on this or on another replica.
-        synchronisation_ns: how long the step goes on after that: gradients that still travel, and
+        synchronisation_ns: how long the step goes on after that: gradients that are still sent, and
             what follows them.
     """
 
@@ -80,8 +80,8 @@ class Simulation:
     def idle_ns(self) -> tuple[int, ...]:
         """For each rank the time in which it runs no action: its bubble.
 
-        From the first action of this pipeline to the last one of all: where several replicas were
-        simulated it includes the wait for the slowest.
+        It counts from the first action of this pipeline to the last one of all: where several
+        replicas were simulated it includes the wait for the slowest.
         """
         whole = self.compute_ns - self.begin_ns
         return tuple(whole - busy for busy in self.busy_ns)
@@ -92,59 +92,36 @@ class Simulation:
         result = []
         for numbers, held in zip(self._graph.ranks, self._constant, strict=True):
             changes = [(0, held)]
-            for number in numbers:
+            for number, during, after in self._held(numbers, held):
                 if self._opened[number]:
-                    held += self._opened[number]
-                    changes.append((self._begin[number], held))
+                    changes.append((self._begin[number], during))
                 if self._freed[number]:
-                    held -= self._freed[number]
-                    changes.append((self._end[number], held))
+                    changes.append((self._end[number], after))
             result.append(tuple(changes))
         return tuple(result)
 
     @cached_property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank the most bytes that it ever holds."""
-        return tuple(max(held for _, held in changes) for changes in self.memory)
-
-    @cached_property
     def held_bytes(self) -> tuple[tuple[int, ...], ...]:
         """For each rank what it holds while each action runs, in the order of its program."""
-        result = []
-        for numbers, held in zip(self._graph.ranks, self._constant, strict=True):
-            of_rank = []
-            for number in numbers:
-                held += self._opened[number]
-                of_rank.append(held)
-                held -= self._freed[number]
-            result.append(tuple(of_rank))
-        return tuple(result)
+        return tuple(
+            tuple(during for _, during, _ in self._held(numbers, constant))
+            for numbers, constant in zip(self._graph.ranks, self._constant, strict=True)
+        )
 
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each rank the most bytes that it ever holds."""
+        return tuple(
+            max([constant, *(max(held) for _, *held in self._held(numbers, constant))])
+            for numbers, constant in zip(self._graph.ranks, self._constant, strict=True)
+        )
 
-def simulate(
-    programs: Programs,
-    duration: Callable[[Action], int],
-    transfer: Callable[[Action], int] | None = None,
-    *,
-    opened_bytes: Callable[[Action], int] | None = None,
-    freed_bytes: Callable[[Action], int] | None = None,
-    constant_bytes: Sequence[int] | None = None,
-    synchronisation_ns: int = 0,
-) -> Simulation:
-    """:func:`.simulate_replicas` of a single pipeline, with functions of the action alone."""
-
-    def of_replica(function: Callable[[Action], int]) -> _Function:
-        return lambda replica, action: function(action)
-
-    return simulate_replicas(
-        [programs],
-        of_replica(duration),
-        transfer and of_replica(transfer),
-        opened_bytes=opened_bytes and of_replica(opened_bytes),
-        freed_bytes=freed_bytes and of_replica(freed_bytes),
-        constant_bytes=constant_bytes,
-        synchronisation_ns=synchronisation_ns,
-    )[0]
+    def _held(self, numbers: range, held: int) -> Iterator[tuple[int, int, int]]:
+        """(action, bytes held while it runs, bytes held after it) of a rank's actions."""
+        for number in numbers:
+            held += self._opened[number]
+            yield number, held, held - self._freed[number]
+            held -= self._freed[number]
 
 
 def simulate_replicas(
@@ -168,15 +145,15 @@ def simulate_replicas(
         programs: of each replica, one for each of its ranks
             (:mod:`~lightning_wlb.schedule.programs`).
         duration: how long the action computes, in ns.
-        transfer: how long the message that the action needs travels, in ns. Called only for
-            actions whose message comes from another rank.
+        transfer: how long the message that the action needs takes, in ns. Called only for actions
+            whose message comes from another rank.
         opened_bytes: what a forward opens until its backward has run. Called only for forwards.
         freed_bytes: what other actions left and this one frees, minus what this one leaves for
             others. A forward frees it when it begins, a backward when it ends.
         constant_bytes: what each rank holds all the time, the same for all replicas; None: 0.
         begins: the earliest begin of an action. Called only for the first forward of each stage.
         reduced: given (end, duration) of the last backward on each stage, of each replica that has
-            one, when the gradients are there.
+            one, when the gradients have arrived.
         synchronisation_ns: how long the step goes on after that and after the last action.
         shared: the name of the action on all replicas that run it together (DP-Merge) and that
             begin it together; None for an action of one replica.

@@ -25,15 +25,10 @@ import numpy as np
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout, merged
+from lightning_wlb.sharding.tuning import CANDIDATES, IDEAL_PERCENT
 
 ADAPTIVE = "adaptive"
 """The name that stands for this choice where a sharding is asked for."""
-
-CANDIDATES = ("hybrid", "per_document_contiguous", "per_sequence", "ptrr")
-"""Every sharding by keys but ``per_document``, whose contiguous form has better tiles."""
-
-IDEAL_PERCENT = 102
-"""Predicted latency at which the search ends, in percent of the ideal."""
 
 
 def predicted_latency(
@@ -60,7 +55,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         lengths: in tokens of each piece, each at least 1.
-        contexts: as of :func:`predicted_latency`; no sharding knows of them, but the choice does.
+        contexts: tokens in front of each piece that its queries see too, where pieces are slices.
+            The shardings do not depend on them, but the choice among them does.
         ranks: of the context-parallel group that it lies on.
     """
 
@@ -77,15 +73,7 @@ def choose(
     candidates: Sequence[str] = CANDIDATES,
     contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
-    """:func:`choose_each` of one micro-batch, and its layout.
-
-    Args:
-        lengths: length in tokens of each piece.
-        context_parallel_size: ranks of the group.
-        tensor_parallel_size: the padded rows are a multiple of it.
-        cost: as of :func:`choose_each`.
-        candidates: likewise.
-        contexts: as of :func:`predicted_latency`.
+    """The sharding of one micro-batch and its layout; the arguments are those of the functions.
 
     Raises:
         ValueError: as :func:`.layout`.
@@ -135,7 +123,7 @@ def choose_each(
 def _latencies(
     name: str, micro_batches: Sequence[Tokens], cost: SegmentCost
 ) -> list[tuple[int, int, int]]:
-    """Of each micro-batch under one sharding: its latency, most rows of a rank, all its work."""
+    """(latency, most rows of a rank, work of whole pieces) of each micro-batch under a sharding."""
     if not micro_batches:
         return []
     sizes = [np.array(each.lengths, dtype=np.int64) for each in micro_batches]

@@ -36,15 +36,7 @@ import numpy as np
 
 from lightning_wlb.cost.attention_tiles import OVERHEAD, TILE, UNITS
 from lightning_wlb.sharding.integer_ranges import Integers
-
-SHARES = (8, 32)
-"""A piece stays whole up to 1/8 of a rank's work, or up to 1/32; they are tried in this order."""
-
-GOOD_PERMILLE = 20
-"""A share is good enough where no rank has more work than the mean by more than this."""
-
-LEAST_TILES = 4
-"""Tiles of a rank's share of a cut piece: two from each end, so that no segment is one tile."""
+from lightning_wlb.sharding.tuning import GOOD_PERMILLE, LEAST_TILES, WHOLE_SHARES
 
 _Rows = tuple[int, int]
 """First token and end of a chunk, counted from the piece's start."""
@@ -100,7 +92,7 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
     sizes = lengths.tolist()
     costs = list(map(_segment_cost, sizes, sizes))
     best: _Deal | None = None
-    for share in SHARES:
+    for share in WHOLE_SHARES:
         deal = _dealt(sizes, costs, ranks, share)
         if best is None or max(deal.cost) < max(best.cost):
             best = deal
@@ -142,7 +134,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
 
 
 def _segment_cost(queries: int, keys: int) -> int:
-    """:func:`~lightning_wlb.cost.attention_tiles.reference_kernel_cost` of one segment."""
+    """What :func:`.reference_kernel_cost` says of one segment, in fewer operations."""
     tiles = -(-queries // TILE)
     before = -(-(keys - queries) // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)

@@ -1,12 +1,12 @@
 """What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
 
-Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank never travel.
-Of the other rows every rank gets either all (all-gather, padded to the rank that has most) or just
+Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank are never
+sent. Every rank gets either all other rows (all-gather, padded to the rank that has most) or just
 those that its queries see (all-to-all, with sizes that differ). Both sides of every message are
 computed here from the layout, so that no rank asks another.
 
-Of a chunk of another rank a rank reads nothing, all, or with a sliding window the end: as much as
-is in the window of the first query that follows on the rank.
+A rank reads nothing of another rank's chunk, or all of it, or with a sliding window its end: as
+much as is in the window of the first query that follows on the rank.
 
 Cost: vectorised, linear in keys. A sliding window adds a search for each chunk and rank.
 """
@@ -20,13 +20,7 @@ import numpy.typing as npt
 
 from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
 from lightning_wlb.sharding.layout import Layout
-
-ALL_TO_ALL_PERCENT = 75
-"""The all-to-all is used where its busiest rank moves at most this share of the all-gather's rows.
-
-An all-gather runs at a higher share of a link's speed than messages of different sizes between all
-pairs; how much higher was not measured by this project.
-"""
+from lightning_wlb.sharding.tuning import ALL_TO_ALL_PERCENT
 
 
 def _no_rows() -> Integers:
@@ -50,7 +44,7 @@ class RankIndices:
         key_index: int64 [keys], the row of the buffer that holds each key, in the order of
             ``cu_seqlens_k``.
         gathered: every rank sends so many of its first local rows to all (all-gather); 0 where
-            nothing travels or an all-to-all is used.
+            nothing is sent or an all-to-all is used.
         send_index: int64 [sum of send_counts], the local rows that an all-to-all sends, by
             receiving rank.
         send_counts: rows to send to each rank; empty without an all-to-all.
@@ -88,7 +82,7 @@ def _moved(layout: Layout, first_read: Integers) -> Integers:
 
 
 def uses_all_to_all(layout: Layout, moved: Integers) -> bool:
-    """Whether keys travel by all-to-all; ``moved`` is :func:`traffic`, the same on all ranks."""
+    """Whether keys are sent by all-to-all; ``moved`` is :func:`traffic`, the same on all ranks."""
     busiest = max(int(moved.sum(axis=0).max()), int(moved.sum(axis=1).max()))
     return 100 * busiest <= ALL_TO_ALL_PERCENT * (layout.ranks - 1) * layout.shared
 

@@ -4,9 +4,8 @@ import numpy as np
 from matplotlib.image import imread
 
 from lightning_wlb.cli.pictures import draw_gantt, write_trace
-from lightning_wlb.schedule.actions import parse_program
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulator import simulate
+from tests.schedule.support import parse_program, simulate
 
 
 def predicted():

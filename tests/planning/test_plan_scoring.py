@@ -20,8 +20,8 @@ from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD
 from lightning_wlb.schedule.packflow import backward_order, packflow
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulator import simulate
 from tests.cost.devices import with_usable
+from tests.schedule.support import simulate
 
 WORK = Work(PassWork(2, 2), PassWork(4, 4))
 total, forward = WORK.total, WORK.forward

@@ -8,8 +8,8 @@ from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.prediction.step_memory import StepMemory, first_readers
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulator import simulate
 from tests.prediction.test_predictor import SHAPE
+from tests.schedule.support import simulate
 
 
 def replica_of(*micro_batches: list[Slice]) -> ReplicaPlan:

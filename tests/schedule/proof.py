@@ -27,11 +27,11 @@ from lightning_wlb.schedule.actions import (
     Action,
     Kind,
     channel_of,
-    format_program,
     source_of,
     target_of,
 )
 from tests.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
+from tests.schedule.support import format_program
 
 
 def check_schedule(

@@ -2,15 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.schedule.actions import (
-    Action,
-    channel_of,
-    format_program,
-    parse_program,
-    source_of,
-    target_of,
-)
+from lightning_wlb.schedule.actions import Action, channel_of, source_of, target_of
 from tests.schedule.proof import check_schedule
+from tests.schedule.support import format_program, parse_program
 from tests.schedule.textbook import one_f_one_b
 
 

@@ -61,7 +61,7 @@ def test_replicas_end_when_the_simulator_ends_them(quads, pairs, own, ranks, num
 
     def transfer(replica, action):
         receiver = action.stage if action.kind == FORWARD else action.stage + 1
-        return pipelines[replica].travel[receiver][action.micro_batch]
+        return pipelines[replica].transfer[receiver][action.micro_batch]
 
     steps = simulate_replicas(
         [

@@ -1,8 +1,9 @@
 import pytest
 
-from lightning_wlb.schedule.actions import Action, format_program
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import make_programs
 from tests.schedule.proof import check_schedule
+from tests.schedule.support import format_program
 
 
 def interleaved(rank, ranks, micro_batches, virtual_stages):

@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
 from lightning_wlb.schedule.packflow import backward_order, packflow, planned_warm_up
-from tests.schedule.proof import check_schedule, format_program
+from tests.schedule.proof import check_schedule
+from tests.schedule.support import format_program
 from tests.schedule.textbook import interleaved, one_f_one_b
 
 

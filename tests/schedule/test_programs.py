@@ -1,7 +1,6 @@
 import pytest
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.actions import format_program
 from lightning_wlb.schedule.programs import (
     SCHEDULES,
     make_programs,
@@ -9,6 +8,7 @@ from lightning_wlb.schedule.programs import (
     program_of,
 )
 from tests.schedule.proof import check_replicas, check_schedule
+from tests.schedule.support import format_program
 
 
 def test_gpipe_is_all_forwards_then_all_backwards():

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.schedule.actions import parse_program, receipts, source_of, target_of
+from lightning_wlb.schedule.actions import receipts, source_of, target_of
 from lightning_wlb.schedule.packflow import packflow
+from tests.schedule.support import parse_program
 from tests.schedule.textbook import interleaved, one_f_one_b
 
 

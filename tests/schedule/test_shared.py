@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.actions import parse_program
 from lightning_wlb.schedule.packflow import (
     backward_order,
     backward_orders,
     packflow,
 )
-from lightning_wlb.schedule.simulator import simulate, simulate_replicas
+from lightning_wlb.schedule.simulator import simulate_replicas
 from tests.schedule.proof import check_replicas
+from tests.schedule.support import parse_program, simulate
 
 
 def together(*names):

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.schedule.actions import Action, parse_program
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import make_programs
-from lightning_wlb.schedule.simulator import simulate, simulate_replicas
+from lightning_wlb.schedule.simulator import simulate_replicas
+from tests.schedule.support import parse_program, simulate
 
 
 def parse(*programs):

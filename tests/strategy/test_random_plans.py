@@ -16,10 +16,10 @@ from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import program_of
-from lightning_wlb.schedule.simulator import simulate
 from tests.models.steps import documents
 from tests.oracle import oracle, relative_error
 from tests.schedule.proof import check_schedule
+from tests.schedule.support import simulate
 from tests.strategy.random_plans import (
     batch_of,
     micro_batch,
