@@ -61,20 +61,20 @@ class LanguageModule(L.LightningModule):
         weight_decay: of matrices; vectors (norm weights, biases) have none.
         betas: AdamW's.
         warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
-        decay_tokens: token count, warm-up included, at which a cosine decay ends; None: no decay.
+        decay_tokens: tokens, warm-up included, after which a cosine decay ends; None: no decay.
         min_learning_rate_ratio: the cosine ends at this part of ``learning_rate``.
         loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
             configured tokens of a global batch (``"nominal"``), which weighs every token of the
             run alike.
-        activation_checkpointing: what backward computes again, in place of holding it: ``"none"``,
-            ``"selective"`` (feed-forward halves) or ``"full"`` (layers) of all micro-batches; or
-            ``"auto"``: where a device profile says what fits in memory, each plan says it for each
-            micro-batch, with as little as fits; else ``"none"``.
+        activation_checkpointing: what backward computes again instead of holding it, for all
+            micro-batches: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"``
+            (layers). With ``"auto"`` plans choose for each micro-batch as little as fits in
+            memory, where a device profile says what fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
         compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
             loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
-            that fails there is a warning, and they run as without.
-        seed: of the initial weights; that of ``seed_everything`` if None, or else 0.
+            that fails there is a warning, and they run uncompiled.
+        seed: for the initial weights; ``seed_everything``'s if None, or else 0.
 
     Attributes:
         model: None until :meth:`configure_model`.
@@ -141,11 +141,7 @@ class LanguageModule(L.LightningModule):
         self.tokens_seen = 0
 
     def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
-        """What ``config`` stands for, and the same in plain types, which the checkpoint keeps.
-
-        Raises:
-            ValueError: a config that is not understood.
-        """
+        """What ``config`` stands for, and the same in plain types, which the checkpoint keeps."""
         understood = as_config(config)
         return understood, asdict(understood)
 
@@ -159,8 +155,7 @@ class LanguageModule(L.LightningModule):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: a model that recomputes something else than was asked for, has dropout, or
-                has nothing to compile where that was asked for.
+            ValueError: the model cannot do what was asked for, or has dropout.
         """
         if self.model is not None:
             return
@@ -200,7 +195,7 @@ class LanguageModule(L.LightningModule):
 
     @property
     def initial_seed(self) -> int:
-        """The seed of initial values: ``seed``, or else that of ``seed_everything``, or else 0."""
+        """The seed of initial values: ``seed``, or else ``seed_everything``'s, or else 0."""
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
 
     def step(self, batch: StepBatch) -> Tensor:
@@ -291,35 +286,24 @@ class LanguageModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
         trained = {name: each for name, each in self.named_parameters() if each.requires_grad}
-        parameters = list(trained.values())
         # Experts' biases have two dims: a row for each expert.
         matrices = {n for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")}
-        parameter_groups = [
-            {
-                "params": [p for n, p in trained.items() if n in matrices],
-                "weight_decay": self.weight_decay,
-            },
-            {
-                "params": [p for n, p in trained.items() if n not in matrices],
-                "weight_decay": 0.0,
-            },
-        ]
+        decayed = [p for n, p in trained.items() if n in matrices]
+        others = [p for n, p in trained.items() if n not in matrices]
+        groups = ((decayed, self.weight_decay), (others, 0.0))
         optimizer = torch.optim.AdamW(
-            [each for each in parameter_groups if each["params"]],
+            [{"params": group, "weight_decay": decay} for group, decay in groups if group],
             lr=self.learning_rate,
             betas=self.betas,
             # One kernel instead of dozens; on a CPU it saves nothing.
-            fused=all(parameter.is_cuda for parameter in parameters) or None,
+            fused=all(parameter.is_cuda for parameter in trained.values()) or None,
         )
         if not self.warmup_tokens and self.decay_tokens is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.learning_rate_factor(self.tokens_seen)
         )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
-        }
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "name": "lr"}]
 
     def learning_rate_factor(self, tokens: int) -> float:
         """Part of ``learning_rate`` for the step that follows ``tokens`` trained tokens."""

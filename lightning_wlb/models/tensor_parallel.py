@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_wlb.distributed.collectives import all_gather, reduce_scatter
-from lightning_wlb.distributed.process_groups import group_size
+from lightning_wlb.distributed.process_groups import group_rank, group_size
 
 _Move = Callable[[Tensor, ProcessGroup], Tensor]
 
@@ -112,6 +112,28 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
             " multiple of the tensor-parallel size."
         )
     return _move_rows(x, group, reduce_scatter, all_gather)
+
+
+def embed_words(
+    lookup: Callable[[Tensor], Tensor], tokens: Tensor, words: int, group: ProcessGroup | None
+) -> Tensor:
+    """An embedding of which each rank holds ``words`` words, in rank order.
+
+    Args:
+        lookup: int64 [rows], numbers among this rank's words -> [rows, dim].
+        tokens: int64 [rows], the same on every rank.
+        words: the number of this rank's words.
+        group: the tensor-parallel group.
+
+    Returns:
+        This rank's rows of the hidden states, [rows / group size, dim].
+    """
+    if group_size(group) == 1:
+        return lookup(tokens)
+    column = tokens - group_rank(group) * words
+    elsewhere = (column < 0) | (column >= words)
+    rows = lookup(column.masked_fill(elsewhere, 0))
+    return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]) -> None:

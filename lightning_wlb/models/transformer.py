@@ -50,7 +50,7 @@ from lightning_wlb.models.compiled_functions import EAGER, BlockFunctions, rotar
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
+from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local, scatter_rows
 from lightning_wlb.plan import Recompute
 
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
@@ -284,12 +284,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
         """Tokens int64 [P] -> hidden states [P/TP, dim]."""
         table = local(self.weight)
-        if group_size(group) == 1:
-            return F.embedding(tokens, table)
-        tokens = tokens - group_rank(group) * table.shape[0]
-        elsewhere = (tokens < 0) | (tokens >= table.shape[0])
-        rows = F.embedding(tokens.masked_fill(elsewhere, 0), table)
-        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
+        return embed_words(partial(F.embedding, weight=table), tokens, table.shape[0], group)
 
 
 class Head(nn.Module):

@@ -5,13 +5,12 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.config import as_config
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.planning import DataSettings
 from tests.device import DEVICE
 from tests.models.steps import (
@@ -26,19 +25,8 @@ from tests.models.steps import (
 from tests.oracle import count_targets, oracle, relative_error
 
 
-class Steps(Dataset):
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return self.batches[index]
-
-
 def loader(batches):
-    return DataLoader(Steps(batches), batch_size=None)
+    return DataLoader(batches, batch_size=None)
 
 
 def trainer(path, **options):
@@ -237,21 +225,6 @@ def test_an_executor_replaces_the_step():
     assert trained.step(batch).item() == 7.0
 
 
-class Widened(Transformer):
-    """A decoder of one's own."""
-
-
-class OwnModule(LanguageModule):
-    def build_model(self):
-        return Widened(self.config)
-
-
-def test_a_model_of_ones_own(tmp_path):
-    own = OwnModule(config(), seed=3)
-    trainer(tmp_path, max_steps=1).fit(own, loader([step_batch(documents())]))
-    assert isinstance(own.model, Widened)
-
-
 def test_a_strategy_may_defer_initial_values():
     deferring = LanguageModule(config(), seed=3)
     fit = trainer(None)
@@ -285,13 +258,7 @@ def test_survives_the_command_line(arguments):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(LanguageModule, "model")
     parsed = parser.instantiate_classes(parser.parse_object({"model": arguments}))
-    wanted = arguments.get("config", "tiny")
-    wanted = TransformerConfig(**wanted) if isinstance(wanted, dict) else config_of(wanted)
-    assert parsed.model.config == wanted
-
-
-def config_of(name):
-    return TransformerConfig.preset(name)
+    assert parsed.model.config == as_config(arguments.get("config"))
 
 
 @pytest.mark.parametrize(

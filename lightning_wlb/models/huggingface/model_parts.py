@@ -41,7 +41,7 @@ from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
 from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
 from lightning_wlb.models.loss import chunks, logits_loss, token_loss
-from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
+from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
 
 _FEW = 64  # so small are an activation's learned constants
 
@@ -208,19 +208,12 @@ class FamilyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
         """int64 [P] -> [P/TP, dim]."""
-        if group_size(group) == 1:
-            rows: Tensor = self.words(tokens)
-            return rows
         own = self.words.weight.shape[0]
-        first = group_rank(group) * own
-        column = tokens - first
-        elsewhere = (column < 0) | (column >= own)
-        if self._padding is not None:
+        if group_size(group) > 1 and self._padding is not None:
             # By number among this rank's words, which its module looks up.
-            here = first <= self._padding < first + own
-            self.words.padding_idx = self._padding - first if here else None
-        rows = self.words(column.masked_fill(elsewhere, 0))
-        return scatter_rows(rows.masked_fill(elsewhere[:, None], 0), group)
+            number = self._padding - group_rank(group) * own
+            self.words.padding_idx = number if 0 <= number < own else None
+        return embed_words(self.words, tokens, own, group)
 
 
 class FamilyHead(nn.Module):
