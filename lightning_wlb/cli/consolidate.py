@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
     parser.add_argument("folder", type=Path, help="a checkpoint of WLBStrategy")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="to write (default: FOLDER.consolidated)"
+        "--output", type=Path, metavar="FILE", help="file to write (default: FOLDER.consolidated)"
     )
     parser.add_argument("--force", action="store_true", help="replace a file")
 

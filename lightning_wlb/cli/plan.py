@@ -82,8 +82,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
-    data = parser.add_argument_group("documents")
-    data.add_argument(
+    add = parser.add_argument_group("documents").add_argument
+    add(
         "--lengths",
         required=True,
         metavar="SOURCE",
@@ -91,90 +91,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" folder or file ({', '.join(STORE_FILES)}) of documents, or a mapping of them, as in"
         " '{tokens: tokens.npy, offsets: offsets.npy}'",
     )
-    data.add_argument(
+    add(
         "--context-window",
         type=int,
         required=True,
         help="C: most tokens of a document in one micro-batch",
     )
-    data.add_argument(
+    add(
         "--micro-batches",
         type=int,
         help="N: a step is N·C tokens over all replicas (default: data × pipeline; with --mesh auto"
         " it has to be given)",
     )
-    data.add_argument(
+    add(
         "--long-documents",
         choices=get_args(LongDocuments),
         default="error",
-        help="what becomes of documents above the window (default: error)",
+        help="what to do with documents above the window (default: error)",
     )
-    data.add_argument(
+    add(
         "--steps",
         type=int,
-        help=f"number to plan (default {STEPS}; with --mesh auto {MESH_STEPS} on each mesh)",
+        help=f"steps to plan (default {STEPS}; with --mesh auto {MESH_STEPS} on each mesh)",
     )
-    data.add_argument("--seed", type=int, default=0, help="of the documents' order (default 0)")
+    add("--seed", type=int, default=0, help="seed of the documents' order (default 0)")
 
     run = parser.add_argument_group("model and devices")
+    add = run.add_argument
     add_model(
         run,
         also="; or a Hugging Face config: its config.json or the folder of that, a name on the hub,"
         " or a LightningCLI YAML with one",
     )
-    run.add_argument(
+    add(
         "--mesh",
         required=True,
         metavar="D,P,C,T",
         help="ranks of data, pipeline, context and tensor parallelism, as in 1,4,2,8; auto: the"
         " fastest mesh of --devices is searched for, as in auto or auto,2,auto,1",
     )
-    run.add_argument("--devices", type=int, help="number of them, with --mesh auto")
-    run.add_argument(
-        "--devices-per-node", type=int, help="in one node (default: as the profile says)"
-    )
-    run.add_argument(
+    add("--devices", type=int, help="number of devices, with --mesh auto")
+    add("--devices-per-node", type=int, help="devices of a node (default: as the profile says)")
+    add(
         "--profile",
         required=True,
-        help=f"of the device: {', '.join(shipped_profiles())}, or a file that `lightning-wlb"
+        help=f"device profile: {', '.join(shipped_profiles())}, or a file that `lightning-wlb"
         " profile` wrote",
     )
-    run.add_argument(
+    add(
         "--precision",
         choices=PRECISIONS,
-        help="of the run (default: bf16-mixed, or the one whose dtype the profile was made for)",
+        help="precision of the run (default: bf16-mixed, or one of the profile's dtype)",
     )
-    run.add_argument(
+    add(
         "--reduce-dtype",
         choices=("float32", "bfloat16"),
         help="dtype in which tensor- and context-parallel ranks send what they add up (default:"
         " float32 or wider)",
     )
-    run.add_argument(
-        "--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device"
-    )
-    run.add_argument(
+    add("--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device")
+    add(
         "--activation-checkpointing",
         choices=get_args(ActivationCheckpointing),
         default="auto",
-        help="auto (default): each plan says it of each micro-batch, with as little as fits in"
-        " memory",
+        help="auto (default): each plan chooses for each micro-batch, as little as memory allows",
     )
 
-    how = parser.add_argument_group("what to compare")
-    how.add_argument(
+    add = parser.add_argument_group("what to compare").add_argument
+    add(
         "--packing",
         metavar="NAMES",
         help=f"one or several of {', '.join(PACKINGS)}, with commas between them (default"
         f" {COMPARED}); {BASELINE} and {REFERENCE} are always compared. With --mesh auto one"
         f" (default {DataSettings.packing}), compared with {REFERENCE}",
     )
-    how.add_argument(
+    add(
         "--cap",
         type=int,
         help="most tokens of a micro-batch (default: the packing's own, C or 1.5·C)",
     )
-    how.add_argument(
+    add(
         "--packing-option",
         action="append",
         default=[],
@@ -182,24 +178,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of a packing that is compared; may be repeated. Options and defaults:"
         f" {', '.join(packing_option_names())}",
     )
-    how.add_argument(
+    add(
         "--sharding",
         default=ADAPTIVE,
         metavar="NAMES",
         help=f"one or several of {', '.join(SHARDING_NAMES)} (default {ADAPTIVE})",
     )
-    how.add_argument(
+    add(
         "--schedule",
         choices=SCHEDULES,
-        help="of the pipeline (default 1f1b; with --mesh auto also interleaved)",
+        help="pipeline schedule (default 1f1b; with --mesh auto also interleaved)",
     )
-    how.add_argument(
+    add(
         "--virtual-stages",
         type=int,
         help="stages per pipeline rank (default: 2 for interleaved, else 1; with --mesh auto the"
         " fastest of 1, 2 and 4)",
     )
-    how.add_argument(
+    add(
         "--dynamic",
         choices=("off", "auto"),
         default="off",
@@ -207,15 +203,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" what that gains; simulated on up to {SAMPLE} steps (default off)",
     )
 
-    out = parser.add_argument_group("output")
-    out.add_argument(
+    add = parser.add_argument_group("output").add_argument
+    add(
         "--picture",
         type=Path,
         help="PNG: a typical step of each row as a timeline; with --dynamic auto also the step that"
         " gains most; with --mesh auto the step time on each mesh",
     )
-    out.add_argument("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
-    out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
+    add("--json", action="store_true", help="print one JSON object as the last line")
 
 
 def run(arguments: argparse.Namespace) -> None:

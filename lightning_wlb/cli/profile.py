@@ -28,24 +28,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
     add_model(parser)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--name", help="of the profile (default: the file's name)")
+    parser.add_argument("--name", help="name of the profile (default: the file's)")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="to measure (default: cuda where there is one)",
+        help="device to measure (default: cuda where there is one)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPE_BYTES, help="default: bfloat16 on cuda, float32 on a cpu"
+        "--dtype",
+        choices=DTYPE_BYTES,
+        help="dtype of the model (default: bfloat16 on cuda, float32 on a cpu)",
     )
     parser.add_argument(
         "--attention-backend",
         choices=("auto", *BACKENDS),
         default="auto",
-        help="whose kernel is measured; as of the run that the profile is for (default: auto)",
+        help="backend of the run that the profile is for (default: auto)",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="of a CPU rank (default 1: a core for each rank)"
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of a CPU rank (default 1: a core for each rank)",
     )
     parser.add_argument(
         "--no-links", action="store_true", help="do not start processes to measure messages"

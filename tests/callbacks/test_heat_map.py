@@ -98,9 +98,7 @@ def test_only_the_last_steps_are_kept():
 @pytest.mark.parametrize(
     ("mesh", "columns"),
     [
-        (Mesh(), 1),
-        (Mesh(data=2), 4),
-        (Mesh(data=2, pipeline=2, context=2, tensor=2), 16),
+        (Mesh(data=2, context=2, tensor=2), 3),
         (Mesh(data=8, pipeline=4, context=4), 40),
     ],
 )

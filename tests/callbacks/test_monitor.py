@@ -29,7 +29,7 @@ from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 
 WINDOW = 256
-STEPS = 4
+STEPS = 3
 CONFIG = TransformerConfig(dim=16, layers=2, heads=2, kv_heads=2, ffn_dim=16, vocab_size=32)
 
 

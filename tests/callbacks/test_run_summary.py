@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from lightning_wlb.callbacks.imbalance import Level
-from lightning_wlb.callbacks.run_summary import COLUMNS, ByStrategy, Records, StepRecord
+from lightning_wlb.callbacks.run_summary import ByStrategy, Records, StepRecord
 from lightning_wlb.plan import Scheme
 
 
@@ -94,23 +93,11 @@ def test_unknown_figures_are_left_out_or_not_a_number():
         assert math.isnan(summary[name]), name
     assert summary["imbalance_pipeline_planned_aggregate"] == 1.25
     assert Records(devices=1).summary()["steps"] == 0
-
-
-def test_steps_without_attention_do_not_enter_the_context_level():
+    # Steps without attention do not enter the context level.
     records = Records(devices=1)
-    records.add(record(context=(0.0, 0.0)))
-    records.add(record(context=(3.0, 2.0)))
+    for context in ((0.0, 0.0), (3.0, 2.0)):
+        records.add(record(context=context))
     assert records.summary()["imbalance_context_mean"] == 1.5
-
-
-def test_columns_are_the_fields_over_steps():
-    records = Records(devices=1)
-    for tokens in (1, 2, 3):
-        records.add(record(tokens=tokens))
-    columns = records.columns()
-    assert tuple(columns) == COLUMNS
-    np.testing.assert_array_equal(columns["tokens"], [1, 2, 3])
-    np.testing.assert_array_equal(columns["pipeline_peak"], [2, 2, 2])
 
 
 def test_predictions_stand_beside_measurements_of_the_same_steps():
