@@ -1,25 +1,25 @@
 """Parameters on their way to the pipelines of a step, and gradients on their way back.
 
-Where a step's pipelines differ from the mesh's, a :class:`.Link` says what every rank sends to
-every other; here it is sent. Each slot of the link is one uneven all-to-all over all ranks, or,
+Where a step's pipelines differ from the mesh's, a :class:`.Redistribution` says what every rank
+sends to every other; here it is sent. Each of its turns is one uneven all-to-all over all ranks, or,
 over several nodes, one over the rail and one in the node. A rank that lacks nothing joins it with
 nothing to receive, so that all ranks post the same collectives in the same order whatever their
 stages are.
 
-A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts slots from the last
+A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts turns from the last
 to the first, each when its gradients are complete, and waits for none before :meth:`.Push.finish`.
-A sum is made in the order of ranks: a step gives the same bits again, and copies of a parameter at
-rest get the same bits.
+A sum is made in the order of ranks: a step gives the same bits again, and copies of a shard get the
+same bits.
 
-Over two hops the second one of a slot is posted as soon as the first one has arrived, beside the
-step (:mod:`.relay`). It must not wait for the step's own thread: pipeline ranks of one node that
-wait for each other's activations would wait for each other's part of the second hop too. A rail
-and a node have process groups of their own. A rank's step begins to push when its relay has posted
-all that it pulls, so that on every group each rank posts pulls by slot, and then pushes from the
-last slot to the first.
+Over two hops the second one of a turn is posted as soon as the first one has arrived, beside the
+step (:class:`Forwarder`). It must not wait for the step's own thread: pipeline ranks of one node
+that wait for each other's activations would wait for each other's part of the second hop too. A
+rail and a node have process groups of their own. A rank's step begins to push when its forwarder
+has posted all that it pulls, so that on every group each rank posts pulls by turn, and then pushes
+from the last turn to the first.
 
-Cost: beside what the link counts, what is copied and held on the way (:mod:`.posts`). Not run on
-CUDA.
+Cost: each piece is copied once where it is sent and once where it arrives, with a call for each;
+both buffers are freed when the exchange has arrived. Not run on CUDA.
 """
 
 from __future__ import annotations
@@ -38,112 +38,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from lightning_wlb.distributed.device_mesh import is_cuda_over_gloo, set_timeout
 from lightning_wlb.distributed.process_groups import connect_all, kept, own_group
-from lightning_wlb.heterogeneous.planning.exchanges import Exchange, Link, Parts
-from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
-from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.supervision.progress import PROGRESS
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """What the exchanges of a rank's links travel over, and nothing else does.
-
-    Args:
-        made: global ranks, among them this one -> their process group.
-        relay: makes the second hop; None: there is one hop.
-    """
-
-    made: Mapping[range, dist.ProcessGroup]
-    relay: Relay | None = None
-
-    def settle(self) -> None:
-        """Wait until the relay posts nothing, so that this thread may."""
-        if self.relay is not None:
-            self.relay.settle()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Let any operation wait so long."""
-        set_timeout(timeout, *self.made.values())
-
-
-def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
-    """The parameters of a whole model, as links see them.
-
-    Args:
-        model: whole, on any device.
-        sizes: tensor-parallel sizes of the mesh and of every strategy.
-
-    Raises:
-        ValueError: a parameter outside of embed, layers and head, or a size that cannot split the
-            model.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    frozen = frozenset(n for n, each in model.named_parameters() if not each.requires_grad)
-    split = {}
-    for size in {*sizes} - {1}:
-        plan = model.tensor_parallel_plan(size)
-        placed = {name: placement_of(name, plan) for name in shapes}
-        split[size] = {n: each.dim for n, each in placed.items() if isinstance(each, Shard)}
-    return Weights(shapes, split, frozenset(model.tied.values()), frozen)
-
-
-def travel_groups(
-    rank: int,
-    ranks: int,
-    per_node: int,
-    timeout: timedelta | None,
-    device: torch.device | str = "cpu",
-) -> Groups:
-    """The process groups of all exchanges of a rank's links, made at the first call; collective.
-
-    Args:
-        rank: this rank.
-        ranks: their number.
-        per_node: those of a node.
-        timeout: how long an exchange may take from now on; None: torch's default, or what it was.
-        device: of this rank.
-    """
-    device = torch.device(device)
-
-    def make() -> Groups:
-        return _made_groups(rank, ranks, per_node, timeout, device)
-
-    return kept(("travel", ranks, per_node, device.type), make, timeout)
-
-
-def _made_groups(
-    rank: int, ranks: int, per_node: int, timeout: timedelta | None, device: torch.device
-) -> Groups:
-    sets = [[range(ranks)]]
-    two_hops = 1 < per_node < ranks
-    if two_hops:
-        rails = [range(place, ranks, per_node) for place in range(per_node)]
-        sets = [rails, [range(first, first + per_node) for first in range(0, ranks, per_node)]]
-    made: dict[range, dist.ProcessGroup] = {}
-    for each in sets:
-        group = own_group(each, rank, timeout)
-        assert group is not None, "every rank is in one of the sets"
-        made |= {own: group for own in each if rank in own}
-    for group in made.values():
-        connect_all(group, device)
-    if not two_hops:
-        return Groups(made)
-    by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
-    waits_on_device = device.type == "cuda" and not by_gloo
-    return Groups(made, Relay(device if waits_on_device else None))
-
+from lightning_wlb.heterogeneous.planning.exchanges import Pieces, Redistribution, TurnExchange
+from lightning_wlb.supervision.progress import HERE
 
 _T = TypeVar("_T")
 _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Relay:
-    """Makes calls in the order in which they are given.
+class Forwarder:
+    """Makes calls that wait for one exchange and post the next, in the order they are given.
+
+    Under gloo a wait stops the thread that waits, so a thread of its own makes these calls; it
+    takes the interpreter's lock while it copies pieces. Under NCCL a wait only lets a stream of the
+    device wait, so they are made at once, on a stream of their own.
+
+    An exception of a call is raised where its result is asked for, and no later call is made. By
+    then the step's thread may wait for a rank that itself waits for what would have been sent: so
+    the watchdog is told as well (:mod:`~lightning_wlb.supervision.progress`), which lets all ranks
+    end.
 
     Args:
         device: whose streams wait for exchanges, so that no thread has to; None: a thread waits.
@@ -158,7 +73,7 @@ class Relay:
             # A daemon, since a process must be able to end while its thread waits. The executors of
             # concurrent.futures are waited for.
             threading.Thread(
-                target=_work, args=(self._jobs,), name="wlb-relay", daemon=True
+                target=_work, args=(self._jobs,), name="wlb-forwarder", daemon=True
             ).start()
 
     def submit(self, job: Callable[[], _T]) -> Future[_T]:
@@ -178,15 +93,8 @@ class Relay:
             self._last.result()
 
 
-def done(value: _T) -> Future[_T]:
-    """The result of a call that needed no relay."""
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future
-
-
 def _work(jobs: _Jobs) -> None:
-    """Make calls until the relay is gone."""
+    """Make calls until the forwarder is gone."""
     failed: BaseException | None = None
     while (given := jobs.get()) is not None:
         future, job = given
@@ -203,20 +111,85 @@ def _work(jobs: _Jobs) -> None:
         del given, future, job  # or what they hold would live until the next call
 
 
-class Views(Protocol):
-    """Tensors of one rank."""
+def _done(value: _T) -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
 
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part."""
 
-
-class Held:
-    """A rank's box of each parameter of some units.
+@dataclass(frozen=True, eq=False)
+class ExchangeGroups:
+    """The process groups of a rank's exchanges, over which nothing else is sent.
 
     Args:
-        link: of the rank.
-        units: numbers of the units.
-        rest: the boxes at rest; else those in the step.
+        made: global ranks, among them this one -> their process group.
+        forwarder: makes the second hop; None: there is one hop.
+    """
+
+    made: Mapping[range, dist.ProcessGroup]
+    forwarder: Forwarder | None = None
+
+    def settle(self) -> None:
+        """Wait until the forwarder posts nothing, so that this thread may."""
+        if self.forwarder is not None:
+            self.forwarder.settle()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let any operation wait so long."""
+        set_timeout(timeout, *self.made.values())
+
+
+def exchange_groups(
+    rank: int,
+    ranks: int,
+    per_node: int,
+    timeout: timedelta | None,
+    device: torch.device | str = "cpu",
+) -> ExchangeGroups:
+    """The process groups of all exchanges of a rank, made at the first call; collective.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        per_node: those of a node.
+        timeout: how long an exchange may take from now on; None: torch's default, or what it was.
+        device: of this rank.
+    """
+    device = torch.device(device)
+
+    def make() -> ExchangeGroups:
+        sets = [[range(ranks)]]
+        if two_hops := 1 < per_node < ranks:
+            rails = [range(place, ranks, per_node) for place in range(per_node)]
+            sets = [rails, [range(first, first + per_node) for first in range(0, ranks, per_node)]]
+        made: dict[range, dist.ProcessGroup] = {}
+        for each in sets:
+            group = own_group(each, rank, timeout)
+            assert group is not None, "every rank is in one of the sets"
+            made |= {own: group for own in each if rank in own}
+        for group in made.values():
+            connect_all(group, device)
+        if not two_hops:
+            return ExchangeGroups(made)
+        by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
+        waits_on_device = device.type == "cuda" and not by_gloo
+        return ExchangeGroups(made, Forwarder(device if waits_on_device else None))
+
+    return kept(("exchanges", ranks, per_node, device.type), make, timeout)
+
+
+class _Tensors(Protocol):
+    def views(self, pieces: Pieces) -> list[Tensor]:
+        """The elements of each piece."""
+
+
+class BoxTensors:
+    """A rank's tensors of some buckets: its box of each parameter.
+
+    Args:
+        redistribution: of the rank.
+        buckets: their numbers.
+        shard: whether the boxes are those of the sharded layout; else those in the step.
         trained: whether only of parameters that get gradients.
         given: the tensors by name in the whole model; None until :meth:`make`.
 
@@ -226,18 +199,18 @@ class Held:
 
     def __init__(
         self,
-        link: Link,
-        units: Sequence[int],
+        redistribution: Redistribution,
+        buckets: Sequence[int],
         *,
-        rest: bool,
+        shard: bool,
         trained: bool = False,
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._weights = link.weights
+        self._weights = redistribution.weights
         self._boxes = {
-            (unit, parameter): box
-            for unit in units
-            for parameter, box in link.boxes(unit, rest=rest, trained=trained).items()
+            (bucket, parameter): box
+            for bucket in buckets
+            for parameter, box in redistribution.boxes(bucket, shard=shard, trained=trained).items()
         }
         self._begins = {key: box[:, 0].tolist() for key, box in self._boxes.items()}
         self._tensors: dict[tuple[int, int], Tensor] = {}
@@ -246,46 +219,47 @@ class Held:
             name, shape = self._name(*key), self._shape(*key)
             if given[name].shape != shape:
                 raise ValueError(
-                    f"{name}: rank {link.rank} has a tensor of shape {tuple(given[name].shape)}"
-                    f" where the link has {shape}. Was the link made for this mesh and strategy?"
+                    f"{name}: rank {redistribution.rank} has a tensor of shape"
+                    f" {tuple(given[name].shape)} where its box has {shape}. Was the redistribution"
+                    " made for this mesh and these pipelines?"
                 )
             self._tensors[key] = given[name]
 
-    def make(self, unit: int, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
-        """New tensors of a unit in place of given ones, of zeros or to be overwritten."""
+    def make(self, bucket: int, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
+        """New tensors of a bucket in place of given ones, of zeros or to be overwritten."""
         new = torch.zeros if zeros else torch.empty
         for key in self._boxes:
-            if key[0] == unit:
+            if key[0] == bucket:
                 self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
 
-    def drop(self, unit: int) -> None:
-        """Let go of the tensors of a unit."""
-        for key in [key for key in self._tensors if key[0] == unit]:
+    def drop(self, bucket: int) -> None:
+        """Let go of the tensors of a bucket."""
+        for key in [key for key in self._tensors if key[0] == bucket]:
             del self._tensors[key]
 
-    def of_unit(self, number: int) -> dict[str, Tensor]:
-        """The tensors of a unit, by name in the whole model."""
+    def of_bucket(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a bucket, by name in the whole model."""
         return {self._name(*k): tensor for k, tensor in self._tensors.items() if k[0] == number}
 
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part."""
+    def views(self, pieces: Pieces) -> list[Tensor]:
+        """The elements of each piece."""
         found = []
-        for unit, parameter, box in _rows(parts):
-            tensor, begins = self._tensors[unit, parameter], self._begins[unit, parameter]
+        for bucket, parameter, box in _rows(pieces):
+            tensor, begins = self._tensors[bucket, parameter], self._begins[bucket, parameter]
             ends = zip(box[: tensor.ndim], begins, strict=False)
             found.append(tensor[tuple(slice(start - at, stop - at) for (start, stop), at in ends)])
         return found
 
-    def _name(self, unit: int, parameter: int) -> str:
-        return self._weights.units[unit].names[parameter]
+    def _name(self, bucket: int, parameter: int) -> str:
+        return self._weights.buckets[bucket].names[parameter]
 
-    def _shape(self, unit: int, parameter: int) -> tuple[int, ...]:
-        dims = len(self._weights.shapes[self._name(unit, parameter)])
-        box = self._boxes[unit, parameter]
+    def _shape(self, bucket: int, parameter: int) -> tuple[int, ...]:
+        dims = len(self._weights.shapes[self._name(bucket, parameter)])
+        box = self._boxes[bucket, parameter]
         return tuple((box[:dims, 1] - box[:dims, 0]).tolist())
 
 
-class Middle:
+class ForwardedTensors:
     """What a rank hands on between two hops: whole pieces, made where they are first asked for.
 
     Args:
@@ -299,27 +273,31 @@ class Middle:
         self._dtype, self._device = dtype, device
         self._pieces: dict[tuple[int, ...], Tensor] = {}
 
-    def views(self, parts: Parts) -> list[Tensor]:
-        """The elements of each part, flat."""
+    def views(self, pieces: Pieces) -> list[Tensor]:
+        """The elements of each piece, flat."""
         found = []
-        for (unit, parameter, box), count in zip(
-            _rows(parts), parts.elements.tolist(), strict=True
-        ):
-            key = unit, parameter, *(start for start, _ in box)
+        counts = pieces.elements.tolist()
+        for (bucket, parameter, box), count in zip(_rows(pieces), counts, strict=True):
+            key = bucket, parameter, *(start for start, _ in box)
             if key not in self._pieces:
                 self._pieces[key] = self._new(count, dtype=self._dtype, device=self._device)
             found.append(self._pieces[key])
         return found
 
 
-class Post:
+def _rows(pieces: Pieces) -> list[tuple[int, int, list[list[int]]]]:
+    """Bucket, parameter and box of each piece, as Python numbers."""
+    return list(zip(*(each.tolist() for each in pieces[1:]), strict=True))
+
+
+class RunningExchange:
     """One all-to-all on its way, of the elements of ``source``; collective over its ranks."""
 
     def __init__(
         self,
-        exchange: Exchange,
-        groups: Mapping[range, dist.ProcessGroup],
-        source: Views,
+        exchange: TurnExchange,
+        groups: ExchangeGroups,
+        source: _Tensors,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -336,11 +314,11 @@ class Post:
             self._sent,
             _counts(self._into, ranks),
             _counts(out, ranks),
-            group=groups[ranks],
+            group=groups.made[ranks],
             async_op=True,
         )
 
-    def arrive(self, target: Views, *, add: bool = False) -> None:
+    def arrive(self, target: _Tensors, *, add: bool = False) -> None:
         """Wait, and copy into the target or add to it; once."""
         self._work.wait()
         if self._got.is_cuda:
@@ -356,129 +334,126 @@ class Post:
         del self._work, self._sent, self._got
 
 
-def _counts(parts: Parts, ranks: range) -> list[int]:
+def _counts(pieces: Pieces, ranks: range) -> list[int]:
     """Elements to or from each rank of an exchange."""
-    places = (parts.peer - ranks.start) // ranks.step
-    counts = np.zeros(len(ranks), np.int64)
-    np.add.at(counts, places, parts.elements)
-    result: list[int] = counts.tolist()
-    return result
-
-
-def _rows(parts: Parts) -> list[tuple[int, int, list[list[int]]]]:
-    """Unit, parameter and box of each part, as Python numbers."""
-    return list(zip(parts.unit.tolist(), parts.parameter.tolist(), parts.box.tolist(), strict=True))
+    places = (pieces.peer - ranks.start) // ranks.step
+    counts: list[int] = np.bincount(places, pieces.elements, len(ranks)).astype(np.int64).tolist()
+    return counts
 
 
 class Pull:
-    """One step's parameters, from where they rest to this rank; collective over all ranks.
+    """One step's parameters, from the shards to this rank; collective over all ranks.
 
     Args:
-        link: of this rank.
+        redistribution: of this rank.
         groups: for the ranks of each of its exchanges.
-        rest: this rank's shard of each parameter that it has one of, by name in the whole model.
+        shards: this rank's shard of each parameter that it has one of, by name in the whole model.
         dtype: of the parameters in the step.
         device: of this rank.
     """
 
     def __init__(
         self,
-        link: Link,
-        groups: Groups,
-        rest: Mapping[str, Tensor],
+        redistribution: Redistribution,
+        groups: ExchangeGroups,
+        shards: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._link, self._dtype, self._device = link, dtype, device
-        self._values = Held(link, link.units, rest=False)
-        source = Held(link, range(len(link.weights.units)), rest=True, given=rest)
+        own, self._given = redistribution, (dtype, device)
+        self._buckets = own.buckets
+        self._values = BoxTensors(own, own.buckets, shard=False)
+        source = BoxTensors(own, range(len(own.weights.buckets)), shard=True, given=shards)
         groups.settle()
-        posts = [
-            Post(link.exchange(slot, 0), groups.made, source, dtype, device)
-            for slot in range(link.slots)
+        running = [
+            RunningExchange(own.exchange(turn, 0), groups, source, dtype, device)
+            for turn in range(own.turns)
         ]
-        if groups.relay is None:
-            self._posts = list(map(done, posts))
+        if groups.forwarder is None:
+            self._running = list(map(_done, running))
             return
-        middle = Middle(dtype, device, zeros=False)
+        middle = ForwardedTensors(dtype, device, zeros=False)
 
-        def hand_out(slot: int, post: Post) -> Post:
-            post.arrive(middle)
-            return Post(link.exchange(slot, 1), groups.made, middle, dtype, device)
+        def hand_out(turn: int, first: RunningExchange) -> RunningExchange:
+            first.arrive(middle)
+            return RunningExchange(own.exchange(turn, 1), groups, middle, dtype, device)
 
-        self._posts = [
-            groups.relay.submit(partial(hand_out, slot, post)) for slot, post in enumerate(posts)
+        self._running = [
+            groups.forwarder.submit(partial(hand_out, *each)) for each in enumerate(running)
         ]
 
-    def arrive(self, slot: int) -> dict[str, Tensor]:
-        """Wait for a slot of this rank; its parameters by name in the whole model."""
-        post, unit = self._posts[slot].result(), self._link.units[slot]
-        self._values.make(unit, self._dtype, self._device, zeros=False)
-        post.arrive(self._values)
-        return self._values.of_unit(unit)
+    def arrive(self, turn: int) -> dict[str, Tensor]:
+        """Wait for a turn of this rank; its parameters by name in the whole model."""
+        running, bucket = self._running[turn].result(), self._buckets[turn]
+        self._values.make(bucket, *self._given, zeros=False)
+        running.arrive(self._values)
+        return self._values.of_bucket(bucket)
 
     def finish(self) -> None:
-        """Wait for the slots in which this rank only sends."""
-        for post in self._posts[len(self._link.units) :]:
-            post.result().arrive(self._values)
+        """Wait for the turns in which this rank only sends."""
+        for running in self._running[len(self._buckets) :]:
+            running.result().arrive(self._values)
 
 
 class Push:
-    """One step's gradients, from this rank to where parameters rest; collective over all ranks.
+    """One step's gradients, from this rank to the shards; collective over all ranks.
 
     Args:
-        link: of this rank.
+        redistribution: of this rank.
         groups: for the ranks of each of its exchanges.
         sums: the gradients of this rank's own micro-batches, by name in the whole model, complete
-            when their slot is posted.
+            when their turn is posted.
         dtype: of the sums.
         device: of this rank.
     """
 
     def __init__(
         self,
-        link: Link,
-        groups: Groups,
+        redistribution: Redistribution,
+        groups: ExchangeGroups,
         sums: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._link, self._groups, self._dtype, self._device = link, groups, dtype, device
-        self._sums = Held(link, link.units, rest=False, trained=True, given=sums)
-        self._middle = Middle(dtype, device, zeros=True)
-        self._posts: list[Future[Post]] = []
+        self._own, self._groups, self._given = redistribution, groups, (dtype, device)
+        self._buckets = redistribution.buckets
+        self._sums = BoxTensors(redistribution, self._buckets, shard=False, trained=True, given=sums)
+        self._middle = ForwardedTensors(dtype, device, zeros=True)
+        self._running: list[Future[RunningExchange]] = []
         groups.settle()
 
     @property
     def next(self) -> int:
-        """The slot to be posted next; -1 when all have been."""
-        return self._link.slots - 1 - len(self._posts)
+        """The turn to be posted next; -1 when all have been."""
+        return self._own.turns - 1 - len(self._running)
 
     def post(self) -> None:
-        """Send the gradients of the next slot, which are not held from then on."""
-        slot, relay = self.next, self._groups.relay
-        post = self._send(slot, self._link.hops - 1, self._sums)
-        if slot < len(self._link.units):
-            self._sums.drop(self._link.units[slot])
-        self._posts.append(
-            done(post) if relay is None else relay.submit(partial(self._hand_on, slot, post))
+        """Send the gradients of the next turn, which are not held from then on."""
+        turn, forwarder = self.next, self._groups.forwarder
+        running = self._send(turn, self._own.hops - 1, self._sums)
+        if turn < len(self._buckets):
+            self._sums.drop(self._buckets[turn])
+        self._running.append(
+            _done(running)
+            if forwarder is None
+            else forwarder.submit(partial(self._hand_on, turn, running))
         )
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums of all ranks: of each trained shard that rests here, by name."""
-        units = range(len(self._link.weights.units))
-        totals = Held(self._link, units, rest=True, trained=True)
-        for unit in units:
-            totals.make(unit, self._dtype, self._device, zeros=True)
-        for post in self._posts:
-            post.result().arrive(totals, add=True)
-        return {name: total for unit in units for name, total in totals.of_unit(unit).items()}
+        """Wait for the sums of all ranks; those of each trained shard that this rank has."""
+        buckets = range(len(self._own.weights.buckets))
+        totals = BoxTensors(self._own, buckets, shard=True, trained=True)
+        for bucket in buckets:
+            totals.make(bucket, *self._given, zeros=True)
+        for running in self._running:
+            running.result().arrive(totals, add=True)
+        return {name: total for bucket in buckets for name, total in totals.of_bucket(bucket).items()}
 
-    def _hand_on(self, slot: int, post: Post) -> Post:
-        post.arrive(self._middle, add=True)
-        return self._send(slot, 0, self._middle)
+    def _hand_on(self, turn: int, running: RunningExchange) -> RunningExchange:
+        running.arrive(self._middle, add=True)
+        return self._send(turn, 0, self._middle)
 
-    def _send(self, slot: int, hop: int, source: Views) -> Post:
-        ranks, out, into = self._link.exchange(slot, hop, push=True)
-        back = Exchange(ranks, out=into, into=out)
-        return Post(back, self._groups.made, source, self._dtype, self._device)
+    def _send(self, turn: int, hop: int, source: _Tensors) -> RunningExchange:
+        ranks, out, into = self._own.exchange(turn, hop, push=True)
+        back = TurnExchange(ranks, out=into, into=out)
+        return RunningExchange(back, self._groups, source, *self._given)

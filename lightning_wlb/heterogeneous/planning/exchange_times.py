@@ -1,27 +1,25 @@
 """When parameters reach pipelines that are not the mesh's, and gradients come back: closed form.
 
-As :mod:`~lightning_wlb.heterogeneous.transfer` does it: units (an end, a layer) travel in slots,
-slot j
-having the j-th unit of every rank, and a slot takes as long as the busiest rank. A forward waits
-for its own stage's slots only (pulled ahead), and a slot of gradients leaves as soon as it is
-complete (pushed early). Over two hops one slot is on the rails while others are inside the nodes,
-so that slots follow each other as fast as the slower hop takes them: the faster one costs the first
-slot alone.
+As :mod:`~lightning_wlb.heterogeneous.transfer` does it: buckets (an end, a layer) move in turns,
+turn j having the j-th bucket of every rank, and a turn takes as long as the busiest rank. A forward
+waits for its own stage's turns only (pulled ahead), and a turn of gradients leaves as soon as it is
+complete (pushed early). Over two hops one turn is on the rails while others are inside the nodes,
+so that turns follow each other as fast as the slower hop takes them: the faster one costs the first
+turn alone.
 
-A rank brings in what it needs, less its share of what rests with it, and sends its share of what
-all others need; parts at rest are taken to lie evenly over the ranks that hold a layer. A node
-needs what its ranks need once. Rates and latencies are those of the profile's links; each device
-has a network adapter of its own. A tied weight is counted at both ends. Connecting ranks for the
-first time is left out.
+A rank brings in what it needs, less its share of what is sharded there, and sends its share of what
+all others need; shards are taken to lie evenly over the ranks that hold a layer. A node needs what
+its ranks need once. Rates and latencies are those of the profile's links; each device has a network
+adapter of its own. A tied weight is counted at both ends. Connecting ranks for the first time is
+left out.
 
-Cost: O(ranks · units · tensor) array elements for each strategy, once: a tenth of a second of
-processor time for 32 layers on 1,024 ranks.
+Cost: O(ranks · buckets · tensor) array elements for each choice of pipelines, once: a tenth of a
+second of processor time for 32 layers on 1,024 ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,20 +29,20 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Integers, Places, Truths
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Scheme, schemes_of
-from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
+from lightning_wlb.plan import Scheme, Schemes, schemes_of
+from lightning_wlb.prediction.parameter_traffic import Traffic
 from lightning_wlb.prediction.predictor import Predictor
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 class Volume(NamedTuple):
-    """Elements that the busiest rank sends or receives in each slot, in either direction.
+    """Elements that the busiest rank sends or receives in each turn, in either direction.
 
     Attributes:
-        between: over the network; zeros where there is one hop.
+        between: over the network, by the first of two hops; zeros where there is one hop.
         within: over the other hop.
     """
 
@@ -52,12 +50,12 @@ class Volume(NamedTuple):
     within: Floats
 
 
-def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, ParameterTraffic]:
-    """The traffic of each pipeline of a strategy.
+def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Traffic]:
+    """The traffic of each pipeline of a step.
 
     Args:
-        base: on the mesh, where parameters and optimizer state rest.
-        strategy: of the step, on all ranks of the mesh.
+        base: of the mesh over which parameters and optimizer state are sharded.
+        schemes: the pipelines of the step, on all ranks of the mesh.
 
     Raises:
         ValueError: devices that are not whole nodes, of several devices each.
@@ -69,35 +67,36 @@ def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, 
             f"{devices} devices are not whole nodes of {per_node}. Say how many devices a node has."
         )
     nodes = devices // per_node
-    moved = volume(base, strategy, per_node)
+    moved = volume(base, schemes, per_node)
+    turns = _turns(base.latency.shape, schemes)
     width = DTYPE_BYTES[profile.dtype]
 
-    def slots_ns(elements: Floats, ranks: int, link: Link, size: int) -> Floats:
-        times: Floats = (
-            ranks - 1
-        ) * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
+    def turns_ns(elements: Floats, ranks: int, link: Link, size: int) -> Floats:
+        latency_ns = (ranks - 1) * link.latency_ns
+        times: Floats = latency_ns + elements * size * 1e9 / link.bytes_per_second
         return times
 
     def both(size: int) -> tuple[Floats, Floats]:
-        """Of each slot: over the rails, zeros where there is one hop; and over the other hop."""
+        """The time of each turn over the two hops; the first one's are zeros where there is one."""
         links = profile.links
         if nodes > 1 and per_node > 1:
-            between = slots_ns(moved.between, nodes, links["network"], size)
-            return between, slots_ns(moved.within, per_node, links["node"], size)
+            between = turns_ns(moved.between, nodes, links["network"], size)
+            return between, turns_ns(moved.within, per_node, links["node"], size)
         link = links["node" if nodes == 1 else "network"]
-        return moved.between, slots_ns(moved.within, devices, link, size)
+        return moved.between, turns_ns(moved.within, devices, link, size)
 
     pulled, pushed = both(width), both(max(width, 4))
     before, after = (round(float(between[0])) for between, _ in (pulled, pushed))
     found = {}
-    for scheme in strategy:
-        units = tuple(map(len, _units(scheme)))
-        found[scheme] = ParameterTraffic(
-            len(units),
-            units,
-            tuple(_through(*(each[:n] for each in pulled)) - before for n in units),
-            # The last slot comes first, and the inner hop.
-            tuple(_through(*(each[:n][::-1] for each in pushed[::-1])) - after for n in units),
+    for scheme in schemes:
+        of_stages = turns[scheme.first : scheme.ranks.stop : scheme.context * scheme.tensor]
+        buckets = tuple((of_stages >= 0).sum(axis=1).tolist())
+        found[scheme] = Traffic(
+            len(buckets),
+            buckets,
+            tuple(_through(*(each[:n] for each in pulled)) - before for n in buckets),
+            # The last turn comes first, and the inner hop.
+            tuple(_through(*(each[:n][::-1] for each in pushed[::-1])) - after for n in buckets),
             base.traffic.optimise,
             before,
             after,
@@ -106,113 +105,83 @@ def linked_traffic(base: Predictor, strategy: Sequence[Scheme]) -> dict[Scheme, 
 
 
 def _through(first: Floats, second: Floats) -> int:
-    """When the last of some slots has come over two hops, each of which takes one at a time."""
+    """When the last of some turns has come over two hops, each of which takes one at a time."""
     end = 0.0
     for there, took in zip(first.cumsum().tolist(), second.tolist(), strict=True):
         end = max(end, there) + took
     return round(end)
 
 
-def volume(base: Predictor, strategy: Sequence[Scheme], per_node: int) -> Volume:
-    """What travels in each slot.
+def volume(base: Predictor, schemes: Schemes, per_node: int) -> Volume:
+    """What moves in each turn.
 
     Args:
-        base: as for :func:`linked_traffic`.
-        strategy: likewise.
+        base: as for :func:`exchange_traffic`.
+        schemes: as for :func:`exchange_traffic`.
         per_node: ranks of a node.
     """
-    need, slot = _needs(base, strategy)
-    share = _shares(base, need.shape[2])
-    ranks, slots = len(need), int(slot.max()) + 1
+    shape, mesh = base.latency.shape, base.latency.mesh
+    # The parts into which all tensor-parallel sizes together cut a weight.
+    cuts = math.lcm(mesh.tensor, *(scheme.tensor for scheme in schemes))
+    places, turn = Places.of(schemes), _turns(shape, schemes)
+    sizes = {size: _sizes(shape, size) / (cuts // size) for size in set(places.size.tolist())}
+    of_ranks = np.array([sizes[size] for size in places.size.tolist()])
+    need: Floats = of_ranks[:, :, None] * _held(shape, schemes, cuts)
+    share = _held(shape, schemes_of(mesh, base.stages), cuts) / (mesh.data * mesh.context)
+    ranks, turns = len(need), int(turn.max()) + 1
     if per_node in (1, ranks):
-        return Volume(np.zeros(slots), _within(need, share, slot, slots))
+        return Volume(np.zeros(turns), _busiest(need, share[:, None], turn, turns))
     by_node = (ranks // per_node, per_node)
     share = share.reshape(*by_node, *share.shape[1:])
     rail = share.sum(axis=0)  # what comes into a node through each of its ranks
-    never = np.where(slot < 0, slots, slot)
-    enters = never.reshape(*by_node, -1).min(axis=1)  # the first slot in which a rank uses a unit
-    cuts = need.shape[2]
-    whole = _sizes(base.latency.shape, 1)[:, None] / cuts
+    never = np.where(turn < 0, turns, turn)
+    enters = never.reshape(*by_node, -1).min(axis=1)  # the first turn in which a rank uses a bucket
+    whole = _sizes(shape, 1)[:, None] / cuts
     of_node = whole * (need > 0).reshape(*by_node, -1, cuts).any(axis=1)
     within = [
-        _within(need[rank : rank + per_node], rail, slot[rank : rank + per_node], slots)
-        for rank in range(0, ranks, per_node)
+        _busiest(need[own], rail[:, None], turn[own], turns)
+        for own in (slice(rank, rank + per_node) for rank in range(0, ranks, per_node))
     ]
-    return Volume(_between(of_node, share, enters, slots), np.max(within, axis=0))
+    return Volume(_busiest(of_node, share, enters, turns), np.max(within, axis=0))
 
 
-def _within(need: Floats, share: Floats, slot: Integers, slots: int) -> Floats:
-    """Most elements that a rank sends or receives in each slot.
-
-    Args:
-        need: [ranks, units, cuts], elements.
-        share: likewise, how much of them rests there.
-        slot: [ranks, units], when it is needed; any other number: never.
-        slots: how many there are.
-    """
-    most = np.zeros(slots)
-    for number in range(slots):
-        units = (slot == number).any(axis=0)
-        wanted = need[:, units] * (slot == number)[:, units, None]
-        own = share[:, units]
-        into = (wanted * (1 - own)).sum(axis=(1, 2))
-        out = (own * (wanted.sum(axis=0) - wanted)).sum(axis=(1, 2))
-        most[number] = max(into.max(), out.max())
-    return most
-
-
-def _between(need: Floats, share: Floats, slot: Integers, slots: int) -> Floats:
-    """Most elements that a rank sends to, or receives from, those at its place in other nodes.
+def _busiest(need: Floats, share: Floats, turn: Integers, turns: int) -> Floats:
+    """Most elements that a rank sends or receives in each turn.
 
     Args:
-        need: [nodes, units, cuts], elements.
-        share: [nodes, ranks of a node, units, cuts], how much of them rests there.
-        slot: [nodes, units], when it is needed; any other number: never.
-        slots: how many there are.
+        need: [takers, buckets, cuts], elements.
+        share: [takers, ranks of a taker, buckets, cuts], how much of them is sharded there. A rank
+            exchanges with those at its own place in the other takers.
+        turn: [takers, buckets], when they are needed; any other number: never.
+        turns: how many there are.
     """
-    most = np.zeros(slots)
-    for number in range(slots):
-        units = (slot == number).any(axis=0)
-        wanted = (need[:, units] * (slot == number)[:, units, None])[:, None]
-        own = share[:, :, units]
+    most = np.zeros(turns)
+    for number in range(turns):
+        buckets = (turn == number).any(axis=0)
+        wanted = (need[:, buckets] * (turn == number)[:, buckets, None])[:, None]
+        own = share[:, :, buckets]
         into = (wanted * (own.sum(axis=0) - own)).sum(axis=(2, 3))
         out = (own * (wanted.sum(axis=0) - wanted)).sum(axis=(2, 3))
         most[number] = max(into.max(), out.max())
     return most
 
 
-def _needs(base: Predictor, strategy: Sequence[Scheme]) -> tuple[Floats, Integers]:
-    """Of each rank and unit: elements of each of its cuts, and the slot; -1 for none.
-
-    Cuts are the parts into which all tensor-parallel sizes together cut a weight.
-    """
-    shape = base.latency.shape
-    ranks, units = sum(scheme.size for scheme in strategy), shape.layers + 2
-    cuts = math.lcm(base.latency.mesh.tensor, *(scheme.tensor for scheme in strategy))
-    need, slot = np.zeros((ranks, units, cuts)), np.full((ranks, units), -1, np.int64)
-    for scheme in strategy:
-        each, own = cuts // scheme.tensor, _units(scheme)
-        sizes = _sizes(shape, scheme.tensor) / each
-        for rank in scheme.ranks:
-            stage, _, tensor = scheme.place(rank)
-            held = own[stage]
-            cut = slice(tensor * each, (tensor + 1) * each)
-            need[rank, held, cut] = sizes[held, None]
-            slot[rank, held] = np.arange(len(held))
-    return need, slot
+def _turns(shape: ModelShape, schemes: Schemes) -> Integers:
+    """When each rank uses the embedding, the layers and the head first: int64 [ranks, buckets]."""
+    layers = [(number,) for number in range(shape.layers)]
+    return Places.of(schemes).turns([layers[0], *layers, layers[-1]])
 
 
-def _units(scheme: Scheme) -> list[range]:
-    """Numbers of the units of each stage: the embedding, layers, the head."""
-    last = len(scheme.stages) - 1
-    return [
-        range(layers.start + (stage > 0), layers.stop + 1 + (stage == last))
-        for stage, layers in enumerate(scheme.layers)
-    ]
+def _held(shape: ModelShape, schemes: Schemes, cuts: int) -> Truths:
+    """Which cuts of a bucket a rank has in a step on these pipelines: [ranks, buckets, cuts]."""
+    places = Places.of(schemes)
+    own = np.arange(cuts) // (cuts // places.size)[:, None] == places.tensor[:, None]
+    held: Truths = (_turns(shape, schemes) >= 0)[:, :, None] & own[:, None]
+    return held
 
 
 def _sizes(shape: ModelShape, tensor: int) -> Floats:
-    """Elements of each unit on one of so many tensor-parallel ranks."""
+    """Elements of each bucket on one of so many tensor-parallel ranks."""
     model, kinds = MemoryModel(shape, Mesh(tensor=tensor)), list(shape.kinds)
     none = (0,) * len(kinds)
     layers = [
@@ -221,16 +190,3 @@ def _sizes(shape: ModelShape, tensor: int) -> Floats:
     ]
     ends = [StageParts(none, embedding=True), StageParts(none, head=True)]
     return np.array([model.parameters(ends[0]), *layers, model.parameters(ends[1])], float)
-
-
-def _shares(base: Predictor, cuts: int) -> Floats:
-    """How much of each cut of each unit rests on each rank, [ranks, units, cuts]."""
-    share: Floats = np.zeros((base.latency.mesh.devices, base.latency.shape.layers + 2, cuts))
-    strategy = schemes_of(base.latency.mesh, base.stages)
-    each, over = cuts // strategy[0].tensor, len(strategy) * strategy[0].context
-    for scheme in strategy:
-        units = _units(scheme)
-        for rank in scheme.ranks:
-            stage, _, tensor = scheme.place(rank)
-            share[rank, units[stage], tensor * each : (tensor + 1) * each] = 1 / over
-    return share

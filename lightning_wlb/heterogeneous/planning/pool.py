@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.planning.exchange_times import linked_traffic
+from lightning_wlb.heterogeneous.planning.exchange_times import exchange_traffic
 from lightning_wlb.plan import (
     ActivationCheckpointing,
     Piece,
@@ -93,7 +93,7 @@ class Pool:
             if sharding == HEADS:
                 _check_heads(strategy, base)
             traffic = {
-                scheme.shape: each for scheme, each in linked_traffic(base, strategy).items()
+                scheme.shape: each for scheme, each in exchange_traffic(base, strategy).items()
             }
             made[strategy] = {
                 shape: Receiver(

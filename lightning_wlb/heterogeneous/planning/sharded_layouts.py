@@ -1,16 +1,19 @@
-"""Which rank holds which part of each parameter: at rest, and in a step of some strategy.
+"""Which rank holds which part of each parameter: sharded between steps, and whole in a step.
 
-At rest (*optimisation layout*) parameters and optimizer state are where the run's mesh has them:
-the stages of a pipeline on its ranks, weights split over the tensor axis, and each rank's part over
-data × context as FSDP2 splits it. Tensor-parallel ranks hold what is not split, a norm, all alike,
-and a tied weight rests on both ends.
+*Sharded*: between steps parameters and optimizer state are where the run's mesh has them. The stages
+of a pipeline lie on its ranks, weights are split over the tensor axis, and FSDP2 shards each rank's
+part over data × context. Tensor-parallel ranks hold what is not split, a norm, all alike, and a
+tied weight lies on both ends.
 
-In a step (*propagation layout*) a rank of a pipeline holds its stage whole, or its tensor-parallel
-part of it.
+*In a step* a rank of a pipeline holds its stage whole, or its tensor-parallel part of it.
 
-Parameters travel in *units*: a layer, an end, or the weight that both ends share. Layers that are
-alike and lie on the same stages, at rest and in every pipeline, have the same layout up to the
-names: a *template* (:meth:`.Weights.template`). A model has a few of them, however many layers.
+Parameters move in *buckets*: a layer, an end, or the weight that both ends share. Layers that are
+alike and lie on the same stages, sharded and in every pipeline, have the same layout up to the
+names: one *template* (:meth:`.Weights.template`). A model has a few of them, however many layers.
+
+A *box* is a range of indices in every dimension of a parameter, int64 [dimensions, 2] of start and
+stop; parameters of fewer dimensions than others have ranges [0, 1) behind their own. All boxes of a
+bucket stand in arrays (:class:`Regions`), without a Python loop over ranks.
 
 Cost: O(ranks) array elements for each parameter of a template.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +41,7 @@ class Regions(NamedTuple):
 
     Attributes:
         rank: int64 [k], who holds each box.
-        parameter: int64 [k], its number in the unit.
+        parameter: int64 [k], its number in the bucket.
         box: int64 [k, dimensions, 2].
     """
 
@@ -51,19 +55,86 @@ class Regions(NamedTuple):
 
 
 def regions(rank: Integers, parameter: Integers, box: Integers) -> Regions:
-    """The regions of boxes in any order, of which empty ones are left out."""
+    """The regions of boxes in any order; empty boxes are left out."""
     filled = (box[..., 0] < box[..., 1]).all(axis=-1)
     order = np.flatnonzero(filled)
     order = order[parameter[order].argsort(kind="stable")]
     return Regions(rank[order], parameter[order], box[order])
 
 
-class Unit(NamedTuple):
-    """Parameters that travel together.
+class Meetings(NamedTuple):
+    """Where boxes of two regions overlap.
+
+    Attributes:
+        own: int64 [k], index of the first one's box.
+        need: int64 [k], index of the second one's.
+        box: int64 [k, dimensions, 2], what they have in common.
+    """
+
+    own: Integers
+    need: Integers
+    box: Integers
+
+    def where(self, chosen: Truths | Integers) -> Meetings:
+        """Some of them, in the order in which they are here."""
+        return Meetings(self.own[chosen], self.need[chosen], self.box[chosen])
+
+
+def meet(own: Regions, need: Regions) -> Meetings:
+    """Every pair of overlapping boxes of a parameter, in O(n·m) array elements for each."""
+    found = []
+    most = 1 + max(own.parameter.max(initial=-1), need.parameter.max(initial=-1))
+    own_ends = own.parameter.searchsorted(np.arange(most + 1))
+    need_ends = need.parameter.searchsorted(np.arange(most + 1))
+    for (a, b), (c, d) in zip(pairwise(own_ends), pairwise(need_ends), strict=True):
+        starts = np.maximum(own.box[a:b, None, :, 0], need.box[None, c:d, :, 0])
+        stops = np.minimum(own.box[a:b, None, :, 1], need.box[None, c:d, :, 1])
+        first, second = np.nonzero((starts < stops).all(axis=-1))
+        box = np.stack([starts[first, second], stops[first, second]], axis=-1)
+        found.append((first + a, second + c, box))
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Meetings(none, none, need.box[:0])
+    return Meetings(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def cells(boxes: Integers) -> Integers:
+    """Boxes without overlap that cover what the given ones cover, cut at every edge of these.
+
+    So each given box is a union of cells.
+
+    Args:
+        boxes: int64 [k, dimensions, 2], of one parameter.
+
+    Returns:
+        int64 [cells, dimensions, 2], in ascending order.
+    """
+    ranges = []
+    for dim in range(boxes.shape[1]):
+        edges = np.unique(boxes[:, dim])
+        ranges.append(np.stack([edges[:-1], edges[1:]], axis=-1))
+    numbers = np.indices([len(each) for each in ranges]).reshape(len(ranges), -1)
+    grid = np.stack([each[of] for each, of in zip(ranges, numbers, strict=True)], axis=1)
+    inside = (boxes[None, :, :, 0] <= grid[:, None, :, 0]) & (
+        grid[:, None, :, 1] <= boxes[None, :, :, 1]
+    )
+    covered: Integers = grid[inside.all(axis=-1).any(axis=-1)]
+    return covered
+
+
+def copies(of: Regions) -> Integers:
+    """A number for each box, the same for those that are equal: int64 [k]."""
+    rows = np.column_stack([of.parameter, of.box.reshape(len(of.box), -1)])
+    numbers: Integers = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+    return numbers
+
+
+class WeightBucket(NamedTuple):
+    """Parameters that move together.
 
     Attributes:
         names: of the parameters in the whole model.
-        layers: the unit is on the stages that have these layers.
+        layers: the bucket is on the stages that have one of these layers.
     """
 
     names: tuple[str, ...]
@@ -121,31 +192,37 @@ class Weights:
         return max(map(len, self.shapes.values()))
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        """Embedding, what is tied, layers, head; none is empty."""
+    def buckets(self) -> tuple[WeightBucket, ...]:
+        """The embedding, what is tied, each layer, the head; empty ones are left out."""
         last = self.layers - 1
-        ends = {
-            end: tuple(n for n in self.shapes if n.startswith(end) and n not in self.tied)
+        embed, head = (
+            tuple(n for n in self.shapes if n.startswith(end) and n not in self.tied)
             for end in ("embed.", "head.")
-        }
+        )
         every = [
-            Unit(ends["embed."], (0,)),
-            Unit(tuple(name for name in self.shapes if name in self.tied), (0, last)),
-            *(Unit(tuple(names), (n,)) for n, names in sorted(self._of_layers.items())),
-            Unit(ends["head."], (last,)),
+            WeightBucket(embed, (0,)),
+            WeightBucket(tuple(name for name in self.shapes if name in self.tied), (0, last)),
+            *(WeightBucket(tuple(names), (n,)) for n, names in sorted(self._of_layers.items())),
+            WeightBucket(head, (last,)),
         ]
-        return tuple(unit for unit in every if unit.names)
+        return tuple(bucket for bucket in every if bucket.names)
 
-    def template(self, unit: Unit, base: Schemes, strategy: Schemes) -> tuple[object, ...]:
-        """Equal for units that rest and travel alike."""
-        stages = [_Places.of(each).stages_of(unit.layers) for each in (base, strategy)]
-        sizes = sorted({scheme.tensor for scheme in (*base[:1], *strategy)})
-        dims = tuple(self.split_dim(name, size) for name in unit.names for size in sizes)
-        return tuple(self.shapes[name] for name in unit.names), dims, self.trained(unit), *stages
+    def template(self, bucket: WeightBucket, base: Schemes, schemes: Schemes) -> tuple[object, ...]:
+        """A key that is equal for buckets whose sharded layouts, and layouts in a step, are alike.
 
-    def trained(self, unit: Unit) -> tuple[bool, ...]:
-        """Of each parameter of a unit whether it gets gradients."""
-        return tuple(name not in self.frozen for name in unit.names)
+        Args:
+            bucket: one of the buckets.
+            base: the pipelines of the mesh.
+            schemes: those of the step.
+        """
+        stages = [Places.of(each).stages_with(bucket.layers) for each in (base, schemes)]
+        sizes = sorted({scheme.tensor for scheme in (*base[:1], *schemes)})
+        dims = tuple(self.split_dim(name, size) for name in bucket.names for size in sizes)
+        return tuple(self.shapes[name] for name in bucket.names), dims, self.trained(bucket), *stages
+
+    def trained(self, bucket: WeightBucket) -> tuple[bool, ...]:
+        """Whether each parameter of a bucket gets gradients."""
+        return tuple(name not in self.frozen for name in bucket.names)
 
     def split_dim(self, name: str, size: int) -> int | None:
         """The dimension that so many tensor-parallel ranks split; None: they hold it alike.
@@ -160,49 +237,17 @@ class Weights:
         return self.split[size].get(name)
 
 
-def at_rest(weights: Weights, unit: Unit, base: Schemes) -> Regions:
-    """Where a unit rests on the run's mesh.
-
-    Raises:
-        ValueError: pipelines that differ, or a weight that its ranks cannot split.
-    """
-    if len({scheme.shape for scheme in base}) > 1:
-        raise ValueError(
-            "Parameters rest on pipelines that are all alike, but there are"
-            f" {'; '.join(map(str, base))}. Give the strategy of a mesh."
-        )
-    found = _held(weights, unit, base)
-    places = _Places.of(base)
-    ranks = len(base) * base[0].context
-    number = (places.pipeline * base[0].context + places.context)[found.rank]
-    box = found.box
-    for parameter, name in enumerate(unit.names):
-        own = np.flatnonzero(found.parameter == parameter)
-        part = (box[own[0], :, 1] - box[own[0], :, 0]).tolist()[: len(weights.shapes[name])]
-        dim = sharded_dim(part, ranks)
-        start, stop = box[own, dim].T
-        rows = -(-(stop - start) // ranks)
-        box[own, dim, 0] = np.minimum(start + number[own] * rows, stop)
-        box[own, dim, 1] = np.minimum(start + (number[own] + 1) * rows, stop)
-    return regions(found.rank, found.parameter, box)
-
-
-def in_step(weights: Weights, unit: Unit, strategy: Schemes) -> Regions:
-    """Which part of a unit each rank computes with.
+def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> Regions:
+    """The part of a bucket with which each rank computes in a step on some pipelines.
 
     Raises:
         ValueError: a weight that the ranks of a pipeline cannot split.
     """
-    return _held(weights, unit, strategy)
-
-
-def _held(weights: Weights, unit: Unit, strategy: Schemes) -> Regions:
-    """Each rank's part by stage and tensor place."""
-    places = _Places.of(strategy)
-    rank = np.flatnonzero(places.holds(unit.layers))
+    places = Places.of(schemes)
+    rank = np.flatnonzero(places.holds(bucket.layers))
     size, place = places.size[rank], places.tensor[rank]
     found = []
-    for name in unit.names:
+    for name in bucket.names:
         shape = weights.shapes[name]
         whole = [(0, length) for length in shape] + [(0, 1)] * (weights.dims - len(shape))
         box = np.tile(np.array(whole, np.int64), (len(rank), 1, 1))
@@ -219,43 +264,78 @@ def _held(weights: Weights, unit: Unit, strategy: Schemes) -> Regions:
             box[own, dim, 0] = place[own] * rows
             box[own, dim, 1] = (place[own] + 1) * rows
         found.append(box)
-    parameter = np.repeat(np.arange(len(unit.names)), len(rank))
-    return regions(np.tile(rank, len(unit.names)), parameter, np.concatenate(found))
+    parameter = np.repeat(np.arange(len(bucket.names)), len(rank))
+    return regions(np.tile(rank, len(bucket.names)), parameter, np.concatenate(found))
+
+
+def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> Regions:
+    """The shard of a bucket that each rank holds between steps.
+
+    Args:
+        weights: of the model.
+        bucket: one of its buckets.
+        base: the pipelines of the mesh.
+
+    Raises:
+        ValueError: pipelines that differ, or a weight that their ranks cannot split.
+    """
+    if len({scheme.shape for scheme in base}) > 1:
+        raise ValueError(
+            "Parameters are sharded over pipelines that are all alike, but there are"
+            f" {'; '.join(map(str, base))}. Give the pipelines of a mesh."
+        )
+    found = in_step(weights, bucket, base)
+    places = Places.of(base)
+    ranks = len(base) * base[0].context
+    number = (places.pipeline * base[0].context + places.context)[found.rank]
+    box = found.box
+    for parameter, name in enumerate(bucket.names):
+        own = np.flatnonzero(found.parameter == parameter)
+        part = (box[own[0], :, 1] - box[own[0], :, 0]).tolist()[: len(weights.shapes[name])]
+        dim = sharded_dim(part, ranks)
+        start, stop = box[own, dim].T
+        rows = -(-(stop - start) // ranks)
+        box[own, dim, 0] = np.minimum(start + number[own] * rows, stop)
+        box[own, dim, 1] = np.minimum(start + (number[own] + 1) * rows, stop)
+    return regions(found.rank, found.parameter, box)
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
-    """Where each rank of a strategy stands: arrays by global rank."""
+class Places:
+    """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks].
+
+    Attributes:
+        pipeline: number of its pipeline.
+        stage: its stage there; the context and tensor places follow.
+        size: tensor-parallel ranks of its pipeline.
+        kind: number of its pipeline's shape, among those that are not alike.
+        layers: of each kind the layers on each stage.
+    """
 
     pipeline: Integers
     stage: Integers
     context: Integers
     tensor: Integers
-    size: Integers  # tensor-parallel ranks
-    kind: Integers  # of its scheme: which of those that are not alike
-    layers: tuple[tuple[range, ...], ...]  # of each kind, on each stage
+    size: Integers
+    kind: Integers
+    layers: tuple[tuple[range, ...], ...]
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(strategy: Schemes) -> _Places:
-        """The places of a strategy."""
+    def of(schemes: Schemes) -> Places:
+        """The places in some pipelines."""
         numbers: dict[object, int] = {}
-        kinds = [numbers.setdefault(each.shape, len(numbers)) for each in strategy]
-        pipeline = np.repeat(np.arange(len(strategy)), [each.size for each in strategy])
-        context, size, first, kind = (
-            np.array(values)[pipeline]
-            for values in zip(
-                *((s.context, s.tensor, s.first, k) for s, k in zip(strategy, kinds, strict=True)),
-                strict=True,
-            )
-        )
+        kinds = [numbers.setdefault(each.shape, len(numbers)) for each in schemes]
+        pipeline = np.repeat(np.arange(len(schemes)), [each.size for each in schemes])
+        table = [(s.context, s.tensor, s.first, k) for s, k in zip(schemes, kinds, strict=True)]
+        context, size, first, kind = np.array(table)[pipeline].T
         rest, tensor = np.divmod(np.arange(len(pipeline)) - first, size)
         stage, place = np.divmod(rest, context)
-        layers = tuple(strategy[kinds.index(number)].layers for number in range(len(numbers)))
-        return _Places(pipeline, stage, place, tensor, size, kind, layers)
+        layers = tuple(schemes[kinds.index(number)].layers for number in range(len(numbers)))
+        return Places(pipeline, stage, place, tensor, size, kind, layers)
 
-    def stages_of(self, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Of each kind of scheme the stages that have the layers."""
+    def stages_with(self, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The stages of each kind of pipeline that have one of the layers."""
         return tuple(
             tuple(stage for stage, own in enumerate(each) if any(layer in own for layer in layers))
             for each in self.layers
@@ -264,26 +344,27 @@ class _Places:
     def holds(self, layers: Sequence[int]) -> Truths:
         """Whether each rank's stage has one of the layers."""
         held = np.zeros(len(self.stage), bool)
-        for kind, stages in enumerate(self.stages_of(layers)):
+        for kind, stages in enumerate(self.stages_with(layers)):
             held |= (self.kind == kind) & np.isin(self.stage, stages)
         return held
 
+    def turns(self, buckets: Sequence[tuple[int, ...]]) -> Integers:
+        """When each rank uses each bucket first: int64 [ranks, buckets], -1 where it does not.
 
-def slots(weights: Weights, strategy: Schemes) -> Integers:
-    """When each rank uses each unit first: int64 [ranks, units], -1 where it does not.
+        A rank's own buckets count from 0 on, in the order of its layers. What is tied comes before
+        the last layer where a stage has no embedding.
 
-    A rank's units count from 0 on. What is tied comes before the last layer where a stage has no
-    embedding.
-    """
-    places = _Places.of(strategy)
-    table = np.full((len(places.stage), len(weights.units)), -1, np.int64)
-    for kind, stages in enumerate(places.layers):
-        for stage, own in enumerate(stages):
-            here = [
-                (unit.layers[-1 if stage else 0], number)
-                for number, unit in enumerate(weights.units)
-                if any(layer in own for layer in unit.layers)
-            ]
-            rows = np.flatnonzero((places.kind == kind) & (places.stage == stage))
-            table[rows[:, None], [number for _, number in sorted(here)]] = np.arange(len(here))
-    return table
+        Args:
+            buckets: the layers of each (:attr:`WeightBucket.layers`).
+        """
+        table = np.full((len(self.stage), len(buckets)), -1, np.int64)
+        for kind, stages in enumerate(self.layers):
+            for stage, own in enumerate(stages):
+                here = [
+                    (layers[-1 if stage else 0], number)
+                    for number, layers in enumerate(buckets)
+                    if any(layer in own for layer in layers)
+                ]
+                rows = np.flatnonzero((self.kind == kind) & (self.stage == stage))
+                table[rows[:, None], [number for _, number in sorted(here)]] = np.arange(len(here))
+        return table

@@ -10,7 +10,7 @@ import pytest
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.planning.exchange_times import linked_traffic, volume
+from lightning_wlb.heterogeneous.planning.exchange_times import exchange_traffic, volume
 from lightning_wlb.heterogeneous.planning.exchanges import Link as Exchanges
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
@@ -76,7 +76,7 @@ def test_the_busiest_ranks_elements_are_those_of_the_links(mesh, strategy, per_n
 
 def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     """Eight whole models from eight shards: each rank lacks 7/8 of every unit."""
-    (traffic, *others) = linked_traffic(base(Mesh(8)), ALONE).values()
+    (traffic, *others) = exchange_traffic(base(Mesh(8)), ALONE).values()
     assert others == [traffic] * 7
     model = base(Mesh(8)).memory.model
     whole = model.parameters(base(Mesh(8)).memory.parts[0])
@@ -87,7 +87,7 @@ def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     assert traffic.optimise == base(Mesh(8)).traffic.optimise
     # Over two hops each node lacks half of the model, of which each of its 4 ranks brings a part,
     # and is there when the next slot is: the first slot and the last are in one hop alone.
-    (traffic, *_) = linked_traffic(base(Mesh(8), 4), ALONE).values()
+    (traffic, *_) = exchange_traffic(base(Mesh(8), 4), ALONE).values()
     embedding, head = SHAPE.vocab_size * SHAPE.dim, SHAPE.vocab_size * SHAPE.dim + SHAPE.dim
     assert traffic.before == round(5000 + embedding / 2 / 4 * 2 * 10)
     assert traffic.after == round(5000 + embedding / 2 / 4 * 4 * 10)
@@ -100,7 +100,7 @@ def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     # Whatever is slower sets the pace: here the nodes' own links, a thousandth as fast.
     slow = replace(base(Mesh(8), 4).latency.profile, links={**LINKS, "node": Link(1000, 1e6)})
     own = replace(base(Mesh(8), 4), latency=replace(base(Mesh(8), 4).latency, profile=slow))
-    (paced, *_) = linked_traffic(own, ALONE).values()
+    (paced, *_) = exchange_traffic(own, ALONE).values()
     assert paced.gather == (round(6 * 3 * 1000 + whole * 3 / 4 * 2 * 1000),)
     assert slower.traffic.ends({0: [(7, 0)]}) == 7 + traffic.reduce[0] + traffic.after
     assert slower.traffic.ends({}) == 0
@@ -110,7 +110,7 @@ def test_a_stage_waits_for_its_own_slots_only() -> None:
     """Slots are as long as the busiest rank's, which may be in another pipeline."""
     strategy = (Scheme(0, (4,)), Scheme(1, (4,)), Scheme(2, (2, 2)))
     own = base(Mesh(4))
-    found = linked_traffic(own, strategy)
+    found = exchange_traffic(own, strategy)
     slots = volume(own, strategy, 4).within
     assert found[strategy[2]].buckets == (3, 3)
     first = round(3 * 3 * 1000 + slots[:3].sum() * 2)
@@ -120,4 +120,4 @@ def test_a_stage_waits_for_its_own_slots_only() -> None:
 
 def test_devices_that_are_no_whole_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="8 devices are not whole nodes of 3"):
-        linked_traffic(base(Mesh(8), 3), ALONE)
+        exchange_traffic(base(Mesh(8), 3), ALONE)
