@@ -53,7 +53,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
-from lightning_wlb.planning.step_chooser import ChosenStep
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.profiling.device_profile import measure_quickly
 from lightning_wlb.profiling.link_speed import measure_link
@@ -101,10 +101,10 @@ def measured_profile(seconds: float) -> Profile:
     return replace(profile, action=profile.action + beside, links={"node": link})
 
 
-def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> ChosenStep:
+def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> PlannedStep:
     """In place of :meth:`.Pool.choose`: the only strategy, whatever is simulated."""
-    ((strategy, arranged),) = self.arranged(pieces, rules, packer).items()
-    return ChosenStep(strategy, *arranged[1:])
+    (arranged,) = self.arranged(pieces, rules, packer)
+    return arranged
 
 
 def train_rank(

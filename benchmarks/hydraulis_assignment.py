@@ -20,11 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.exact_dealing import deal_exactly, lower_bound
+from benchmarks.hydraulis_proposal import proposed_strategies
 from benchmarks.hydraulis_runs import Sample, in_papers_space, paper_strategies, released
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
-from lightning_wlb.heterogeneous.planning.pool import Kinds, Pool
+from lightning_wlb.heterogeneous.planning.dealing import Kinds
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of

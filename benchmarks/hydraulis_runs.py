@@ -30,12 +30,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from benchmarks.hydraulis_proposal import proposed_strategies
 from benchmarks.meshes import Setting
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.planning.candidates import mixtures
-from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
+from lightning_wlb.heterogeneous.planning.candidates import candidate_schemes
+from lightning_wlb.heterogeneous.planning.dealing import PipelineKind, arrange
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import PROPOSED, described
 from lightning_wlb.mesh import Mesh
@@ -54,6 +54,7 @@ from lightning_wlb.planning.packing.base import MicroBatches, Packer, Rules
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
 from lightning_wlb.planning.planner import Planner
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import HEADS
@@ -180,15 +181,17 @@ class Sample:
         return schemes_of(self.mesh, self.base.stages)
 
     @cached_property
-    def kinds(self) -> dict[Shape, Receiver]:
+    def kinds(self) -> dict[Shape, PipelineKind]:
         """What the mesh's pipelines can do."""
         request = self.request
         modes, sharding = request.activation_checkpointing, request.sharding
-        return {self.own[0].shape: Receiver(self.own[0], self.base, modes, sharding, len(self.own))}
+        return {
+            self.own[0].shape: PipelineKind(self.own[0], self.base, modes, sharding, len(self.own))
+        }
 
     def on_mesh(
         self, pieces: Iterable[Sequence[Piece]], rules: Rules, packer: type[Packer]
-    ) -> list[Arranged]:
+    ) -> list[PlannedStep]:
         """Steps whose pieces are dealt to the mesh's pipelines, and packed in each."""
         return [arrange(each, self.own, self.kinds, rules, packer) for each in pieces]
 
@@ -382,6 +385,9 @@ def our_steps(setting: Setting, profile: Profile, steps: int, row: dict[str, Any
         "mesh": row["mesh"],
         "on_mesh_ms": [milliseconds(step.total_ns) for step in made.steps],
         "strategies": sample.elsewhere(
-            mixtures(request, pieces, PROPOSED, sample.own), pieces, rules, request.data.packer
+            candidate_schemes(request, pieces, PROPOSED, sample.own),
+            pieces,
+            rules,
+            request.data.packer,
         ),
     }

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import report
-from lightning_wlb.heterogeneous.planning.exchanges import Link
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
-from lightning_wlb.heterogeneous.transfer import weights_of
+from lightning_wlb.heterogeneous.setup import weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
@@ -54,9 +54,9 @@ def measure(weights: Weights, ranks: int, repeats: int) -> dict[str, Any]:
     base = schemes_of(Mesh(ranks // 8, 2, 1, 4), stages)
     strategy = mixed(ranks, weights.layers)
 
-    def all_exchanges(link: Link) -> float:
+    def all_exchanges(link: Redistribution) -> float:
         begin = time.process_time()
-        for slot in range(link.slots):
+        for slot in range(link.turns):
             for hop in range(link.hops):
                 for push in (False, True):
                     link.exchange(slot, hop, push=push)
@@ -64,26 +64,26 @@ def measure(weights: Weights, ranks: int, repeats: int) -> dict[str, Any]:
 
     first, again = [], []
     for _ in range(repeats):
-        link = Link(weights, base, strategy, ranks - 1, PER_NODE)
+        link = Redistribution(weights, base, strategy, ranks - 1, PER_NODE)
         first.append(all_exchanges(link))
         again.append(all_exchanges(link))
     return {
         "ranks": ranks,
         "pipelines": len(strategy),
-        "slots": link.slots,
+        "slots": link.turns,
         "first_ms": round(min(first), 1),
         "again_ms": round(min(again), 1),
         "gigabytes_in": round(_entering(link), 3),
         "gigabytes_in_one_hop": round(
-            _entering(Link(weights, base, strategy, ranks - 1, ranks)), 3
+            _entering(Redistribution(weights, base, strategy, ranks - 1, ranks)), 3
         ),
     }
 
 
-def _entering(link: Link) -> float:
+def _entering(link: Redistribution) -> float:
     """By the first hop of the pull."""
     count = 0
-    for slot in range(link.slots):
+    for slot in range(link.turns):
         into = link.exchange(slot, 0).into
         count += int(into.elements[into.peer // PER_NODE != link.rank // PER_NODE].sum())
     return 2 * count / 1e9

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.activation_count import count_activations
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.heterogeneous.planning.pool import among
+from lightning_wlb.heterogeneous.planning.dealing import renumbered
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -186,9 +186,9 @@ def replayed(
     found: dict[int, Simulation] = {}
     for numbers in alike(plan.schemes).values():
         scheme = plan.schemes[numbers[0]]
-        like = Mesh(len(numbers), len(scheme.stages), scheme.context, scheme.tensor)
+        like = scheme.mesh(len(numbers))
         ranks = [rank for number in numbers for rank in plan.schemes[number].ranks]
-        replicas = [among(plan.replicas[number], numbers) for number in numbers]
+        replicas = [renumbered(plan.replicas[number], numbers.index) for number in numbers]
         made = _replayed(like, replicas, [timings[rank] for rank in ranks], schedule)
         found |= zip(numbers, made, strict=True)
     return [found[number] for number in sorted(found)]

@@ -7,7 +7,7 @@ data × pipeline × context × tensor mesh whose sizes are powers of two (data: 
 with ``auto``. *Search* is
 :func:`lightning_wlb.mesh_search.search.choose_mesh`, which simulates few of them. *Regret* is what
 the mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*
-is Hydraulis' dynamic programme (:mod:`lightning_wlb.heterogeneous.planning.hydraulis_proposal`):
+is Hydraulis' dynamic programme (:mod:`benchmarks.hydraulis_proposal`):
 the best of its meshes, and the time to propose and to simulate them.
 
 A step's time counts what of the gathering of parameters and of the reduction of gradients is not
@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import report
+from benchmarks.hydraulis_proposal import proposed_meshes
 from benchmarks.slimpack_paper import CORPORA, SHAPES, Corpus, K
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_meshes
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest

@@ -108,7 +108,7 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simula
 def pool_report(choice: PoolChoice) -> dict[str, Any]:
     """The figures as plain data."""
     return {
-        "pays": bool(choice.strategies),
+        "pays": bool(choice.schemes),
         "gain": choice.gain,
         "asked": WORTH,
         "steps": choice.steps,

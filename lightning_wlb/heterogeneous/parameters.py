@@ -1,16 +1,16 @@
 """The parameters of a step on pipelines of its own, and the sums of their gradients.
 
 The counterpart of :mod:`~lightning_wlb.training.parameter_buckets`, for steps whose pipelines
-differ from
-the mesh's. All parameters are posted before the first action, and a module waits for its own when
-it is called. Gradients of micro-batches add up beside the parameters, in the wide dtype; in the
-last backward a slot is posted as soon as the gradients of its unit are complete and the slots after
-it have been posted. No rank posts a push before it has posted every pull, so the two cannot cross.
-Where that backward is of a micro-batch that pipelines share, all slots are posted after it: another
-of these may have micro-batches of its own left, and would join the push only behind them, while
-this one's attention stood behind the push on a device that runs one after the other.
+differ from the mesh's; both hang on :mod:`~lightning_wlb.training.parameter_hooks`. All parameters
+are posted before the first action, and a module waits for its own when it is called. Gradients of
+micro-batches add up beside the parameters, in the dtype of sums; in the last backward a turn is
+posted as soon as the gradients of its bucket are complete and the turns after it have been posted.
+No rank posts a push before it has posted every pull, so the two cannot cross. Where that backward
+is of a micro-batch that pipelines share, all turns are posted after it: another of these may have
+micro-batches of its own left, and would join the push only behind them, while this one's attention
+stood behind the push on a device that runs one after the other.
 
-Frozen parameters come, and nothing of them goes back. What comes to rest are sums over all
+Frozen parameters come, and nothing of them goes back. What reaches a shard are sums over all
 pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
 copy of a tied weight gets the whole sum.
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
-from lightning_wlb.heterogeneous.transfer import Groups, Pull, Push
+from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous.running_exchange import ExchangeGroups
+from lightning_wlb.heterogeneous.transfer import Pull, Push
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.training.parameter_hooks import (
@@ -41,19 +42,31 @@ from lightning_wlb.training.parameter_hooks import (
 from lightning_wlb.training.sharded_parameters import refuse_hooks, set_gradient
 
 
-class Linked:
-    """The steps of one strategy's parameters: the counterpart of a ``ParameterBuckets``."""
+class ExchangedParameters:
+    """The :class:`.StepParameters` of a rank in steps on some pipelines.
 
-    def __init__(self, own: OfStrategy, model: Decoder, groups: Groups, settings: Settings) -> None:
-        self._own, self._groups, self._settings = own, groups, settings
+    Args:
+        stage: of the rank, without values.
+        model: this rank's part of the model on the mesh, with its shards.
+        groups: of the exchanges.
+        settings: of the run.
+    """
+
+    def __init__(
+        self,
+        stage: HeterogeneousStage,
+        model: Decoder,
+        groups: ExchangeGroups,
+        settings: StageSettings,
+    ) -> None:
+        self._stage, self._groups, self._settings = stage, groups, settings
         tied = model.tied
-        self._rest = [
-            (module, attribute, tied.get(name, name))
+        self._sharded = [
+            (model.get_submodule(path), attribute, tied.get(name, name))
             for name, _ in model.named_parameters()
             for path, _, attribute in [name.rpartition(".")]
-            for module in [model.get_submodule(path)]
         ]
-        self._live: _Live | None = None
+        self._live: _StageInStep | None = None
         self._last: Action | None = None
         self._shared: Collection[int] = ()
         self._push: Push | None = None
@@ -62,19 +75,18 @@ class Linked:
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
         """Post the step's parameters, and at its end what is left of its gradients.
 
-        Args:
-            program: the actions of this rank; without backward where gradients are disabled.
-            shared: numbers of the micro-batches that other pipelines share.
+        Arguments are those of :meth:`.StepParameters.step`.
         """
         settings = self._settings
-        at_rest = dict(self._at_rest())
-        self._check(at_rest)
-        shards = {name: parameter.to_local().detach() for name, parameter in at_rest.items()}
+        sharded = dict(self._shards())
+        self._check(sharded)
+        shards = {name: parameter.to_local().detach() for name, parameter in sharded.items()}
+        given = settings.dtype, settings.device
         with torch.no_grad():
-            pull = Pull(self._own.link, self._groups, shards, settings.dtype, settings.device)
+            pull = Pull(self._stage.redistribution, self._groups, shards, *given)
         backwards = [action for action in program if action.kind == BACKWARD]
         self._last, self._shared = backwards[-1] if backwards else None, shared
-        self._live = live = _Live(self._own, pull, self._groups, settings)
+        self._live = live = _StageInStep(self._stage, pull, self._groups, settings)
         try:
             yield
             self._push = live.finish()
@@ -87,93 +99,97 @@ class Linked:
         """Run one action inside."""
         assert self._live is not None
         if action == self._last:
-            self._live.awaits_last(held=action.micro_batch in self._shared)
+            self._live.expect_last_gradients(held=action.micro_batch in self._shared)
         yield
 
     def wait(self) -> None:
         """Wait for all parameters."""
         assert self._live is not None
-        self._live.arrive_all()
+        self._live.wait_for_all()
 
     def finish(self) -> None:
-        """Wait for the gradients, and set ``.grad`` of the parameters at rest."""
+        """Wait for the gradients, and set ``.grad`` of the sharded parameters."""
         assert self._push is not None, "a step has ended"
         with torch.no_grad():
             totals, self._push = self._push.finish(), None
-            for name, rest in self._at_rest():
-                if name in self._own.link.weights.frozen:
+            for name, shard in self._shards():
+                if name in self._stage.redistribution.weights.frozen:
                     continue
                 total = totals.get(name)
                 if total is None:  # a rank may have no row of a parameter
-                    total = torch.zeros_like(rest.to_local())
-                set_gradient(rest, total)
+                    total = torch.zeros_like(shard.to_local())
+                set_gradient(shard, total)
 
-    def _check(self, at_rest: Mapping[str, DTensor]) -> None:
+    def _check(self, sharded: Mapping[str, DTensor]) -> None:
         """Refuse parameters that were frozen or unfrozen since the run began, or have hooks."""
-        frozen = self._own.link.weights.frozen
-        changed = [n for n, each in at_rest.items() if each.requires_grad == (n in frozen)]
+        frozen = self._stage.redistribution.weights.frozen
+        changed = [n for n, each in sharded.items() if each.requires_grad == (n in frozen)]
         if changed:
             raise ValueError(
-                f"frozen or unfrozen since the run began: {', '.join(changed[:4])}. What travels to"
-                " steps on pipelines of their own was fixed then. Freeze before the run, or use"
+                f"frozen or unfrozen since the run began: {', '.join(changed[:4])}. What steps on"
+                " pipelines of their own exchange was fixed then. Freeze before the run, or use"
                 " dynamic='off'."
             )
-        for name, each in at_rest.items():
+        for name, each in sharded.items():
             if name not in frozen:
                 refuse_hooks(name, each)
 
-    def _at_rest(self) -> Iterator[tuple[str, DTensor]]:
-        for module, attribute, name in self._rest:
+    def _shards(self) -> Iterator[tuple[str, DTensor]]:
+        for module, attribute, name in self._sharded:
             yield name, cast(DTensor, module._parameters[attribute])
 
 
-class _Live:
+class _StageInStep:
     """The parameters of one step in the modules of a stage, and the sums of their gradients."""
 
-    def __init__(self, here: OfStrategy, pull: Pull, groups: Groups, settings: Settings) -> None:
-        self._here, self._pull, self._groups, self._settings = here, pull, groups, settings
+    def __init__(
+        self,
+        stage: HeterogeneousStage,
+        pull: Pull,
+        groups: ExchangeGroups,
+        settings: StageSettings,
+    ) -> None:
+        self._stage, self._pull, self._groups, self._settings = stage, pull, groups, settings
+        self._own = stage.redistribution
         self._empty = {
             place: cast(nn.Parameter, place[0]._parameters[place[1]])
-            for places in here.places.values()
+            for places in stage.places.values()
             for place in places
         }
         self._sums: dict[str, Tensor] = {}
         self._added: set[str] = set()  # of the sums; others are not filled
-        self._names: dict[int, set[str]] = {}  # by slot, trained ones of those that have arrived
+        self._names: dict[int, set[str]] = {}  # by turn, trained ones of those that have arrived
         self._awaited: dict[int, set[str]] = {}
         self._push: Push | None = None
         self._training = torch.is_grad_enabled()
         self._hooks = [
-            before_forward(module, partial(self._wait_for, slots), settings.dtype)
-            for module, slots in here.parts.items()
+            before_forward(module, partial(self._wait_for, turns), settings.dtype)
+            for module, turns in stage.waiting.items()
         ]
 
-    def arrive_all(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for all parameters of the stage."""
-        for slot in range(len(self._here.link.units)):
-            self._arrive(slot)
+        self._wait_for(range(len(self._own.buckets)))
 
-    def _wait_for(self, slots: Collection[int]) -> None:
-        for slot in sorted(slots):
-            self._arrive(slot)
+    def _wait_for(self, turns: Collection[int]) -> None:
+        for turn in sorted(turns):
+            if turn not in self._names:
+                self._arrive(turn)
 
-    def _arrive(self, slot: int) -> None:
-        if slot in self._names:
-            return
-        self._names[slot] = set()
+    def _arrive(self, turn: int) -> None:
+        self._names[turn] = set()
         with torch.no_grad():
-            for name, value in self._pull.arrive(slot).items():
-                places = self._here.places[name]
-                trained = name not in self._here.link.weights.frozen
+            for name, value in self._pull.arrive(turn).items():
+                trained = name not in self._own.weights.frozen
                 live = nn.Parameter(value, trained)
-                for module, attribute in places:
+                for module, attribute in self._stage.places[name]:
                     module._parameters[attribute] = live
                 if trained and self._training:
-                    self._names[slot].add(name)
-                    take_gradients(live, partial(self._add, slot, name))
+                    self._names[turn].add(name)
+                    take_gradients(live, partial(self._add, turn, name))
 
-    def _add(self, slot: int, name: str, gradient: Tensor) -> None:
-        if self._push is not None and slot > self._push.next:
+    def _add(self, turn: int, name: str, gradient: Tensor) -> None:
+        if self._push is not None and turn > self._push.next:
             raise gradient_too_late(name)
         self._make_sum(name)
         if name in self._added:
@@ -182,16 +198,16 @@ class _Live:
             self._sums[name].copy_(gradient)
             self._added.add(name)
         if self._push is not None:
-            self._awaited[slot].discard(name)
+            self._awaited[turn].discard(name)
             self._post_complete()
 
     def _make_sum(self, name: str) -> None:
         if name not in self._sums:
-            module, attribute = self._here.places[name][0]
+            module, attribute = self._stage.places[name][0]
             live = cast(nn.Parameter, module._parameters[attribute])
-            self._sums[name] = torch.empty_like(live, dtype=self._settings.wide)
+            self._sums[name] = torch.empty_like(live, dtype=self._settings.sum_dtype)
 
-    def awaits_last(self, *, held: bool) -> None:
+    def expect_last_gradients(self, *, held: bool) -> None:
         """The last backward of the step is next: each parameter's gradient is added once more.
 
         Args:
@@ -200,16 +216,16 @@ class _Live:
         Raises:
             ValueError: if no forward has waited for some parameters.
         """
-        missing = set(range(len(self._here.link.units))) - set(self._names)
+        missing = [turn for turn in range(len(self._own.buckets)) if turn not in self._names]
         if missing:
-            units = [self._here.link.weights.units[self._here.link.units[n]] for n in missing]
-            raise module_not_called(name for unit in units for name in unit.names)
+            buckets = [self._own.weights.buckets[self._own.buckets[turn]] for turn in missing]
+            raise module_not_called(name for bucket in buckets for name in bucket.names)
         if not held:
             self._begin_push()
 
     def finish(self) -> Push | None:
-        """Post what is left: all slots, of zeros, where the rank had no micro-batch."""
-        self.arrive_all()
+        """Post what is left: all turns, of zeros, where the rank had no micro-batch."""
+        self.wait_for_all()
         self._pull.finish()
         if not self._training:
             return None
@@ -227,11 +243,11 @@ class _Live:
             hook.remove()
 
     def _begin_push(self) -> None:
-        settings = self._settings
-        self._awaited = {slot: set(names) for slot, names in self._names.items()}
+        given = self._settings.sum_dtype, self._settings.device
+        self._awaited = {turn: set(names) for turn, names in self._names.items()}
         for name in (name for names in self._names.values() for name in names):
             self._make_sum(name)
-        self._push = Push(self._here.link, self._groups, self._sums, settings.wide, settings.device)
+        self._push = Push(self._own, self._groups, self._sums, *given)
 
     def _post_complete(self) -> None:
         push = self._push

@@ -1,14 +1,14 @@
-"""A rank's place in the steps of one strategy: its pipeline, process groups, and its stage.
+"""A rank's place in the steps on some pipelines: its process groups, and its stage.
 
 Where a step's pipelines differ from the mesh's, a rank holds the stage of its own scheme for that
-step. This has what such steps have in common: the stage's modules, which have no values between
-steps, and what waits for which parameters.
+step. A :class:`HeterogeneousStage` has what all steps on the same pipelines have in common: the
+stage's modules, which have no values between steps, and what waits for which parameters.
 
 Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
 tensor place of all of them then exchange keys as one group.
 
-Cost: process groups for each strategy, made and connected once in a process, collectively over all
-ranks. Not run on CUDA.
+Cost: process groups for each choice of pipelines, made and connected once in a process,
+collectively over all ranks. Not run on CUDA.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from lightning_wlb.distributed.process_groups import (
     kept,
     own_group,
 )
-from lightning_wlb.heterogeneous.planning.exchanges import Link
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme, Schemes, StepPlan, alike, rank_in
-from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel, Kind
+from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
 from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import convert_tensors, keep_stages
 
-_KINDS: tuple[Kind, Kind] = (FORWARD, BACKWARD)
-
 
 @dataclass(frozen=True)
-class Settings:
-    """What all steps of a run have in common.
+class StageSettings:
+    """What the stages of all pipelines of a run have in common.
 
     Args:
         build: makes the whole model, on the meta device.
         hidden_size: elements per row of a boundary tensor.
         schedule: name of the schedule.
         dtype: of the parameters in a step.
-        wide: of the sums of gradients.
+        sum_dtype: of the sums of gradients.
         device: of this rank.
         timeout: of process groups that are made; None: torch's default.
     """
@@ -60,14 +58,14 @@ class Settings:
     hidden_size: int
     schedule: str
     dtype: torch.dtype
-    wide: torch.dtype
+    sum_dtype: torch.dtype
     device: torch.device
     timeout: timedelta | None = None
 
 
 @dataclass(frozen=True)
-class _Pipeline(PipelineRank):
-    """A pipeline on the ranks of its scheme."""
+class _SchemeRank(PipelineRank):
+    """A rank of a pipeline on the ranks of its scheme."""
 
     scheme: Scheme
 
@@ -77,43 +75,43 @@ class _Pipeline(PipelineRank):
         return _chain(self.scheme, self.rank)
 
 
-class OfStrategy:
-    """What a rank needs for steps of one strategy: process groups, and its stage without values.
+class HeterogeneousStage:
+    """What a rank needs for steps on some pipelines: process groups, and its stage without values.
 
     Attributes:
-        parts: the modules that wait for parameters, and the slots in which these come.
+        waiting: the modules that wait for parameters, and the turns in which these come.
         places: name of a parameter in the whole model -> the modules that have it, its name there.
     """
 
-    def __init__(self, link: Link, settings: Settings) -> None:
-        self.link = link
-        rank = rank_in(link.strategy, link.rank)
-        scheme = link.strategy[rank.data]
-        self._groups = _groups_of(link.strategy, link.rank, settings.device, settings.timeout)
+    def __init__(self, redistribution: Redistribution, settings: StageSettings) -> None:
+        self.redistribution = redistribution
+        schemes, number = redistribution.schemes, redistribution.rank
+        rank = rank_in(schemes, number)
+        scheme = schemes[rank.data]
+        self._groups = _groups_of(schemes, number, settings.device, settings.timeout)
         channels, given = self._groups.channels, (settings.hidden_size, settings.dtype)
-        self.pipeline = _Pipeline(
+        self.pipeline = _SchemeRank(
             rank, scheme.layers, settings.schedule, channels, *given, settings.device, scheme
         )
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
         # Parameters have no values yet, buffers do.
         convert_tensors(self.model, lambda each: each if each.is_meta else each.to(settings.device))
-        self.parts: dict[nn.Module, set[int]] = {}
+        self.waiting: dict[nn.Module, set[int]] = {}
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
-        slots = {
-            name: slot
-            for slot, unit in enumerate(link.units)
-            for name in link.weights.units[unit].names
+        turns = {
+            name: turn
+            for turn, bucket in enumerate(redistribution.buckets)
+            for name in redistribution.weights.buckets[bucket].names
         }
         tied = self.model.tied
         for path, module in self.model.named_modules():
-            for attribute in [
-                name for name, each in module._parameters.items() if each is not None
-            ]:
+            own = [name for name, each in module._parameters.items() if each is not None]
+            for attribute in own:
                 name = tied.get(f"{path}.{attribute}", f"{path}.{attribute}")
                 depth = 2 if name.startswith("layers.") else 1
                 part = self.model.get_submodule(".".join(path.split(".")[:depth]))
-                self.parts.setdefault(part, set()).add(slots[name])
+                self.waiting.setdefault(part, set()).add(turns[name])
                 self.places.setdefault(name, []).append((module, attribute))
 
     def groups_of(self, plan: StepPlan) -> ProcessGroups:
@@ -122,8 +120,8 @@ class OfStrategy:
 
 
 @dataclass(frozen=True, eq=False)
-class _Groups:
-    """The process groups of one rank in the steps of a strategy.
+class _SchemeGroups:
+    """The process groups of one rank in the steps on some pipelines.
 
     Args:
         channels: those of its pipeline's messages.
@@ -143,37 +141,33 @@ class _Groups:
 
 
 def _groups_of(
-    strategy: Schemes, rank: int, device: torch.device, timeout: timedelta | None
-) -> _Groups:
-    """The process groups of a strategy, made and connected at the first call; collective."""
+    schemes: Schemes, rank: int, device: torch.device, timeout: timedelta | None
+) -> _SchemeGroups:
+    """The process groups of some pipelines, made and connected at the first call; collective."""
 
-    def make() -> _Groups:
-        stages, context, tensor = (
-            [_along(strategy, axis) for _ in range(count)] for axis, count in enumerate((2, 1, 1))
+    def make() -> _SchemeGroups:
+        # All ranks make them in this order: two for messages, one each for context and tensor.
+        forward, backward, context, tensor = (
+            own_group(sets, rank, timeout) if (sets := _along(schemes, axis)) else None
+            for axis in (0, 0, 1, 2)
         )
-        made = [
-            [own_group(sets, rank, timeout) if sets else None for sets in of_axis]
-            for of_axis in (stages, context, tensor)
-        ]
         channels = {
             Channel(kind, False): group
-            for kind, group in zip(_KINDS, made[0], strict=True)
+            for kind, group in ((FORWARD, forward), (BACKWARD, backward))
             if group is not None
         }
         # Messages between neighbours that cross must not be what connects them. In a collective
         # all ranks wait for each other anyway.
-        place = rank_in(strategy, rank)
-        chain = _chain(strategy[place.data], place)
-        connect_channels(chain, rank, device, channels)
+        place = rank_in(schemes, rank)
+        connect_channels(_chain(schemes[place.data], place), rank, device, channels)
         kinds = [
-            np.array([strategy[number].ranks for number in numbers]).reshape(-1, *sizes)
-            for (layers, *among), numbers in alike(strategy).items()
-            for sizes in [(len(layers), *among)]
+            np.array([schemes[number].ranks for number in numbers]).reshape(-1, len(layers), *among)
+            for (layers, *among), numbers in alike(schemes).items()
         ]
         merged = MergedGroups(kinds, rank, timeout)
-        return _Groups(channels, ProcessGroups(made[1][0], made[2][0]), merged)
+        return _SchemeGroups(channels, ProcessGroups(context, tensor), merged)
 
-    return kept((strategy, device.type), make, timeout)
+    return kept((schemes, device.type), make, timeout)
 
 
 def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:
@@ -182,10 +176,10 @@ def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:
     return tuple(scheme.ranks[first :: scheme.context * scheme.tensor])
 
 
-def _along(strategy: Schemes, axis: int) -> list[list[int]]:
-    """Global ranks of the groups of all pipelines along stages, context or tensor; of several."""
+def _along(schemes: Schemes, axis: int) -> list[list[int]]:
+    """Global ranks of all groups of several ranks along stages (0), context (1) or tensor (2)."""
     found: list[list[int]] = []
-    for scheme in strategy:
+    for scheme in schemes:
         shape = len(scheme.stages), scheme.context, scheme.tensor
         if shape[axis] > 1:
             ranks = np.arange(scheme.size).reshape(shape) + scheme.first

@@ -1,4 +1,30 @@
-"""The strategies that a run's steps may take: what ``WLBStrategy(dynamic=...)`` was given."""
+"""Attaches heterogeneous pipelines to a run, as ``WLBStrategy(dynamic=...)`` gives or chooses them.
+
+Parameters and optimizer state stay where the mesh has them. A step's plan says its pipelines; every
+rank then holds, for that step, the stage of its pipeline's scheme (:mod:`.pipelines`): parameters
+are pulled from their shards, gradients pushed back (:mod:`.parameters`, :mod:`.transfer`). All else
+of a step is the :class:`~lightning_wlb.training.executor.Executor`'s, to which
+:class:`HeterogeneousPipelines` says what it runs on.
+
+A rank has only its mesh's stage of the model. The stage that it runs in such a step is made by
+``build_model`` once more. What was done to the model after it was built, and buffers that were read
+with its weights, would be missing there without a word: such models are refused.
+
+With ``dynamic="auto"`` pipelines are chosen when the first batch is asked for, by the profile that
+the run's steps are planned by: what is promised is then what is planned, and a run that is resumed,
+whose checkpoint has brought that profile, makes the same choice on the same mesh.
+
+1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
+   only, a line says what, and what to do about it.
+2. Else rank 0 takes the answer from the user's cache folder, or simulates; the others wait for it
+   as long as it takes, and end with rank 0's error where it has one.
+3. The log has the figure, whether or not it is worth leaving the mesh for.
+
+Cost: process groups, and modules without values, for each choice of pipelines; the model is looked
+through by name, once a run. ``"auto"`` costs :func:`.choose_pool` on rank 0, minutes for many
+devices, once for a mesh, its documents, settings and profile. Not for an evaluation, which runs on
+the mesh.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +38,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import remembered
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
-from lightning_wlb.heterogeneous.parameters import Linked
-from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
-from lightning_wlb.heterogeneous.planning.exchanges import Links
+from lightning_wlb.heterogeneous.parameters import ExchangedParameters
+from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
@@ -27,12 +54,13 @@ from lightning_wlb.heterogeneous.planning.pool_search import (
     described,
 )
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
-from lightning_wlb.heterogeneous.transfer import Groups, travel_groups, weights_of
+from lightning_wlb.heterogeneous.running_exchange import ExchangeGroups, exchange_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.models.tensor_parallel import placement_of
 from lightning_wlb.plan import ActivationCheckpointing, Scheme, Schemes, StepPlan, schemes_of
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing.base import Packer
@@ -42,11 +70,12 @@ from lightning_wlb.training.executor import Executor, StepRuntime
 from lightning_wlb.training.parallelize import refuse_empty_buffers
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
-"""``"off"``, ``"auto"``, or strategies. False is ``"off"``: so YAML reads it without quotes."""
+"""``"off"``, ``"auto"``, or pipelines to choose from: a sequence of schemes for each choice. False
+is ``"off"``: so YAML reads it without quotes."""
 
 
-def checked_strategies(given: Dynamic) -> tuple[Schemes, ...]:
-    """The strategies that were given; none for ``"off"``, nor for ``"auto"``, which chooses some.
+def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
+    """The choices that were given; none for ``"off"``, nor for ``"auto"``, which finds some.
 
     Raises:
         ValueError: something else than schemes, or pipelines that leave ranks out.
@@ -54,38 +83,38 @@ def checked_strategies(given: Dynamic) -> tuple[Schemes, ...]:
     if given is False or (isinstance(given, str) and given in ("off", "auto")):
         return ()
     try:
-        strategies = () if isinstance(given, str) else tuple(map(tuple, given))
-    except TypeError:  # a number, or one strategy in place of several
-        strategies = ()
-    schemes = [scheme for strategy in strategies for scheme in strategy]
-    if not (strategies and all(strategies) and all(isinstance(s, Scheme) for s in schemes)):
+        choices = () if isinstance(given, str) else tuple(map(tuple, given))
+    except TypeError:  # a number, or one choice in place of several
+        choices = ()
+    every = [scheme for schemes in choices for scheme in schemes]
+    if not (choices and all(choices) and all(isinstance(each, Scheme) for each in every)):
         raise ValueError(
             f"dynamic={given!r} is neither 'off', 'auto' nor strategies. Give for each a sequence"
             " of lightning_wlb.plan.Scheme, one for each pipeline."
         )
-    for strategy in strategies:
+    for schemes in choices:
         first = 0
-        for scheme in strategy:
+        for scheme in schemes:
             if scheme.first != first:
                 raise ValueError(
                     f"dynamic: the pipeline on {scheme} begins at rank {scheme.first}, but the next"
                     f" free rank is {first}. Pipelines take consecutive ranks from 0 on."
                 )
             first = scheme.ranks.stop
-    return strategies
+    return choices
 
 
 def pool_of(
-    strategies: Sequence[Schemes],
+    choices: Sequence[Schemes],
     predictor: Predictor | None,
     checkpointing: ActivationCheckpointing,
     data: DataSettings,
     sharding: str,
 ) -> Pool:
-    """What chooses each step's pipelines among strategies that a run may take.
+    """What chooses each step's pipelines among those that a run may take.
 
     Args:
-        strategies: at least one.
+        choices: at least one.
         predictor: of the mesh.
         checkpointing: of all micro-batches.
         data: the data settings.
@@ -93,7 +122,7 @@ def pool_of(
 
     Raises:
         MisconfigurationException: there is no device profile to choose by, the packing deals to
-            equal pipelines only, or a strategy is the mesh's own or does not go with it.
+            equal pipelines only, or a choice is the mesh's own pipelines or does not go with it.
     """
     if predictor is None:
         raise MisconfigurationException(
@@ -102,7 +131,7 @@ def pool_of(
         )
     try:
         check_packing(data.packer)
-        return Pool.of(strategies, predictor, checkpointing, sharding)
+        return Pool.of(choices, predictor, checkpointing, sharding)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
@@ -117,27 +146,27 @@ def blank_model(module: LanguageModule) -> Decoder:
     return model
 
 
-def run_elsewhere(
+def attach_pipelines(
     executor: Executor,
-    strategies: Sequence[Schemes],
+    choices: Sequence[Schemes],
     module: LanguageModule,
     per_node: int,
-    wide: torch.dtype,
+    sum_dtype: torch.dtype,
     timeout: timedelta,
 ) -> None:
-    """Let an executor run steps of these strategies; collective over all ranks.
+    """Let an executor run steps on other pipelines; collective over all ranks.
 
     Args:
-        executor: on the mesh, whose parameters are at rest.
-        strategies: that steps may have.
+        executor: on the mesh, over which parameters are sharded.
+        choices: of pipelines that steps may take.
         module: builds the model.
         per_node: ranks of a node.
-        wide: of the sums of gradients.
+        sum_dtype: of the sums of gradients.
         timeout: of process groups.
 
     Raises:
-        MisconfigurationException: a strategy that does not go with the mesh or the model, or a
-            model that ``build_model`` does not make again.
+        MisconfigurationException: pipelines that do not go with the mesh or the model, or a model
+            that ``build_model`` does not make again.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
@@ -145,81 +174,90 @@ def run_elsewhere(
     whole = blank_model(module)
     try:
         check_buffers(whole)
-        weights = _weights(whole, strategies, module, mesh.tensor)
-        base = schemes_of(mesh, pipeline.stages)
-        links = Links(weights, base, rank, per_node)
-        for strategy in strategies:
-            links.to(strategy)
+        sizes = {mesh.tensor, *(scheme.tensor for schemes in choices for scheme in schemes)}
+        for size in sizes:
+            module.model_shape.check_tensor_parallel(size)
+        weights, base = weights_of(whole, sorted(sizes)), schemes_of(mesh, pipeline.stages)
+        redistribute = partial(Redistribution, weights, base, rank=rank, per_node=per_node)
+        for schemes in choices:
+            redistribute(schemes)
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
     Ranks().each(lambda: check_rebuilt(module, whole))
-    settings = Settings(
+    settings = StageSettings(
         partial(blank_model, module),
         pipeline.hidden_size,
         pipeline.schedule,
         pipeline.dtype,
-        wide,
+        sum_dtype,
         pipeline.device,
         timeout,
     )
-    for number, strategy in enumerate(strategies, 1):
+    for number, schemes in enumerate(choices, 1):
         rank_zero_info(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
-            f" {described(strategy)}."
+            f" {described(schemes)}."
         )
-    groups = travel_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
-    executor.heterogeneous = Elsewhere(model, links, groups, settings)
+    groups = exchange_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
+    executor.heterogeneous = HeterogeneousPipelines(model, redistribute, groups, settings)
 
 
-def _weights(
-    whole: Decoder, strategies: Sequence[Schemes], module: LanguageModule, tensor: int
-) -> Weights:
-    sizes = {tensor, *(scheme.tensor for strategy in strategies for scheme in strategy)}
-    for size in sizes:
-        module.model_shape.check_tensor_parallel(size)
-    return weights_of(whole, sorted(sizes))
-
-
-class Elsewhere:
-    """What the steps of any strategy run on, of one rank: for ``Executor.elsewhere``.
+def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
+    """The parameters of a whole model as plain numbers.
 
     Args:
-        model: this rank's share of the model at rest.
-        links: to any strategy, of this rank.
-        groups: for the exchanges of links (:func:`.travel_groups`).
+        model: whole, on any device.
+        sizes: tensor-parallel sizes of the mesh and of all pipelines.
+
+    Raises:
+        ValueError: a parameter outside of embed, layers and head, or a size that cannot split the
+            model.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    frozen = frozenset(n for n, each in model.named_parameters() if not each.requires_grad)
+    split = {}
+    for size in {*sizes} - {1}:
+        plan = model.tensor_parallel_plan(size)
+        placed = {name: placement_of(name, plan) for name in shapes}
+        split[size] = {n: each.dim for n, each in placed.items() if isinstance(each, Shard)}
+    return Weights(shapes, split, frozenset(model.tied.values()), frozen)
+
+
+class HeterogeneousPipelines:
+    """What a rank's steps on other pipelines run on: for ``Executor.heterogeneous``.
+
+    Args:
+        model: this rank's part of the model on the mesh, with its shards.
+        redistribute: this rank's exchanges with the pipelines of a step.
+        groups: for these exchanges (:func:`.exchange_groups`).
         settings: of the run.
     """
 
-    def __init__(self, model: Decoder, links: Links, groups: Groups, settings: Settings) -> None:
-        self._links, self._groups, self._settings = links, groups, settings
-        self._model = model
-        self._made: dict[Schemes, tuple[OfStrategy, Linked]] = {}
+    def __init__(
+        self,
+        model: Decoder,
+        redistribute: Callable[[Schemes], Redistribution],
+        groups: ExchangeGroups,
+        settings: StageSettings,
+    ) -> None:
+        self._model, self._redistribute = model, redistribute
+        self._groups, self._settings = groups, settings
+        self._made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = {}
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
-        """What this plan's steps run on; collective over all ranks where its strategy is new, or
+        """What this plan's steps run on; collective over all ranks where its pipelines are new, or
         where as many pipelines as never before share a micro-batch.
-
-        Raises:
-            ValueError: the strategy is the mesh's.
         """
-        link = self._links.to(plan.schemes)
-        if link is None:
-            raise ValueError(
-                f"step {plan.step} has the strategy of the mesh. Plan it without a strategy."
-            )
         if plan.schemes not in self._made:
-            own = OfStrategy(link, self._settings)
-            linked = Linked(own, self._model, self._groups, self._settings)
-            self._made[plan.schemes] = own, linked
-        own, linked = self._made[plan.schemes]
-        return StepRuntime(own.model, own.pipeline, own.groups_of(plan), linked)
+            stage = HeterogeneousStage(self._redistribute(plan.schemes), self._settings)
+            own = ExchangedParameters(stage, self._model, self._groups, self._settings)
+            self._made[plan.schemes] = stage, own
+        stage, own = self._made[plan.schemes]
+        return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)
 
 
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
-    """Refuse a model of which steps on pipelines of their own would run another one.
-
-    Such steps run stages of what ``build_model`` makes, since a rank has only its mesh's stage of
-    the model, with parameters from where they rest.
+    """Refuse a model that is not what ``build_model`` makes, which other pipelines would run.
 
     Args:
         module: its model may have been split.
@@ -276,7 +314,7 @@ def agreed_pool(
     module: LanguageModule,
     profile: Profile | None,
 ) -> tuple[Schemes, ...]:
-    """The strategies that steps may take in place of the mesh's pipelines; collective.
+    """The pipelines that steps may take in place of the mesh's; collective.
 
     Args:
         request: makes what is searched for: the run's documents, model and ``profile``, with all
@@ -297,7 +335,7 @@ def agreed_pool(
     by = "measured" if profile.measured else "analytic"
     rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
     rank_zero_info("\n".join(choice.lines))
-    return choice.strategies
+    return choice.schemes
 
 
 def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
@@ -333,7 +371,7 @@ def _obstacle(mesh: Mesh, packer: type[Packer], profile: Profile | None) -> str 
 
 
 def _obstacle_of(module: LanguageModule) -> str | None:
-    """Why this rank's model cannot run elsewhere; None: it can."""
+    """Why this rank's model cannot run on other pipelines; None: it can."""
     whole = blank_model(module)
     try:
         check_buffers(whole)

@@ -1,10 +1,10 @@
 """Parameters on their way to the pipelines of a step, and gradients on their way back.
 
 Where a step's pipelines differ from the mesh's, a :class:`.Redistribution` says what every rank
-sends to every other; here it is sent. Each of its turns is one uneven all-to-all over all ranks, or,
-over several nodes, one over the rail and one in the node. A rank that lacks nothing joins it with
-nothing to receive, so that all ranks post the same collectives in the same order whatever their
-stages are.
+sends to every other; here it is sent. Each of its turns is one uneven all-to-all over all ranks,
+or, over several nodes, one over the rail and one in the node. A rank that lacks nothing joins it
+with nothing to receive, so that all ranks post the same collectives in the same order whatever
+their stages are.
 
 A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts turns from the last
 to the first, each when its gradients are complete, and waits for none before :meth:`.Push.finish`.
@@ -18,327 +18,27 @@ rail and a node have process groups of their own. A rank's step begins to push w
 has posted all that it pulls, so that on every group each rank posts pulls by turn, and then pushes
 from the last turn to the first.
 
-Cost: each piece is copied once where it is sent and once where it arrives, with a call for each;
-both buffers are freed when the exchange has arrived. Not run on CUDA.
+Cost: that of the running exchanges, and a stage's sums until they have been sent. Not run on CUDA.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.distributed.device_mesh import is_cuda_over_gloo, set_timeout
-from lightning_wlb.distributed.process_groups import connect_all, kept, own_group
-from lightning_wlb.heterogeneous.planning.exchanges import Pieces, Redistribution, TurnExchange
-from lightning_wlb.supervision.progress import HERE
-
-_T = TypeVar("_T")
-_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-
-class Forwarder:
-    """Makes calls that wait for one exchange and post the next, in the order they are given.
-
-    Under gloo a wait stops the thread that waits, so a thread of its own makes these calls; it
-    takes the interpreter's lock while it copies pieces. Under NCCL a wait only lets a stream of the
-    device wait, so they are made at once, on a stream of their own.
-
-    An exception of a call is raised where its result is asked for, and no later call is made. By
-    then the step's thread may wait for a rank that itself waits for what would have been sent: so
-    the watchdog is told as well (:mod:`~lightning_wlb.supervision.progress`), which lets all ranks
-    end.
-
-    Args:
-        device: whose streams wait for exchanges, so that no thread has to; None: a thread waits.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._stream = None if device is None else torch.cuda.Stream(device)
-        self._last: Future[Any] | None = None
-        if self._stream is None:
-            self._jobs: _Jobs = SimpleQueue()
-            weakref.finalize(self, self._jobs.put, None)
-            # A daemon, since a process must be able to end while its thread waits. The executors of
-            # concurrent.futures are waited for.
-            threading.Thread(
-                target=_work, args=(self._jobs,), name="wlb-forwarder", daemon=True
-            ).start()
-
-    def submit(self, job: Callable[[], _T]) -> Future[_T]:
-        """Make a call, without gradients, once all earlier ones have been made."""
-        future: Future[_T] = Future()
-        if self._stream is None:
-            self._jobs.put((future, job))
-        else:
-            with torch.cuda.stream(self._stream), torch.no_grad():
-                future.set_result(job())
-        self._last = future
-        return future
-
-    def settle(self) -> None:
-        """Wait until all calls have been made, so that this thread may use their process groups."""
-        if self._last is not None:
-            self._last.result()
-
-
-def _work(jobs: _Jobs) -> None:
-    """Make calls until the forwarder is gone."""
-    failed: BaseException | None = None
-    while (given := jobs.get()) is not None:
-        future, job = given
-        try:
-            if failed is not None:
-                raise failed
-            with torch.no_grad():
-                future.set_result(job())
-        except BaseException as error:
-            if failed is None:
-                PROGRESS.failed = f"{type(error).__name__}: {error}"
-            failed = error
-            future.set_exception(error)
-        del given, future, job  # or what they hold would live until the next call
-
-
-def _done(value: _T) -> Future[_T]:
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangeGroups:
-    """The process groups of a rank's exchanges, over which nothing else is sent.
-
-    Args:
-        made: global ranks, among them this one -> their process group.
-        forwarder: makes the second hop; None: there is one hop.
-    """
-
-    made: Mapping[range, dist.ProcessGroup]
-    forwarder: Forwarder | None = None
-
-    def settle(self) -> None:
-        """Wait until the forwarder posts nothing, so that this thread may."""
-        if self.forwarder is not None:
-            self.forwarder.settle()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Let any operation wait so long."""
-        set_timeout(timeout, *self.made.values())
-
-
-def exchange_groups(
-    rank: int,
-    ranks: int,
-    per_node: int,
-    timeout: timedelta | None,
-    device: torch.device | str = "cpu",
-) -> ExchangeGroups:
-    """The process groups of all exchanges of a rank, made at the first call; collective.
-
-    Args:
-        rank: this rank.
-        ranks: their number.
-        per_node: those of a node.
-        timeout: how long an exchange may take from now on; None: torch's default, or what it was.
-        device: of this rank.
-    """
-    device = torch.device(device)
-
-    def make() -> ExchangeGroups:
-        sets = [[range(ranks)]]
-        if two_hops := 1 < per_node < ranks:
-            rails = [range(place, ranks, per_node) for place in range(per_node)]
-            sets = [rails, [range(first, first + per_node) for first in range(0, ranks, per_node)]]
-        made: dict[range, dist.ProcessGroup] = {}
-        for each in sets:
-            group = own_group(each, rank, timeout)
-            assert group is not None, "every rank is in one of the sets"
-            made |= {own: group for own in each if rank in own}
-        for group in made.values():
-            connect_all(group, device)
-        if not two_hops:
-            return ExchangeGroups(made)
-        by_gloo = any(is_cuda_over_gloo(device, group) for group in made.values())
-        waits_on_device = device.type == "cuda" and not by_gloo
-        return ExchangeGroups(made, Forwarder(device if waits_on_device else None))
-
-    return kept(("exchanges", ranks, per_node, device.type), make, timeout)
-
-
-class _Tensors(Protocol):
-    def views(self, pieces: Pieces) -> list[Tensor]:
-        """The elements of each piece."""
-
-
-class BoxTensors:
-    """A rank's tensors of some buckets: its box of each parameter.
-
-    Args:
-        redistribution: of the rank.
-        buckets: their numbers.
-        shard: whether the boxes are those of the sharded layout; else those in the step.
-        trained: whether only of parameters that get gradients.
-        given: the tensors by name in the whole model; None until :meth:`make`.
-
-    Raises:
-        ValueError: a tensor of another shape than its box.
-    """
-
-    def __init__(
-        self,
-        redistribution: Redistribution,
-        buckets: Sequence[int],
-        *,
-        shard: bool,
-        trained: bool = False,
-        given: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._weights = redistribution.weights
-        self._boxes = {
-            (bucket, parameter): box
-            for bucket in buckets
-            for parameter, box in redistribution.boxes(bucket, shard=shard, trained=trained).items()
-        }
-        self._begins = {key: box[:, 0].tolist() for key, box in self._boxes.items()}
-        self._tensors: dict[tuple[int, int], Tensor] = {}
-        for key in self._boxes if given is not None else ():
-            assert given is not None
-            name, shape = self._name(*key), self._shape(*key)
-            if given[name].shape != shape:
-                raise ValueError(
-                    f"{name}: rank {redistribution.rank} has a tensor of shape"
-                    f" {tuple(given[name].shape)} where its box has {shape}. Was the redistribution"
-                    " made for this mesh and these pipelines?"
-                )
-            self._tensors[key] = given[name]
-
-    def make(self, bucket: int, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
-        """New tensors of a bucket in place of given ones, of zeros or to be overwritten."""
-        new = torch.zeros if zeros else torch.empty
-        for key in self._boxes:
-            if key[0] == bucket:
-                self._tensors[key] = new(self._shape(*key), dtype=dtype, device=device)
-
-    def drop(self, bucket: int) -> None:
-        """Let go of the tensors of a bucket."""
-        for key in [key for key in self._tensors if key[0] == bucket]:
-            del self._tensors[key]
-
-    def of_bucket(self, number: int) -> dict[str, Tensor]:
-        """The tensors of a bucket, by name in the whole model."""
-        return {self._name(*k): tensor for k, tensor in self._tensors.items() if k[0] == number}
-
-    def views(self, pieces: Pieces) -> list[Tensor]:
-        """The elements of each piece."""
-        found = []
-        for bucket, parameter, box in _rows(pieces):
-            tensor, begins = self._tensors[bucket, parameter], self._begins[bucket, parameter]
-            ends = zip(box[: tensor.ndim], begins, strict=False)
-            found.append(tensor[tuple(slice(start - at, stop - at) for (start, stop), at in ends)])
-        return found
-
-    def _name(self, bucket: int, parameter: int) -> str:
-        return self._weights.buckets[bucket].names[parameter]
-
-    def _shape(self, bucket: int, parameter: int) -> tuple[int, ...]:
-        dims = len(self._weights.shapes[self._name(bucket, parameter)])
-        box = self._boxes[bucket, parameter]
-        return tuple((box[:dims, 1] - box[:dims, 0]).tolist())
-
-
-class ForwardedTensors:
-    """What a rank hands on between two hops: whole pieces, made where they are first asked for.
-
-    Args:
-        dtype: of the elements.
-        device: of this rank.
-        zeros: whether pieces begin as zeros; else they are to be overwritten.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:
-        self._new = torch.zeros if zeros else torch.empty
-        self._dtype, self._device = dtype, device
-        self._pieces: dict[tuple[int, ...], Tensor] = {}
-
-    def views(self, pieces: Pieces) -> list[Tensor]:
-        """The elements of each piece, flat."""
-        found = []
-        counts = pieces.elements.tolist()
-        for (bucket, parameter, box), count in zip(_rows(pieces), counts, strict=True):
-            key = bucket, parameter, *(start for start, _ in box)
-            if key not in self._pieces:
-                self._pieces[key] = self._new(count, dtype=self._dtype, device=self._device)
-            found.append(self._pieces[key])
-        return found
-
-
-def _rows(pieces: Pieces) -> list[tuple[int, int, list[list[int]]]]:
-    """Bucket, parameter and box of each piece, as Python numbers."""
-    return list(zip(*(each.tolist() for each in pieces[1:]), strict=True))
-
-
-class RunningExchange:
-    """One all-to-all on its way, of the elements of ``source``; collective over its ranks."""
-
-    def __init__(
-        self,
-        exchange: TurnExchange,
-        groups: ExchangeGroups,
-        source: _Tensors,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        ranks, out, self._into = exchange
-        sizes = [out.elements, self._into.elements]
-        self._sent, self._got = (
-            torch.empty(int(each.sum()), dtype=dtype, device=device) for each in sizes
-        )
-        places = self._sent.split(sizes[0].tolist())
-        for view, place in zip(source.views(out), places, strict=True):
-            place.view(view.shape).copy_(view)
-        self._work = dist.all_to_all_single(
-            self._got,
-            self._sent,
-            _counts(self._into, ranks),
-            _counts(out, ranks),
-            group=groups.made[ranks],
-            async_op=True,
-        )
-
-    def arrive(self, target: _Tensors, *, add: bool = False) -> None:
-        """Wait, and copy into the target or add to it; once."""
-        self._work.wait()
-        if self._got.is_cuda:
-            # They may have been allocated on another stream, which has not waited.
-            for each in (self._sent, self._got):
-                each.record_stream(torch.cuda.current_stream(each.device))
-        parts = self._got.split(self._into.elements.tolist())
-        for view, part in zip(target.views(self._into), parts, strict=True):
-            if add:
-                view.add_(part.view(view.shape))
-            else:
-                view.copy_(part.view(view.shape))
-        del self._work, self._sent, self._got
-
-
-def _counts(pieces: Pieces, ranks: range) -> list[int]:
-    """Elements to or from each rank of an exchange."""
-    places = (pieces.peer - ranks.start) // ranks.step
-    counts: list[int] = np.bincount(places, pieces.elements, len(ranks)).astype(np.int64).tolist()
-    return counts
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution, TurnExchange
+from lightning_wlb.heterogeneous.running_exchange import (
+    BoxTensors,
+    ExchangeGroups,
+    ForwardedTensors,
+    PieceTensors,
+    RunningExchange,
+    done,
+)
 
 
 class Pull:
@@ -370,7 +70,7 @@ class Pull:
             for turn in range(own.turns)
         ]
         if groups.forwarder is None:
-            self._running = list(map(_done, running))
+            self._running = list(map(done, running))
             return
         middle = ForwardedTensors(dtype, device, zeros=False)
 
@@ -417,7 +117,9 @@ class Push:
     ) -> None:
         self._own, self._groups, self._given = redistribution, groups, (dtype, device)
         self._buckets = redistribution.buckets
-        self._sums = BoxTensors(redistribution, self._buckets, shard=False, trained=True, given=sums)
+        self._sums = BoxTensors(
+            redistribution, self._buckets, shard=False, trained=True, given=sums
+        )
         self._middle = ForwardedTensors(dtype, device, zeros=True)
         self._running: list[Future[RunningExchange]] = []
         groups.settle()
@@ -434,7 +136,7 @@ class Push:
         if turn < len(self._buckets):
             self._sums.drop(self._buckets[turn])
         self._running.append(
-            _done(running)
+            done(running)
             if forwarder is None
             else forwarder.submit(partial(self._hand_on, turn, running))
         )
@@ -447,13 +149,15 @@ class Push:
             totals.make(bucket, *self._given, zeros=True)
         for running in self._running:
             running.result().arrive(totals, add=True)
-        return {name: total for bucket in buckets for name, total in totals.of_bucket(bucket).items()}
+        return {
+            name: total for bucket in buckets for name, total in totals.of_bucket(bucket).items()
+        }
 
     def _hand_on(self, turn: int, running: RunningExchange) -> RunningExchange:
         running.arrive(self._middle, add=True)
         return self._send(turn, 0, self._middle)
 
-    def _send(self, turn: int, hop: int, source: _Tensors) -> RunningExchange:
+    def _send(self, turn: int, hop: int, source: PieceTensors) -> RunningExchange:
         ranks, out, into = self._own.exchange(turn, hop, push=True)
         back = TurnExchange(ranks, out=into, into=out)
         return RunningExchange(back, self._groups, source, *self._given)

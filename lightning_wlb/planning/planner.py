@@ -34,7 +34,7 @@ from lightning_wlb.planning.packing.base import MicroBatches, Rules
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.planning.step_chooser import ChosenStep, StepChooser, check_packing
+from lightning_wlb.planning.step_chooser import PlannedStep, StepChooser, check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, NAMES
@@ -201,7 +201,7 @@ class Planner:
         cap = self._packer.cap(self._place)
         schemes: Schemes = ()
         if (chosen := self._off_mesh(pieces, settled)) is not None:
-            schemes, _, settled, cap = chosen
+            schemes, _, _, settled, cap = chosen
         return StepPlan(
             step=release.step,
             epoch=release.epoch,
@@ -265,7 +265,7 @@ class Planner:
 
     def _off_mesh(
         self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]
-    ) -> ChosenStep | None:
+    ) -> PlannedStep | None:
         """A step on other pipelines, if they are faster than ``settled``, its plan on the mesh."""
         scorer = self._place.scorer
         if self._step_chooser is None or scorer is None:

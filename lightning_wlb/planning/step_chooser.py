@@ -15,17 +15,19 @@ from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.plan_scoring import PlanScore
 
 
-class ChosenStep(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step on other pipelines than the mesh's.
 
     Attributes:
         schemes: the pipelines.
+        excess: bytes by which the fullest device overflows; 0 if all fit.
         time_ns: predicted, until the gradients have arrived where parameters are sharded.
         replicas: of each pipeline.
         cap: most tokens that a micro-batch may have.
     """
 
     schemes: Schemes
+    excess: int
     time_ns: int
     replicas: tuple[ReplicaPlan, ...]
     cap: int
@@ -41,7 +43,7 @@ class StepChooser(Protocol):
         packer: Callable[[Rules], Packer],
         on_mesh: PlanScore,
         limit: int,
-    ) -> ChosenStep | None:
+    ) -> PlannedStep | None:
         """The step on other pipelines; None: it stays on the mesh.
 
         Args:

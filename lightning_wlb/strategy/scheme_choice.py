@@ -20,9 +20,9 @@ from lightning_wlb.data.planning_context import PlanningContext
 from lightning_wlb.heterogeneous.setup import (
     Dynamic,
     agreed_pool,
-    checked_strategies,
+    attach_pipelines,
+    checked_schemes,
     pool_of,
-    run_elsewhere,
 )
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -49,7 +49,7 @@ class SchemeChoice:
 
     def __init__(self, dynamic: Dynamic) -> None:
         self.automatic = isinstance(dynamic, str) and dynamic == "auto"
-        self.schemes = checked_strategies(dynamic)
+        self.schemes = checked_schemes(dynamic)
         self.chooser: StepChooser | None = None
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class SchemeChoice:
         """
         prepared_for = self.schemes, timeout
         if self.schemes and split.prepared_for != prepared_for:
-            run_elsewhere(split.executor, self.schemes, module, per_node, sum_dtype, timeout)
+            attach_pipelines(split.executor, self.schemes, module, per_node, sum_dtype, timeout)
             split.prepared_for = prepared_for
 
     def settle(self, context: PlanningContext, data: WLBDataModule) -> None:

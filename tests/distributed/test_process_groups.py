@@ -23,7 +23,7 @@ from lightning_wlb.distributed.process_groups import (
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.heterogeneous.elsewhere import take_in_turn
+from tests.heterogeneous.fixed_choices import take_in_turn
 from tests.ranks import free_port, run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, Case, data, module, trainer
 

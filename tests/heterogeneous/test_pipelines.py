@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.heterogeneous.pipelines import OfStrategy, Settings
-from lightning_wlb.heterogeneous.planning.exchanges import Link
-from lightning_wlb.heterogeneous.transfer import weights_of
+from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
+from lightning_wlb.heterogeneous.setup import weights_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
@@ -28,8 +28,10 @@ def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
     # A stand-in for a GPU: any device but the host.
     device = torch.device("meta")
     one = (Scheme(0, (TransformerConfig.preset("tiny").layers,)),)
-    link = Link(weights_of(build(), (1,)), one, one, 0, 1)
-    own = OfStrategy(link, Settings(build, 8, "1f1b", torch.float32, torch.float32, device))
+    link = Redistribution(weights_of(build(), (1,)), one, one, 0, 1)
+    own = HeterogeneousStage(
+        link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, device)
+    )
     assert own.model.layers["0"].table.device == device
     assert all(parameter.is_meta for parameter in own.model.parameters())
 
@@ -58,9 +60,10 @@ def calls_of(rank: int, patch: pytest.MonkeyPatch) -> tuple[list, list]:
         with torch.device("meta"):
             return Transformer(TransformerConfig.preset("tiny"))
 
-    link = Link(weights_of(build(), (1, 2)), strategy, strategy, rank, 4)
-    cpu = torch.device("cpu")
-    own = OfStrategy(link, Settings(build, 8, "1f1b", torch.float32, torch.float32, cpu))
+    link = Redistribution(weights_of(build(), (1, 2)), strategy, strategy, rank, 4)
+    own = HeterogeneousStage(
+        link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, torch.device("cpu"))
+    )
     assert len(own.pipeline.groups) == (2 if rank > 1 else 0)
     return split, messages
 

@@ -15,7 +15,7 @@ from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.planning.step_chooser import ChosenStep
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import (
@@ -35,14 +35,14 @@ PROFILE = replace(Profile.load("cpu"), devices_per_node=4)
 CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
 
 
-def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
+def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> PlannedStep | None:
     """The mesh, and each strategy, whatever is simulated."""
     self.__dict__["asked"] = asked = self.__dict__.get("asked", -1) + 1
     if asked % 3 == 2:
         return None
     strategy = STRATEGIES[asked % 3]
     made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
-    return ChosenStep(strategy, *made[1:])
+    return made
 
 
 def fit(strategy, devices: int, **options) -> dict:

@@ -1,18 +1,16 @@
-"""Parameters and gradients between real shards at rest and unequal pipelines, on four ranks."""
+"""Parameters and gradients between real shards and unequal pipelines, on four ranks."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_wlb.distributed.device_mesh import data_context, device_mesh
-from lightning_wlb.heterogeneous import transfer as travelling
-from lightning_wlb.heterogeneous.planning.exchanges import Link
-from lightning_wlb.heterogeneous.transfer import Groups, Pull, Push, travel_groups, weights_of
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
+from lightning_wlb.heterogeneous.running_exchange import ExchangeGroups, exchange_groups
+from lightning_wlb.heterogeneous.setup import weights_of
+from lightning_wlb.heterogeneous.transfer import Pull, Push
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.tensor_parallel import placement_of
@@ -66,7 +64,7 @@ def gradient(whole: torch.Tensor, rank: int) -> torch.Tensor:
 def travel(rank: int) -> int:
     """Every base mesh and strategy; how many were compared."""
     count = 0
-    groups = {each: travel_groups(rank, 4, each, None) for each in (2, 4)}
+    groups = {each: exchange_groups(rank, 4, each, None) for each in (2, 4)}
     for mesh, tied in BASES:
         torch.manual_seed(0)
         reference = Transformer(config(tied)).double()
@@ -87,7 +85,7 @@ def travel(rank: int) -> int:
         at_rest = {reference.tied.get(n, n): each for n, each in model.named_parameters()}
         shards = {name: each.to_local().detach() for name, each in at_rest.items()}
         for strategy, per_node in STRATEGIES:
-            link = Link(weights, schemes_of(mesh, stages), strategy, rank, per_node)
+            link = Redistribution(weights, schemes_of(mesh, stages), strategy, rank, per_node)
             check_pull(reference, link, groups[per_node], shards, values)
             check_push(reference, link, groups[per_node], at_rest, values)
             count += 1
@@ -95,11 +93,11 @@ def travel(rank: int) -> int:
 
 
 def check_pull(reference, link, groups, shards, values) -> None:
-    want = expected(reference, link.strategy, values, link.rank)
+    want = expected(reference, link.schemes, values, link.rank)
     pull = Pull(link, groups, shards, torch.float64, torch.device("cpu"))
     found: dict[str, torch.Tensor] = {}
-    for slot in range(len(link.units)):
-        found |= pull.arrive(slot)
+    for turn in range(len(link.buckets)):
+        found |= pull.arrive(turn)
     pull.finish()
     assert found.keys() == want.keys()
     for name, value in found.items():
@@ -110,9 +108,9 @@ def check_push(reference, link, groups, at_rest: dict[str, DTensor], values) -> 
     sums = {name: torch.zeros_like(value) for name, value in values.items()}
     for other in range(4):
         whole = {name: gradient(value, other) for name, value in values.items()}
-        mine = expected(reference, link.strategy, whole, other)
+        mine = expected(reference, link.schemes, whole, other)
         # Views of where the rank's parts are in the whole.
-        for name, view in expected(reference, link.strategy, sums, other).items():
+        for name, view in expected(reference, link.schemes, sums, other).items():
             view += mine[name]
         if other == link.rank:
             own = {name: each for name, each in mine.items() if name not in link.weights.frozen}
@@ -140,29 +138,7 @@ def test_a_link_for_other_shards_is_refused() -> None:
     with torch.device("meta"):
         model = Transformer(config(False))
     one = (Scheme(0, (3,)),)
-    link = Link(weights_of(model, (1,)), one, one, 0, 1)
+    link = Redistribution(weights_of(model, (1,)), one, one, 0, 1)
     rest = {name: each[1:] for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=r"embed.weight: rank 0 has a tensor of shape \(31, 16\)"):
-        Pull(link, Groups({}), rest, torch.float32, torch.device("cpu"))
-
-
-def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:
-    """NCCL connects two ranks when something first travels between them, and holds both up."""
-    met = []
-
-    def meet(into, out, counts, of, *, group):
-        assert into.shape == out.shape
-        met.append((counts, of, group.ranks))
-
-    def own(sets, rank, timeout):
-        ranks = next(each for each in sets if rank in each)
-        return SimpleNamespace(ranks=ranks, size=lambda: len(ranks))
-
-    monkeypatch.setattr(travelling, "own_group", own)
-    monkeypatch.setattr(dist, "all_to_all_single", meet)
-    assert set(travel_groups(5, 8, 8, None).made) == {range(8)}
-    assert met == [([1] * 8, [1] * 8, range(8))]
-    met.clear()
-    rail, node = range(1, 8, 4), range(4, 8)
-    assert set(travel_groups(5, 8, 4, None).made) == {rail, node}
-    assert met == [([1] * 2, [1] * 2, rail), ([1] * 4, [1] * 4, node)]
+        Pull(link, ExchangeGroups({}), rest, torch.float32, torch.device("cpu"))

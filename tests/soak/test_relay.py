@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_wlb.heterogeneous import transfer as travel
+from lightning_wlb.heterogeneous import transfer
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy import choosing
 from lightning_wlb.supervision import heartbeat, watchdog
@@ -22,15 +22,15 @@ STRATEGY = (Scheme(0, (1, 1)), Scheme(2, (2,), tensor=2))
 
 
 def fail(rank: int, victim: int, after: int, folder: Path) -> None:
-    """Two nodes of two ranks; the victim's relay fails when it has posted so often."""
+    """Two nodes of two ranks; the victim's forwarder fails when it has posted so often."""
     sys.stderr = open(folder / f"{rank}.err", "w", buffering=1)  # noqa: SIM115
     heartbeat.PATIENCE, watchdog.GRACE = 1.0, 3.0
-    run_elsewhere, posts = choosing.run_elsewhere, 0
+    attach_pipelines, posts = choosing.attach_pipelines, 0
 
     def of_two_nodes(executor, strategies, module, per_node, *given) -> None:
-        run_elsewhere(executor, strategies, module, per_node // 2, *given)
+        attach_pipelines(executor, strategies, module, per_node // 2, *given)
 
-    class Failing(travel.Post):
+    class Failing(transfer.RunningExchange):
         def __init__(self, *given: Any) -> None:
             nonlocal posts
             posts += threading.current_thread() is not threading.main_thread()
@@ -38,8 +38,8 @@ def fail(rank: int, victim: int, after: int, folder: Path) -> None:
                 raise MemoryError(SAID)
             super().__init__(*given)
 
-    choosing.run_elsewhere = of_two_nodes
-    travel.Post = Failing  # type: ignore[misc]
+    choosing.attach_pipelines = of_two_nodes
+    transfer.RunningExchange = Failing  # type: ignore[misc]
     fit(rank, (1, 2, 1, 2), (STRATEGY,), max_epochs=-1)
 
 

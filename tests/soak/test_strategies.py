@@ -18,13 +18,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous import transfer as travel
+from lightning_wlb.heterogeneous import transfer
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.supervision import heartbeat
 from lightning_wlb.training import executor
-from tests.heterogeneous.elsewhere import take_in_turn
-from tests.heterogeneous.random_strategies import (
+from tests.heterogeneous.fixed_choices import take_in_turn
+from tests.heterogeneous.random_runs import (
     random_run,
     random_scheme,
     reference,
@@ -212,9 +212,9 @@ def save(rank: int, mesh, strategies, options: dict[str, Any]) -> dict[str, Any]
 
 
 PLACES = {
-    "pull": (travel.Pull, "arrive"),
+    "pull": (transfer.Pull, "arrive"),
     "action": (executor.Step, "run"),
-    "push": (travel.Push, "post"),
+    "push": (transfer.Push, "post"),
 }
 ALONE = ((Scheme(0, (2,)), Scheme(1, (2,))),)
 

@@ -1,21 +1,20 @@
-"""Strategies that are worth simulating for some steps: whole pipelines of one or several kinds.
+"""Pipelines that are worth simulating for some steps: of one or several kinds, over all ranks.
 
 A *kind* is a pipeline × context × tensor that pipelines may have. Of each size those are looked at
-with which documents of some length take the least time, and those of Hydraulis' proposal
-(:func:`.proposed_strategies`). A strategy says how many pipelines of each kind there are. What a
-step takes on it is estimated: its pieces, longest first, go each to the kind that is done with it
-first, and pipelines of a kind do all of its pieces together. A piece that is too long for one of
-them is shared by several, which take as long as one with so many times the context ranks, where the
-packing shares pieces. In a pipeline of P stages, for which about six micro-batches a stage are
-planned, everything takes 1 + (P - 1) / 6P times as long.
+with which documents of some length take the least time. A choice says how many pipelines of each
+kind there are. What a step takes on it is estimated: its pieces, longest first, go each to the kind
+that is done with it first, and pipelines of a kind do all of its pieces together. A piece that is
+too long for one of them is shared by several, which take as long as one with so many times the
+context ranks, where the packing shares pieces. In a pipeline of P stages, for which about six
+micro-batches a stage are planned, everything takes 1 + (P - 1) / 6P times as long.
 
-The estimate begins with all pipelines alike, with some pipelines of one kind and all other ranks
-with pipelines of another, and with Hydraulis' strategies. From the best of these it goes on to
-neighbours, while they are better: one pipeline becomes two of half its size, two that are alike
-become one, or one is of another kind of its size. Of strategies that have the same kinds only the
-best one stays for a step.
+The estimate begins with all pipelines alike, and with some pipelines of one kind and all other
+ranks with pipelines of another. From the best of these it goes on to neighbours, while they are
+better: one pipeline becomes two of half its size, two that are alike become one, or one is of
+another kind of its size. Of choices that have the same kinds only the best one stays for a step.
+Hydraulis' own proposal to begin with (``benchmarks/hydraulis_proposal.py``) finds nothing better.
 
-The estimate knows nothing of imbalance, of parameters that travel, or of how micro-batches fit in
+The estimate knows nothing of imbalance, of exchanging parameters, or of how micro-batches fit in
 memory beside each other, so it prunes and must not choose.
 
 Cost: about twenty predictions of a micro-batch for each legal kind, and for each step some tens of
@@ -32,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.heterogeneous.planning.document_time import documents_ns
-from lightning_wlb.heterogeneous.planning.hydraulis_proposal import proposed_strategies
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import Piece, Recompute, Scheme, Schemes, Shape, schemes_of
@@ -45,13 +43,13 @@ SHORTEST = 9
 """Binary logarithm of tokens; shorter pieces take as long for each token."""
 
 CLIMBED = 4
-"""Strategies of a step from which neighbours are looked at."""
+"""Choices for a step from which neighbours are looked at."""
 
 ROUNDS = 8
 """Times at most that a step goes on to a neighbour."""
 
 MICRO_BATCHES = 6
-"""Of each stage, by which what pipelines wait for their first and last micro-batch is estimated."""
+"""Micro-batches of each stage, by which the wait for the first and the last one is estimated."""
 
 Counts = tuple[int, ...]
 """Pipelines of each kind."""
@@ -60,10 +58,10 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-def mixtures(
+def candidate_schemes(
     request: MeshRequest, steps: Sequence[Sequence[Piece]], most: int, beside: Schemes = ()
 ) -> list[Schemes]:
-    """The strategies with the least estimated time for steps of these pieces.
+    """The choices of pipelines with the least estimated time for steps of these pieces.
 
     The best of each step come first, then their second best, and so on. None has virtual stages.
     Of the sizes that the request gives only tensor 1 is kept to, as of a model whose weights cannot
@@ -72,27 +70,26 @@ def mixtures(
     Args:
         request: model, settings and device.
         steps: of a sample.
-        most: strategies to return.
-        beside: a strategy that is not to be among them.
+        most: choices to return.
+        beside: pipelines that are not to be among them.
     """
     fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}
     request = replace(request, fixed=fixed, virtual_stages=1)
-    hydraulis = proposed_strategies(request)
-    kinds = _Kinds(request, _all_kinds(request), hydraulis)
+    kinds = _Kinds(request, _all_kinds(request))
     ranked = [kinds.best(pieces) for pieces in steps]
     found: dict[Schemes, None] = {}
     for place in range(max(map(len, ranked), default=0)):
         for of_step in ranked:
-            if place < len(of_step) and (made := kinds.strategy(of_step[place])) != beside:
+            if place < len(of_step) and (made := kinds.schemes(of_step[place])) != beside:
                 found[made] = None
     return list(found)[:most]
 
 
 def estimated(counts: Integers, times: Floats, shared: Integers) -> Floats:
-    """What a step takes on strategies, by the rule of this module; inf where one cannot hold it.
+    """What a step takes on choices, by the rule of this module; inf where one cannot hold it.
 
     Args:
-        counts: [strategies, kinds], pipelines of each kind.
+        counts: [choices, kinds], pipelines of each kind.
         times: [kinds, pieces], what a piece takes on a pipeline, longest piece first.
         shared: [kinds, pieces], the least number of pipelines that can hold the piece together;
             ``times`` is that of one pipeline which does all their work.
@@ -154,7 +151,7 @@ class _Kind:
 
 
 def _all_kinds(request: MeshRequest) -> list[_Kind]:
-    """Of every legal pipeline."""
+    """Every legal kind of pipeline."""
     made = []
     for mesh in legal_meshes(request, Reasons()):
         predictor = request.predictor(mesh)
@@ -165,20 +162,13 @@ def _all_kinds(request: MeshRequest) -> list[_Kind]:
 
 @dataclass(frozen=True, eq=False)
 class _Kinds:
-    """Kinds of pipelines, and the strategies to begin with.
-
-    Args:
-        request: model, settings and device.
-        legal: all kinds.
-        hydraulis: strategies of theirs.
-    """
+    """All kinds of pipelines that are legal for a request."""
 
     request: MeshRequest
     legal: Sequence[_Kind]
-    hydraulis: Sequence[Schemes]
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
-        """Strategies for a step, best first; of those with the same kinds one."""
+        """Choices for a step, best first; of those with the same kinds one."""
         if not self._kept:  # the model fits nowhere
             return []
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
@@ -203,8 +193,8 @@ class _Kinds:
                 here = best
         return self._ranked(known)
 
-    def strategy(self, counts: Counts) -> Schemes:
-        """The pipelines of a strategy, larger ones first, so that none lies across nodes."""
+    def schemes(self, counts: Counts) -> Schemes:
+        """The pipelines of a choice, larger ones first, so that none lies across nodes."""
         made: list[Scheme] = []
         for number in sorted(range(len(counts)), key=lambda number: -self._sizes[number]):
             for _ in range(counts[number]):
@@ -223,12 +213,11 @@ class _Kinds:
 
     @cached_property
     def _kept(self) -> list[_Kind]:
-        """Of each size the best for some length, and all that Hydraulis proposes."""
+        """The kinds of each size that are the best for some length."""
         window = self.request.data.context_window
         edges = np.array([1 << power for power in range(SHORTEST, window.bit_length())] + [window])
         costs = np.array([self._together(each, edges)[0] for each in self.legal])
-        proposed = {scheme.shape for strategy in self.hydraulis for scheme in strategy}
-        kept = {at for at, each in enumerate(self.legal) if each.scheme.shape in proposed}
+        kept: set[int] = set()
         sizes = np.array([each.scheme.size for each in self.legal])
         for size in set(sizes.tolist()):
             (own,) = np.nonzero(sizes == size)
@@ -242,12 +231,8 @@ class _Kinds:
 
     @cached_property
     def _first(self) -> list[Counts]:
-        """All pipelines alike, some larger ones beside those of another kind, Hydraulis' own."""
-        devices, shapes = self.request.devices, [each.scheme.shape for each in self._kept]
-        made = [
-            tuple([scheme.shape for scheme in strategy].count(shape) for shape in shapes)
-            for strategy in self.hydraulis
-        ]
+        """All pipelines alike, and some larger ones beside those of another kind."""
+        devices, made = self.request.devices, []
         for large, size in enumerate(self._sizes):
             made.append(self._counts({large: devices // size}))
             for small, other in enumerate(self._sizes):

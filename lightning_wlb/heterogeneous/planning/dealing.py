@@ -13,8 +13,8 @@ them alone: it deals anew, and may let several share a piece (DP-Merge). Times a
 of the dealings the one stays whose latest kind ends first, and what each kind takes beside its
 predicted costs corrects these for another dealing, while that helps.
 
-When parameters are there, and gradients where they rest, the receivers' predictors say
-(:mod:`~lightning_wlb.heterogeneous.planning.exchange_times`).
+When parameters are there, and gradients where they rest, the predictors of the kinds say
+(:mod:`.exchange_times`).
 
 Cost: two to four times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
 the same pieces again is planned once. Not without a device profile: exact work does not know which
@@ -32,12 +32,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.heterogeneous.planning.document_time import document_ns
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Scheme, Shape, alike
-from lightning_wlb.planning.dealing import TRIALS, Costs, deal_greedily, longest_first
+from lightning_wlb.plan import (
+    ActivationCheckpointing,
+    Piece,
+    ReplicaPlan,
+    Scheme,
+    Schemes,
+    Shape,
+    alike,
+)
+from lightning_wlb.planning.dealing import Costs, deal_greedily, longest_first
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
 from lightning_wlb.planning.replica_plans import laid_out
-from lightning_wlb.planning.step_chooser import check_packing
+from lightning_wlb.planning.step_chooser import PlannedStep, check_packing
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.programs import SCHEDULES
@@ -51,8 +59,8 @@ DEALT_AGAIN = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Receiver:
-    """What the pipelines of one kind can do; pieces are dealt to them.
+class PipelineKind:
+    """The pipelines of one kind: what they can do with the pieces that are dealt to them.
 
     Args:
         scheme: of such a pipeline, on any ranks.
@@ -139,63 +147,52 @@ class Receiver:
         return self.scorer.settled(laid_out(made, self.place.mesh, self.sharding, cost))
 
 
-class Arranged(NamedTuple):
-    """A step on pipelines that differ.
-
-    Attributes:
-        excess: bytes by which the fullest device overflows; 0 if all fit.
-        time_ns: of the pipeline that takes longest, until its gradients have arrived.
-        replicas: of each pipeline.
-        cap: most tokens that a micro-batch may have.
-    """
-
-    excess: int
-    time_ns: int
-    replicas: tuple[ReplicaPlan, ...]
-    cap: int
+Kinds = Mapping[Shape, PipelineKind]
+"""The kinds of some pipelines, by shape."""
 
 
 def arrange(
     pieces: Sequence[Piece],
-    strategy: Sequence[Scheme],
-    kinds: Mapping[Shape, Receiver],
+    schemes: Schemes,
+    kinds: Kinds,
     rules: Rules,
     packer: Callable[[Rules], Packer],
-    trials: int = TRIALS,
-) -> Arranged:
+) -> PlannedStep:
     """Deal the pieces of a step and pack them, for the shortest simulated step.
 
     Args:
         pieces: of the step.
-        strategy: the pipelines.
-        kinds: by shape, for every pipeline of the strategy.
+        schemes: the pipelines.
+        kinds: of all these pipelines.
         rules: of the run. The share of a kind in the micro-batches is that of its ranks.
         packer: makes the packing that arranges the pieces of a kind.
-        trials: of Algorithm 1.
 
     Raises:
         ValueError: a piece that no pipelines can hold, kinds of other numbers of pipelines, or a
             packing whose micro-batches are made for all pipelines at once.
     """
     check_packing(packer(rules))
-    numbers = alike(strategy)
-    receivers = [kinds[shape] for shape in numbers]
-    ranks = sum(scheme.size for scheme in strategy)
+    numbers = alike(schemes)
+    own_kinds = [kinds[shape] for shape in numbers]
+    ranks = sum(scheme.size for scheme in schemes)
     packers = []
-    for each, own in zip(receivers, numbers.values(), strict=True):
+    for each, own in zip(own_kinds, numbers.values(), strict=True):
         if each.count != len(own):
             raise ValueError(
-                f"a receiver of {each.count} pipelines like that on {each.scheme}, of which the"
-                f" strategy has {len(own)}. Give it count={len(own)}."
+                f"a kind of {each.count} pipelines like that on {each.scheme}, but the step has"
+                f" {len(own)} of them. Give it count={len(own)}."
             )
         share = rules.micro_batches * each.count * each.scheme.size // ranks
         packers.append(packer(replace(rules, micro_batches=max(share, 1))))
-    best = _Step(longest_first(pieces), receivers, packers, trials).best()
-    cap = max(each.cap(of.place) for each, of in zip(packers, receivers, strict=True))
+    best = _StepDealing(longest_first(pieces), own_kinds, packers).best()
+    cap = max(each.cap(of.place) for each, of in zip(packers, own_kinds, strict=True))
     replicas: dict[int, ReplicaPlan] = {}
     for own, made in zip(numbers.values(), best.made, strict=True):
-        replicas |= zip(own, (_numbered(plan, own) for plan in made.plans), strict=True)
-    return Arranged(best.excess, best.time_ns, tuple(replicas[n] for n in sorted(replicas)), cap)
+        replicas |= zip(
+            own, (renumbered(plan, own.__getitem__) for plan in made.plans), strict=True
+        )
+    every = tuple(replicas[number] for number in sorted(replicas))
+    return PlannedStep(schemes, best.excess, best.time_ns, every, cap)
 
 
 class _Columns(NamedTuple):
@@ -245,13 +242,12 @@ class _Tried(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepDealing:
     """The pieces of a step, the longest first, and the kinds that they are dealt to."""
 
     pieces: Sequence[Piece]
-    receivers: Sequence[Receiver]
+    kinds: Sequence[PipelineKind]
     packers: Sequence[Packer]
-    trials: int
     _planned: dict[tuple[int, tuple[int, ...]], _Planned] = field(default_factory=dict)
 
     def best(self) -> _Tried:
@@ -263,7 +259,7 @@ class _Step:
             if not dealings or 100 * dealings[-1].latest > UNEVEN_PERCENT * shared.latest:
                 dealings = [shared]
         best = min(map(self._tried, dealings), key=lambda each: each[:2])
-        for _ in range(DEALT_AGAIN if len(self.receivers) > 1 else 0):
+        for _ in range(DEALT_AGAIN if len(self.kinds) > 1 else 0):
             again = self._tried(self._dealt(_corrected(best)))
             if again[:2] >= best[:2]:
                 break
@@ -273,44 +269,44 @@ class _Step:
     def _columns(self) -> tuple[list[_Columns], _Columns | None]:
         """The pipelines, the last time as if of one stage; and the kinds.
 
-        None of the one where a piece fits in no pipeline, or there is one kind, and None for the
-        other where nothing would be shared.
+        No pipelines where a piece fits in none of them, or there is one kind; None for the kinds
+        where nothing would be shared.
         """
-        tokens, receivers = [piece.tokens for piece in self.pieces], self.receivers
-        alone = [each.longest for each in receivers]
-        longest = [e.longest_shared(own) for e, own in zip(receivers, self.packers, strict=True)]
+        tokens, every = [piece.tokens for piece in self.pieces], self.kinds
+        alone = [each.longest for each in every]
+        longest = [e.longest_shared(own) for e, own in zip(every, self.packers, strict=True)]
         if max(tokens) > max(longest):
             raise ValueError(
                 f"document {self.pieces[0].document} has a piece of {max(tokens)} tokens, of which"
-                f" the pipelines of this strategy hold {max(longest)}:"
-                f" {'; '.join(str(each.scheme) for each in receivers)}. Give one of more context or"
+                f" these pipelines hold {max(longest)}:"
+                f" {'; '.join(str(each.scheme) for each in every)}. Give one of more context or"
                 " tensor ranks, or lower the context window."
             )
-        costs = [each.costs(tokens) for each in receivers]
+        costs = [each.costs(tokens) for each in every]
 
         def column(kind: int, longest: int, parts: int) -> list[int | None]:
             priced = zip(tokens, costs[kind], strict=True)
             return [cost // parts if length <= longest else None for length, cost in priced]
 
-        every, apart = range(len(receivers)), []
+        numbers, apart = range(len(every)), []
         if len(every) > 1 and max(tokens) <= max(alone):
-            kinds = [kind for kind in every for _ in range(receivers[kind].count)]
+            kinds = [kind for kind in numbers for _ in range(every[kind].count)]
             table = list(zip(*(column(kind, alone[kind], 1) for kind in kinds), strict=True))
-            depths = [len(receivers[kind].scheme.stages) for kind in kinds]
+            depths = [len(every[kind].scheme.stages) for kind in kinds]
             apart = [_Columns(table, kinds, stages) for stages in (depths, [1] * len(kinds))]
-        counts = [each.count for each in receivers]
+        counts = [each.count for each in every]
         if apart and not (self.packers[0].judges and max(counts) > 1):
             return apart, None
-        table = list(zip(*map(column, every, longest, counts), strict=True))
-        return apart, _Columns(table, every, [1] * len(every))
+        table = list(zip(*map(column, numbers, longest, counts), strict=True))
+        return apart, _Columns(table, numbers, [1] * len(numbers))
 
     def _dealt(self, columns: _Columns) -> _Dealt:
         costs, kinds, stages = columns
-        homes = deal_greedily(costs, stages, self.trials)
+        homes = deal_greedily(costs, stages)
         loads = [
             sum(costs[index][column] or 0 for index in own) for column, own in enumerate(homes)
         ]
-        dealt: list[list[int]] = [[] for _ in self.receivers]
+        dealt: list[list[int]] = [[] for _ in self.kinds]
         for kind, own in zip(kinds, homes, strict=True):
             dealt[kind] = sorted(dealt[kind] + own)
         return _Dealt(columns, max(loads), dealt)
@@ -321,12 +317,12 @@ class _Step:
         return _Tried(excess, time_ns, dealing, made)
 
     def _made(self, kind: int, own: Sequence[int]) -> _Planned:
-        receiver, key = self.receivers[kind], (kind, tuple(own))
+        of_kind, key = self.kinds[kind], (kind, tuple(own))
         if not own:
-            return _Planned(0, 0, 0, [ReplicaPlan((), (), ())] * receiver.count)
+            return _Planned(0, 0, 0, [ReplicaPlan((), (), ())] * of_kind.count)
         if key not in self._planned:
-            plans = receiver.plan([self.pieces[index] for index in own], self.packers[kind])
-            scorer = receiver.scorer
+            plans = of_kind.plan([self.pieces[index] for index in own], self.packers[kind])
+            scorer = of_kind.scorer
             time_ns, peak = scorer(plans)
             excess, end_ns = max(peak - scorer.limit, 0), max(scorer.ends(plans))
             self._planned[key] = _Planned(excess, time_ns, end_ns, plans)
@@ -352,13 +348,15 @@ def _corrected(tried: _Tried) -> _Columns:
     return _Columns(scaled, kinds, [1] * len(kinds))
 
 
-def _numbered(plan: ReplicaPlan, numbers: Sequence[int]) -> ReplicaPlan:
-    """The plan of a kind's replica, as one of the strategy's, by the numbers of its pipelines."""
+def renumbered(plan: ReplicaPlan, number: Callable[[int], int]) -> ReplicaPlan:
+    """A plan whose micro-batches name the pipelines that share them by other numbers.
+
+    Args:
+        plan: of one pipeline.
+        number: the new number of a pipeline, from its old one.
+    """
     forward, backward = (
-        tuple(
-            replace(each, replicas=tuple(numbers[own] for own in each.replicas))
-            for each in micro_batches
-        )
+        tuple(replace(each, replicas=tuple(map(number, each.replicas))) for each in micro_batches)
         for _, micro_batches in plan.passes
     )
     return ReplicaPlan(plan.slices, forward, backward)

@@ -32,7 +32,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Integers, Places, Truths
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme, Schemes, schemes_of
-from lightning_wlb.prediction.parameter_traffic import Traffic
+from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.predictor import Predictor
 
 Floats = NDArray[np.float64]
@@ -50,7 +50,7 @@ class Volume(NamedTuple):
     within: Floats
 
 
-def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Traffic]:
+def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, ParameterTraffic]:
     """The traffic of each pipeline of a step.
 
     Args:
@@ -91,7 +91,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Traffic]
     for scheme in schemes:
         of_stages = turns[scheme.first : scheme.ranks.stop : scheme.context * scheme.tensor]
         buckets = tuple((of_stages >= 0).sum(axis=1).tolist())
-        found[scheme] = Traffic(
+        found[scheme] = ParameterTraffic(
             len(buckets),
             buckets,
             tuple(_through(*(each[:n] for each in pulled)) - before for n in buckets),

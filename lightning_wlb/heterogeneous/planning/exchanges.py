@@ -6,10 +6,10 @@ the same order, whatever stages they have and whatever they lack, and the first 
 while later ones are on their way. Gradients go back from the last turn to the first.
 
 *One hop*: whoever holds an element sends it to each rank that needs it. Over several nodes that
-carries an element into a node once for every rank there that needs it. *Two hops* carry it once: the
-ranks with the same number in their nodes, a *rail*, bring what a node needs from the holders on the
-rail to that node's rank on it, over all network adapters at once; then that rank hands it out in
-its node. Between the two an element is in one place of each node, cut at every edge of the needs
+carries an element into a node once for every rank there that needs it. *Two hops* carry it once:
+the ranks with the same number in their nodes, a *rail*, bring what a node needs from the holders on
+the rail to that node's rank on it, over all network adapters at once; then that rank hands it out
+in its node. Between the two an element is in one place of each node, cut at every edge of the needs
 there, so that each of the pieces goes to a rank whole. On two nodes of H100s a step of a 13B model
 that leaves the mesh takes 7 % less with two hops than with one.
 

@@ -1,16 +1,16 @@
-"""A few strategies, of which each step takes the one that is simulated to be fastest.
+"""A few choices of pipelines, of which each step takes the one that is simulated to be fastest.
 
-The mesh's own pipelines are always among them: a step leaves them only where another strategy is
-simulated to be faster by :data:`WORTH_PER_MILLE`, or fits in memory where they do not. So no step
-is predicted to take longer than it would on the mesh. What the change costs is in the account:
-parameters travel to the strategy's pipelines, and gradients back, as :mod:`.exchange_times` has it,
-as far as actions do not hide them.
+The mesh's own pipelines are always among them: a step leaves them only where others are simulated
+to be faster by :data:`WORTH_PER_MILLE`, or fit in memory where they do not. So no step is predicted
+to take longer than it would on the mesh. What the change costs is in the account: parameters are
+exchanged with the step's pipelines, and gradients back, as :mod:`.exchange_times` has it, as far as
+actions do not hide them.
 
-Which pieces are in a step does not depend on the strategy, and which strategy it takes depends on
+Which pieces are in a step does not depend on its pipelines, and which pipelines it takes depends on
 nothing but these pieces. So a run that is resumed with the same pool, on the same mesh, makes the
 same choices, and its state holds nothing of them.
 
-Cost: for each strategy that of :func:`.dealing.arrange`, in every step.
+Cost: that of :func:`.arrange` for each choice, in every step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
+from lightning_wlb.heterogeneous.planning.dealing import Kinds, PipelineKind, arrange, renumbered
 from lightning_wlb.heterogeneous.planning.exchange_times import exchange_traffic
 from lightning_wlb.plan import (
     ActivationCheckpointing,
     Piece,
-    ReplicaPlan,
     Schemes,
-    Shape,
     StepPlan,
     alike,
     schemes_of,
 )
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.plan_scoring import PlanScore
-from lightning_wlb.planning.step_chooser import ChosenStep
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
@@ -42,19 +39,16 @@ from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
 WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
 
-Kinds = Mapping[Shape, Receiver]
-"""What the pipelines of each shape can do."""
-
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Strategies to choose from, beside the mesh's own.
+    """Pipelines to choose from, beside the mesh's own: a :class:`.StepChooser`.
 
     Args:
-        kinds: for each strategy those of its pipelines.
+        kinds: of each choice those of its pipelines.
 
     Raises:
-        ValueError: there is no strategy, or a pipeline of a shape that is not among the kinds.
+        ValueError: there is no choice, or a pipeline of a shape that is not among the kinds.
     """
 
     kinds: Mapping[Schemes, Kinds]
@@ -62,14 +56,14 @@ class Pool:
     def __post_init__(self) -> None:
         if not self.kinds or not all(self.kinds):
             raise ValueError("a pool without a strategy, or one without a pipeline. Give some.")
-        for strategy, kinds in self.kinds.items():
-            for scheme in strategy:
+        for schemes, kinds in self.kinds.items():
+            for scheme in schemes:
                 if scheme.shape not in kinds:
                     raise ValueError(f"a pool without a predictor for the pipeline on {scheme}.")
 
     @staticmethod
     def of(
-        strategies: Sequence[Schemes],
+        choices: Sequence[Schemes],
         base: Predictor,
         activation_checkpointing: ActivationCheckpointing = "auto",
         sharding: str = ADAPTIVE,
@@ -77,68 +71,55 @@ class Pool:
         """The pool of a run.
 
         Args:
-            strategies: of each its pipelines, on consecutive ranks.
-            base: of the run's mesh, where parameters rest.
+            choices: for each its pipelines, on consecutive ranks.
+            base: of the run's mesh, over which parameters are sharded.
             activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
             sharding: of every micro-batch.
 
         Raises:
-            ValueError: there is no strategy, or one is the mesh's, is for other ranks or layers,
+            ValueError: there is no choice, or one is the mesh's, is for other ranks or layers,
                 lies across nodes as no mesh does, or has context ranks over which the sharding
                 cannot spread the model's heads.
         """
         made: dict[Schemes, Kinds] = {}
-        for strategy in strategies:
-            _check(strategy, base)
+        for schemes in choices:
+            _check(schemes, base)
             if sharding == HEADS:
-                _check_heads(strategy, base)
-            traffic = {
-                scheme.shape: each for scheme, each in exchange_traffic(base, strategy).items()
-            }
-            made[strategy] = {
-                shape: Receiver(
-                    scheme,
-                    replace(
-                        base,
-                        latency=replace(
-                            base.latency,
-                            mesh=scheme.mesh(max(base.latency.mesh.devices // scheme.size, 1)),
-                        ),
-                        stages=scheme.layers,
-                        linked=traffic[shape],
-                    ),
-                    activation_checkpointing,
-                    sharding,
-                    len(numbers),
+                _check_heads(schemes, base)
+            traffic = exchange_traffic(base, schemes)
+            kinds: dict[Any, PipelineKind] = {}
+            for shape, numbers in alike(schemes).items():
+                scheme = schemes[numbers[0]]
+                # Shards lie over all ranks: as if all pipelines were like this one.
+                mesh = scheme.mesh(max(base.latency.mesh.devices // scheme.size, 1))
+                predictor = replace(
+                    base,
+                    latency=replace(base.latency, mesh=mesh),
+                    stages=scheme.layers,
+                    linked=traffic[scheme],
                 )
-                for shape, numbers in alike(strategy).items()
-                for scheme in [strategy[numbers[0]]]
-            }
+                given = activation_checkpointing, sharding, len(numbers)
+                kinds[shape] = PipelineKind(scheme, predictor, *given)
+            made[schemes] = kinds
         return Pool(made)
 
-    def only(self, strategies: Sequence[Schemes]) -> Pool:
-        """The pool of some of its strategies."""
-        return Pool({each: self.kinds[each] for each in strategies})
+    def only(self, choices: Sequence[Schemes]) -> Pool:
+        """The pool of some of its choices."""
+        return Pool({each: self.kinds[each] for each in choices})
 
     def arranged(
         self,
         pieces: Sequence[Piece],
         rules: Rules,
         packer: Callable[[Rules], Packer],
-    ) -> dict[Schemes, Arranged]:
-        """A step on each strategy that can hold its longest piece."""
+    ) -> list[PlannedStep]:
+        """A step on each choice that can hold its longest piece."""
         longest, packing = max(piece.tokens for piece in pieces), packer(rules)
-        return {
-            strategy: arrange(pieces, strategy, kinds, rules, packer)
-            for strategy, kinds in self.kinds.items()
+        return [
+            arrange(pieces, schemes, kinds, rules, packer)
+            for schemes, kinds in self.kinds.items()
             if max(each.longest_shared(packing) for each in kinds.values()) >= longest
-        }
-
-    def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
-        """The simulated step of a plan with one of the strategies; ``base`` is of the mesh."""
-        kinds = self.kinds[plan.schemes].items()
-        predictors = {shape: receiver.predictor for shape, receiver in kinds}
-        return predict_elsewhere(plan, predictors, base.latency)
+        ]
 
     def choose(
         self,
@@ -147,54 +128,66 @@ class Pool:
         packer: Callable[[Rules], Packer],
         on_mesh: PlanScore,
         limit: int,
-    ) -> ChosenStep | None:
-        """The strategy of a step; None for the mesh's own.
+    ) -> PlannedStep | None:
+        """The step on other pipelines; None: it stays on the mesh.
 
-        Args:
-            pieces: of the step.
-            rules: of the run.
-            packer: makes the run's packing.
-            on_mesh: the step on the mesh.
-            limit: bytes of a device that may be filled.
+        Arguments are those of :meth:`.StepChooser.choose`.
         """
-        return best_of(self.arranged(pieces, rules, packer), on_mesh, limit)
+        return fastest(self.arranged(pieces, rules, packer), on_mesh, limit)
+
+    def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
+        """The simulated step of a plan with one of the choices; ``base`` is of the mesh.
+
+        Pipelines that are alike may share micro-batches, and are simulated together; those that
+        differ do not wait for each other. The step takes as long as its latest pipeline, the time
+        by which its pipelines were chosen.
+        """
+        peak = 0
+        found: dict[int, tuple[Any, ...]] = {}
+        kinds = self.kinds[plan.schemes]
+        for shape, group in alike(plan.schemes).items():
+            own = [renumbered(plan.replicas[number], group.index) for number in group]
+            step = kinds[shape].predictor.simulate(own)
+            found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
+            peak = max(peak, step.peak_bytes)
+        every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
+        costs, durations, programs, simulations = map(list, every)
+        step = SimulatedReplicas(costs, durations, programs, simulations, peak)
+        return StepPrediction.of(plan, step, base.latency)
 
 
-def best_of(
-    arranged: Mapping[Schemes, Arranged], on_mesh: PlanScore, limit: int
-) -> ChosenStep | None:
-    """The first of the fastest strategies, if it is worth leaving the mesh for.
+def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> PlannedStep | None:
+    """The first of the fastest steps, if it is worth leaving the mesh for.
 
     Args:
-        arranged: the step on each of them.
+        steps: the step on several pipelines.
         on_mesh: the step on the mesh.
         limit: bytes of a device that may be filled.
     """
-    best: ChosenStep | None = None
+    best: PlannedStep | None = None
     least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
-    for strategy, each in arranged.items():
-        if each[:2] < least:
-            least = each[:2]
-            best = ChosenStep(strategy, each.time_ns, each.replicas, each.cap)
+    for each in steps:
+        if (each.excess, each.time_ns) < least:
+            least, best = (each.excess, each.time_ns), each
     return best
 
 
-def _check(strategy: Schemes, base: Predictor) -> None:
-    """Refuse a strategy that cannot be chosen, see :meth:`Pool.of`."""
+def _check(schemes: Schemes, base: Predictor) -> None:
+    """Refuse pipelines that cannot be chosen, see :meth:`Pool.of`."""
     mesh, profile = base.latency.mesh, base.latency.profile
-    ranks = sum(scheme.size for scheme in strategy)
+    ranks = sum(scheme.size for scheme in schemes)
     if ranks != mesh.devices:
         raise ValueError(
             f"a strategy for {ranks} ranks, the mesh has {mesh.devices}. Give each rank a"
             " place in one of its pipelines."
         )
-    if strategy == schemes_of(mesh, base.stages):
+    if schemes == schemes_of(mesh, base.stages):
         raise ValueError(
-            f"a strategy that is the mesh's own, {strategy[0]} and so on, which every step"
+            f"a strategy that is the mesh's own, {schemes[0]} and so on, which every step"
             " may take anyway. Leave it out."
         )
     per_node, layers = profile.devices_per_node, base.latency.shape.layers
-    for scheme in strategy:
+    for scheme in schemes:
         if sum(scheme.stages) != layers:
             raise ValueError(
                 f"the pipeline on {scheme} has {sum(scheme.stages)} layers, the model"
@@ -210,42 +203,7 @@ def _check(strategy: Schemes, base: Predictor) -> None:
             )
 
 
-def _check_heads(strategy: Schemes, base: Predictor) -> None:
-    for scheme in strategy:
+def _check_heads(schemes: Schemes, base: Predictor) -> None:
+    for scheme in schemes:
         for layer in base.latency.shape.kinds if scheme.context > 1 else ():
             check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
-
-
-def predict_elsewhere(
-    plan: StepPlan,
-    predictors: Mapping[Shape, Predictor],
-    latency: LatencyModel,
-) -> StepPrediction:
-    """The simulated step of a plan that has a strategy.
-
-    Args:
-        plan: of the step.
-        predictors: by :attr:`.Scheme.shape`, for every pipeline of the strategy.
-        latency: of the model on the run's mesh.
-    """
-    peak = 0
-    found: dict[int, tuple[Any, ...]] = {}
-    for shape, group in alike(plan.schemes).items():
-        step = predictors[shape].simulate([among(plan.replicas[number], group) for number in group])
-        found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
-        peak = max(peak, step.peak_bytes)
-    every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
-    costs, durations, programs, simulations = map(list, every)
-    step = SimulatedReplicas(costs, durations, programs, simulations, peak)
-    return StepPrediction.of(plan, step, latency)
-
-
-def among(replica: ReplicaPlan, group: Sequence[int]) -> ReplicaPlan:
-    """The plan of one of a group of pipelines, in which they are numbered as in the group."""
-    forward, backward = (
-        tuple(
-            replace(each, replicas=tuple(map(group.index, each.replicas))) for each in micro_batches
-        )
-        for _, micro_batches in replica.passes
-    )
-    return ReplicaPlan(replica.slices, forward, backward)

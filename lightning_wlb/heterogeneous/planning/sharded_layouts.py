@@ -1,9 +1,9 @@
 """Which rank holds which part of each parameter: sharded between steps, and whole in a step.
 
-*Sharded*: between steps parameters and optimizer state are where the run's mesh has them. The stages
-of a pipeline lie on its ranks, weights are split over the tensor axis, and FSDP2 shards each rank's
-part over data × context. Tensor-parallel ranks hold what is not split, a norm, all alike, and a
-tied weight lies on both ends.
+*Sharded*: between steps parameters and optimizer state are where the run's mesh has them. The
+stages of a pipeline lie on its ranks, weights are split over the tensor axis, and FSDP2 shards each
+rank's part over data × context. Tensor-parallel ranks hold what is not split, a norm, all alike,
+and a tied weight lies on both ends.
 
 *In a step* a rank of a pipeline holds its stage whole, or its tensor-parallel part of it.
 
@@ -124,7 +124,7 @@ def cells(boxes: Integers) -> Integers:
 
 def copies(of: Regions) -> Integers:
     """A number for each box, the same for those that are equal: int64 [k]."""
-    rows = np.column_stack([of.parameter, of.box.reshape(len(of.box), -1)])
+    rows = np.column_stack([of.parameter, of.box.reshape(len(of.box), 2 * of.box.shape[1])])
     numbers: Integers = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
     return numbers
 
@@ -218,7 +218,12 @@ class Weights:
         stages = [Places.of(each).stages_with(bucket.layers) for each in (base, schemes)]
         sizes = sorted({scheme.tensor for scheme in (*base[:1], *schemes)})
         dims = tuple(self.split_dim(name, size) for name in bucket.names for size in sizes)
-        return tuple(self.shapes[name] for name in bucket.names), dims, self.trained(bucket), *stages
+        return (
+            tuple(self.shapes[name] for name in bucket.names),
+            dims,
+            self.trained(bucket),
+            *stages,
+        )
 
     def trained(self, bucket: WeightBucket) -> tuple[bool, ...]:
         """Whether each parameter of a bucket gets gradients."""

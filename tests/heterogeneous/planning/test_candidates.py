@@ -9,7 +9,12 @@ import pytest
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.planning.candidates import _all_kinds, _Kinds, estimated, mixtures
+from lightning_wlb.heterogeneous.planning.candidates import (
+    _all_kinds,
+    _Kinds,
+    candidate_schemes,
+    estimated,
+)
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, schemes_of
 from tests.mesh_search.requests import request
@@ -31,7 +36,7 @@ LONG = step(30_000, *range(300, 1100, 100))
 
 @pytest.fixture(scope="module")
 def kinds() -> _Kinds:
-    return _Kinds(ASKED, _all_kinds(ASKED), [])
+    return _Kinds(ASKED, _all_kinds(ASKED))
 
 
 def test_the_estimate_by_hand() -> None:
@@ -63,7 +68,7 @@ def test_neighbours_have_all_ranks(kinds: _Kinds) -> None:
 
 
 def test_short_and_long_steps_want_different_pipelines() -> None:
-    found = mixtures(ASKED, [SHORT, LONG], 6)
+    found = candidate_schemes(ASKED, [SHORT, LONG], 6)
     assert len(found) == len(set(found)) == 6
     for strategy in found:
         assert [scheme.first for scheme in strategy] == [
@@ -79,7 +84,7 @@ def test_short_and_long_steps_want_different_pipelines() -> None:
     assert found[1][0].size > 1
     assert any(len({scheme.shape for scheme in strategy}) > 1 for strategy in found)
     assert any(scheme.tensor > 1 for strategy in found for scheme in strategy)
-    whole = mixtures(replace(ASKED, fixed={"tensor": 1}), [SHORT, LONG], 6, beside=single)
+    whole = candidate_schemes(replace(ASKED, fixed={"tensor": 1}), [SHORT, LONG], 6, beside=single)
     assert single not in whole
     assert {scheme.tensor for strategy in whole for scheme in strategy} == {1}
 
@@ -98,7 +103,7 @@ def test_long_pieces_are_shared_where_that_saves_recomputation(kinds: _Kinds) ->
 
 def test_nothing_is_shared_with_a_packing_that_does_not() -> None:
     apart = replace(ASKED, data=replace(ASKED.data, packing="hydraulis"))
-    kinds = _Kinds(apart, _all_kinds(apart), [])
+    kinds = _Kinds(apart, _all_kinds(apart))
     single = next(kind for kind in kinds.legal if kind.scheme.size == 1)
     full = int(single.longest[-1])
     times, sharers = kinds._together(single, np.array([full + 1, full]))

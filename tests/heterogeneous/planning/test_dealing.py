@@ -13,12 +13,13 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning import dealing as unequal
-from lightning_wlb.heterogeneous.planning.dealing import Arranged, Receiver, arrange
-from lightning_wlb.heterogeneous.planning.pool import predict_elsewhere
+from lightning_wlb.heterogeneous.planning.dealing import PipelineKind, arrange
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.dealing import longest_first
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
@@ -31,16 +32,16 @@ DEEP, FLAT = Scheme(0, (2, 2), context=2), Scheme(4, (4,))
 
 
 @cache
-def receiver(scheme: Scheme, gigabytes: int = 80, count: int = 1) -> Receiver:
+def receiver(scheme: Scheme, gigabytes: int = 80, count: int = 1) -> PipelineKind:
     mesh = Mesh(max(8 // scheme.size, 1), len(scheme.stages), scheme.context, scheme.tensor)
     profile = replace(Profile.load("h100"), memory_bytes=gigabytes << 30)
     predictor = Predictor(LatencyModel(profile, SHAPE, mesh), scheme.layers)
-    return Receiver(scheme, predictor, count=count)
+    return PipelineKind(scheme, predictor, count=count)
 
 
 def arranged(
     own: list[Piece], *strategy: Scheme, gigabytes: int = 80, data: DataSettings = DATA
-) -> Arranged:
+) -> PlannedStep:
     """The valid plan of a step on pipelines with so much memory."""
     kinds = {
         shape: receiver(strategy[numbers[0]], gigabytes, len(numbers))
@@ -51,13 +52,12 @@ def arranged(
         0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, schemes=strategy
     ).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
-    predictors = {shape: each.predictor for shape, each in kinds.items()}
-    predicted = predict_elsewhere(plan, predictors, kinds[strategy[0].shape].predictor.latency)
+    predicted = Pool({strategy: kinds}).predict(plan, kinds[strategy[0].shape].predictor)
     assert (predicted.total_ns, predicted.peak_bytes > 0) == (made.time_ns, True)
     return made
 
 
-def sharers(made: Arranged) -> set[tuple[int, ...]]:
+def sharers(made: PlannedStep) -> set[tuple[int, ...]]:
     return {each.replicas for replica in made.replicas for each in replica.forward}
 
 
@@ -107,13 +107,13 @@ def test_dealing_is_near_the_best_of_all_by_simulation() -> None:
 
 def test_simulated_times_correct_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With costs that are wrong for one pipeline, dealing again makes the step shorter."""
-    true = Receiver.costs
+    true = PipelineKind.costs
 
-    def wrong(self: Receiver, tokens):
+    def wrong(self: PipelineKind, tokens):
         return [cost // (3 if self.scheme == FLAT else 1) for cost in true(self, tokens)]
 
     own = pieces(*[3000] * 6, *[1000] * 8)
-    monkeypatch.setattr(Receiver, "costs", wrong)
+    monkeypatch.setattr(PipelineKind, "costs", wrong)
     corrected = arranged(own, DEEP, FLAT).time_ns
     monkeypatch.setattr(unequal, "DEALT_AGAIN", 0)
     assert arranged(own, DEEP, FLAT).time_ns > 1.1 * corrected
@@ -165,8 +165,8 @@ def test_what_no_pipeline_holds_is_shared_by_some_that_are_alike() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stages of \[4\] layers, not of the pipeline on ranks"):
-        Receiver(DEEP, receiver(FLAT).predictor)
+        PipelineKind(DEEP, receiver(FLAT).predictor)
     with pytest.raises(ValueError, match="document 0 has a piece of 20000 tokens"):
         arranged(pieces(20000), replace(FLAT, first=0), gigabytes=5)
-    with pytest.raises(ValueError, match=r"a receiver of 1 pipelines .* strategy has 2. Give it c"):
+    with pytest.raises(ValueError, match=r"a kind of 1 pipelines .* step has 2 of them. Give it c"):
         arrange(pieces(5), [FLAT] * 2, {FLAT.shape: receiver(FLAT)}, RULES, DATA.packer)

@@ -11,7 +11,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning.exchange_times import exchange_traffic, volume
-from lightning_wlb.heterogeneous.planning.exchanges import Link as Exchanges
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme, schemes_of
@@ -64,9 +64,9 @@ def test_the_busiest_ranks_elements_are_those_of_the_links(mesh, strategy, per_n
     predictor, of_model = base(mesh, per_node), weights()
     own = schemes_of(mesh, predictor.stages)
     found = volume(predictor, strategy, per_node)
-    links = [Exchanges(of_model, own, strategy, rank, per_node) for rank in range(8)]
+    links = [Redistribution(of_model, own, strategy, rank, per_node) for rank in range(8)]
     for hop, given in enumerate((found.between, found.within)[2 - links[0].hops :]):
-        want = np.zeros((links[0].slots, 8, 2))
+        want = np.zeros((links[0].turns, 8, 2))
         for slot, number in np.ndindex(want.shape[:2]):
             exchange = links[number].exchange(slot, hop)
             for way, parts in enumerate((exchange.out, exchange.into)):

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from lightning_wlb.heterogeneous.planning.exchanges import Link, Links
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.plan import Scheme
-from tests.heterogeneous.layouts import Memory, held, links, run, uniform, weights
+from tests.heterogeneous.numpy_exchanges import Memory, held, redistributions, run, uniform, weights
 
 
 def masks(
-    link: Link, *, rest: bool, trained: bool = False
+    own: Redistribution, *, shard: bool, trained: bool = False
 ) -> list[dict[tuple[int, int], np.ndarray]]:
     """Of each rank which elements of each parameter it holds; ``trained``: that gets gradients."""
-    of, units = held(link, rest=rest), link.weights.units
+    of, buckets = held(own, shard=shard), own.weights.buckets
     return [
         {
-            (unit, number): ~np.isnan(value)
-            & (not trained or units[unit].names[number] not in link.weights.frozen)
-            for (unit, number), value in Memory(link, of, rank, 1).values.items()
+            (bucket, number): ~np.isnan(value)
+            & (not trained or buckets[bucket].names[number] not in own.weights.frozen)
+            for (bucket, number), value in Memory(own, of, rank, 1).values.items()
         }
-        for rank in range(len(link._slots))
+        for rank in range(len(own._turns))
     ]
 
 
@@ -31,34 +31,36 @@ def union(of: list[dict[tuple[int, int], np.ndarray]]) -> dict[tuple[int, int], 
 
 
 def received(exchanges, rank: int, per_node: int, *, push: bool) -> int:
-    """Elements that come to a rank from other nodes, in all slots of a hop."""
+    """Elements that come to a rank from other nodes, in all turns of a hop."""
     count = 0
-    for slot in exchanges:
-        into = slot[rank].out if push else slot[rank].into
+    for turn in exchanges:
+        into = turn[rank].out if push else turn[rank].into
         count += into.elements[into.peer // per_node != rank // per_node].sum()
     return int(count)
 
 
-def unequal() -> list[Link]:
-    """Nodes of four ranks; in the second one a layer is used first in other slots by each."""
+def unequal() -> list[Redistribution]:
+    """Nodes of four ranks; in the second one a layer is used first in other turns by each."""
     strategy = (Scheme(0, (1, 2), tensor=2), Scheme(4, (3,), context=2), Scheme(6, (2, 1)))
     base = uniform(8, 3, pipeline=2, context=1, tensor=2)
     model = weights(3, tied=True, frozen=("layers.1", "layers.2.up"))
-    return [Link(model, base, strategy, rank, 4) for rank in range(8)]
+    return [Redistribution(model, base, strategy, rank, 4) for rank in range(8)]
 
 
 @settings(max_examples=6, deadline=None)
 @example(unequal())
-@given(links())
-def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(of_all: list[Link]) -> None:
-    rest, need = (masks(of_all[0], rest=each) for each in (True, False))
+@given(redistributions())
+def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(
+    of_all: list[Redistribution],
+) -> None:
+    rest, need = (masks(of_all[0], shard=each) for each in (True, False))
     values = np.random.default_rng(0)
     true = {key: values.random(mask.shape) for key, mask in rest[0].items()}
-    sources = [Memory(link, None, link.rank, 0) for link in of_all]
+    sources = [Memory(own, None, own.rank, 0) for own in of_all]
     for memory, mask in zip(sources, rest, strict=True):
         for key, own in mask.items():
             memory.values[key][own] = true[key][own]
-    targets = [Memory(link, None, link.rank, 0) for link in of_all]
+    targets = [Memory(own, None, own.rank, 0) for own in of_all]
     done = run(of_all, sources, targets, push=False)
     for memory, mask in zip(targets, need, strict=True):
         for key, own in mask.items():
@@ -74,21 +76,21 @@ def test_parameters_arrive_and_only_what_a_rank_or_node_lacks_travels(of_all: li
 
 @settings(max_examples=6, deadline=None)
 @example(unequal())
-@given(links())
+@given(redistributions())
 def test_gradients_add_up_at_every_copy_and_enter_once_from_each_rank_or_node(
-    of_all: list[Link],
+    of_all: list[Redistribution],
 ) -> None:
     """Frozen parameters have none, and nothing of them travels."""
-    rest, need = (masks(of_all[0], rest=each, trained=True) for each in (True, False))
+    rest, need = (masks(of_all[0], shard=each, trained=True) for each in (True, False))
     values = np.random.default_rng(0)
-    sources = [Memory(link, None, link.rank, 0) for link in of_all]
+    sources = [Memory(own, None, own.rank, 0) for own in of_all]
     true = {key: np.zeros(mask.shape) for key, mask in rest[0].items()}
     for memory, mask in zip(sources, need, strict=True):
         for key, own in mask.items():
             # Whole numbers, so that sums do not depend on their order.
             memory.values[key][own] = values.integers(1, 99, own.shape)[own]
             true[key] += np.where(own, np.nan_to_num(memory.values[key]), 0)
-    targets = [Memory(link, None, link.rank, 0) for link in of_all]
+    targets = [Memory(own, None, own.rank, 0) for own in of_all]
     done = run(of_all, sources, targets, push=True)
     for memory, mask in zip(targets, rest, strict=True):
         for key, own in mask.items():
@@ -113,9 +115,9 @@ def test_two_hops_carry_an_element_into_a_node_once() -> None:
     strategy = uniform(4, 2, pipeline=1, context=2, tensor=1)
     entering = {}
     for per_node in (4, 2):
-        of_all = [Link(model, base, strategy, rank, per_node) for rank in range(4)]
-        sources = [Memory(link, held(link, rest=True), link.rank, 1) for link in of_all]
-        targets = [Memory(link, None, link.rank, 0) for link in of_all]
+        of_all = [Redistribution(model, base, strategy, rank, per_node) for rank in range(4)]
+        sources = [Memory(own, held(own, shard=True), own.rank, 1) for own in of_all]
+        targets = [Memory(own, None, own.rank, 0) for own in of_all]
         done = run(of_all, sources, targets, push=False)
         entering[of_all[0].hops] = sum(received(done[0], r, 2, push=False) for r in range(4))
     total = sum(int(np.prod(shape)) for shape in model.shapes.values())
@@ -123,34 +125,28 @@ def test_two_hops_carry_an_element_into_a_node_once() -> None:
     assert entering == {1: 2 * total, 2: total}
 
 
-def test_a_strategy_is_linked_once_and_that_of_the_mesh_not_at_all() -> None:
-    base = uniform(4, 2, pipeline=2, context=1, tensor=1)
-    of_rank = Links(weights(2), base, 1, 4)
-    assert of_rank.to(uniform(4, 2, pipeline=2, context=1, tensor=1)) is None
-    other = uniform(4, 2, pipeline=1, context=2, tensor=1)
-    assert of_rank.to(other) is of_rank.to(uniform(4, 2, pipeline=1, context=2, tensor=1))
-
-
-def test_units_come_in_the_order_of_use() -> None:
-    """The tied weight last but one where a stage has no embedding; slots are the most units."""
+def test_buckets_come_in_the_order_of_use() -> None:
+    """The tied weight last but one where a stage has no embedding; turns are the most buckets."""
     model = weights(3, tied=True)
-    assert [unit.names[0] for unit in model.units] == [
+    assert [bucket.names[0] for bucket in model.buckets] == [
         "embed.weight", "layers.0.up", "layers.1.up", "layers.2.up", "head.norm",
     ]  # fmt: skip
     strategy = (Scheme(0, (1, 2)), Scheme(2, (3,)))
     base = uniform(3, 3, pipeline=1, context=1, tensor=1)
-    of_all = [Link(model, base, strategy, rank, 3) for rank in range(3)]
-    assert [link.units for link in of_all] == [[0, 1], [2, 0, 3, 4], [0, 1, 2, 3, 4]]
-    assert {link.slots for link in of_all} == {5}
+    of_all = [Redistribution(model, base, strategy, rank, 3) for rank in range(3)]
+    assert [own.buckets for own in of_all] == [[0, 1], [2, 0, 3, 4], [0, 1, 2, 3, 4]]
+    assert {own.turns for own in of_all} == {5}
 
 
 def test_layouts_that_do_not_go_together_are_refused() -> None:
     model, base = weights(2), uniform(4, 2, 1, 1, 1)
-    with pytest.raises(ValueError, match="rest on 4 ranks, 4 of a node, and the strategy has 2"):
-        Link(model, base, uniform(2, 2, 1, 1, 1), 0, 4)
-    with pytest.raises(ValueError, match="rest on 4 ranks, 3 of a node"):
-        Link(model, base, uniform(4, 2, 2, 1, 1), 0, 3)
+    with pytest.raises(
+        ValueError, match=r"sharded over 4 ranks, 4 of a node, and the pipelines of the step have 2"
+    ):
+        Redistribution(model, base, uniform(2, 2, 1, 1, 1), 0, 4)
+    with pytest.raises(ValueError, match="sharded over 4 ranks, 3 of a node"):
+        Redistribution(model, base, uniform(4, 2, 2, 1, 1), 0, 3)
     with pytest.raises(ValueError, match="has 3 layers, the model 2"):
-        Link(model, base, uniform(4, 3, 1, 1, 1), 0, 4)
+        Redistribution(model, base, uniform(4, 3, 1, 1, 1), 0, 4)
     with pytest.raises(ValueError, match="how tensor=3 ranks split"):
-        Link(model, uniform(3, 2, 1, 1, 1), uniform(3, 2, 1, 1, 3), 0, 3).exchange(0, 0)
+        Redistribution(model, uniform(3, 2, 1, 1, 1), uniform(3, 2, 1, 1, 3), 0, 3).exchange(0, 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.planning.pool import Pool, predict_elsewhere
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning import DataSettings, Planner
@@ -87,7 +87,7 @@ def test_what_parameters_take_to_travel_decides() -> None:
     for changes in ({}, {"links": slow}):
         predictor = base(**changes)
         rules = planner().rules
-        (made,) = Pool.of([ALONE], predictor).arranged(pieces, rules, DATA.packer).values()
+        (made,) = Pool.of([ALONE], predictor).arranged(pieces, rules, DATA.packer)
         times.append(made.time_ns)
     total = ParameterTraffic.of(base().latency, base().memory)
     assert total.gather == (0,)
@@ -129,8 +129,7 @@ def test_no_step_is_predicted_to_lose(mesh, strategies, gigabytes, lengths, pack
     if not plan.schemes:
         assert plan.digest == plain.digest
         return
-    kinds = {shape: each.predictor for shape, each in pool.kinds[plan.schemes].items()}
-    found, on_mesh = predict_elsewhere(plan, kinds, predictor.latency), scorer(plain.replicas)
+    found, on_mesh = pool.predict(plan, predictor), scorer(plain.replicas)
     over, before = (max(peak - scorer.limit, 0) for peak in (found.peak_bytes, on_mesh.peak))
     assert over <= before
     assert over < before or found.total_ns <= 0.995 * on_mesh.time

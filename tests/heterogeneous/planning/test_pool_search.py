@@ -11,13 +11,13 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning import pool_search as dynamic
-from lightning_wlb.heterogeneous.planning.dealing import Arranged
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import PoolChoice, choose_pool, described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Scheme, Schemes
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release, plan_steps
+from lightning_wlb.planning.step_chooser import PlannedStep
 from tests.mesh_search.requests import request
 
 MIXED = np.where(np.arange(1200) % 200 == 7, 30_000, 300 + 7 * np.arange(1200) % 900)
@@ -37,16 +37,16 @@ def of(*sizes: int) -> Schemes:
     return tuple(Scheme(first, (4,), tensor=n) for first, n in zip(firsts, sizes, strict=False))
 
 
-def step(on_mesh: int, times: dict[Schemes, int], excess: int = 0) -> dynamic._Step:
-    made = {each: Arranged(excess, time, (), 0) for each, time in times.items()}
-    return dynamic._Step(PlanScore(on_mesh, 10), made)
+def step(on_mesh: int, times: dict[Schemes, int], excess: int = 0) -> dynamic._SampledStep:
+    made = [PlannedStep(each, excess, time, (), 0) for each, time in times.items()]
+    return dynamic._SampledStep(PlanScore(on_mesh, 10), made)
 
 
 def test_what_is_promised_is_what_the_planner_plans() -> None:
     profile = Profile.load("h100")
     given = asked(profile=replace(profile, memory_bytes=8 << 30))  # no long document on one device
     choice = choose_pool(given, MESH)
-    assert choice.strategies
+    assert choice.schemes
     assert choice.gain > dynamic.WORTH
     assert len(choice.chosen) > 1  # steps differ in what suits them
     assert all(choice.chosen)
@@ -60,26 +60,27 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
         )  # fmt: skip
         return plan_steps(planner, 6)[3:], planner
 
-    pool = Pool.of(choice.strategies, base)
+    pool = Pool.of(choice.schemes, base)
     on_mesh, planner = plans(None)
     chosen, _ = plans(pool)
     total = 0
     for plain, plan in zip(on_mesh, chosen, strict=True):
         arranged = pool.arranged(plan.pieces, planner.rules, given.data.packer)
-        on, off = scorer(plain.replicas).time, arranged.get(plan.schemes)
+        own = {each.schemes: each for each in arranged}
+        on, off = scorer(plain.replicas).time, own.get(plan.schemes)
         total += off.time_ns if off else on
         assert plan.schemes or plan.digest == plain.digest
         assert off is None or off.time_ns < on
     assert (choice.steps, choice.pool_ns) == (3, total)
     assert choice.mesh_ns == sum(scorer(plan.replicas).time for plan in on_mesh)
     strategies = [plan.schemes for plan in chosen]
-    assert choice.chosen == tuple(map(strategies.count, choice.strategies))
+    assert choice.chosen == tuple(map(strategies.count, choice.schemes))
     assert choice == choose_pool(given, MESH)
 
 
 def test_documents_that_are_alike_stay_on_a_good_mesh() -> None:
     choice = choose_pool(replace(asked(), lengths=np.full(400, 1024)), Mesh(4))
-    assert choice.strategies == ()
+    assert choice.schemes == ()
     assert 1 <= choice.gain <= dynamic.WORTH
     assert choice.lines[0].startswith("Dynamic strategies are not for you: simulated, 3 steps")
 
@@ -118,7 +119,7 @@ CHOICE = PoolChoice(
 
 
 def test_a_choice_is_kept_as_text() -> None:
-    staged = replace(CHOICE, strategies=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
+    staged = replace(CHOICE, schemes=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
     for choice in (CHOICE, staged):
         assert PoolChoice.from_json(choice.to_json()) == choice
     for text in ("", "[]", CHOICE.to_json().replace('"first": 2', '"first": -2'), "{}"):
@@ -137,7 +138,7 @@ def test_the_figure_is_said_either_way() -> None:
     ]
     every = replace(choice, chosen=(0, 4))
     assert every.lines[-1] == "  All of them do, so rather take the mesh 4,1,1,1."
-    small = replace(choice, strategies=(), pool_ns=4_950_000)
+    small = replace(choice, schemes=(), pool_ns=4_950_000)
     assert small.lines == [
         "Dynamic strategies are not for you: simulated, 4 steps take 5.0 ms on the mesh 2,1,1,2,"
         " and 5.0 ms where each may leave it for the best 2 of 7 other strategies: 1.0% faster, and"

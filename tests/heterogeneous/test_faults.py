@@ -30,7 +30,7 @@ from lightning_wlb.supervision.progress import PROGRESS, RUNNING
 from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained, note
 from tests.device import BACKEND
-from tests.heterogeneous.elsewhere import ON_THREE, PROFILE, take_in_turn
+from tests.heterogeneous.fixed_choices import ON_THREE, PROFILE, take_in_turn
 from tests.prediction.test_predictor import plan_of
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, config, data, trainer

@@ -18,7 +18,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import Timing
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.heterogeneous.elsewhere import ON_THREE, PROFILE, take_in_turn
+from tests.heterogeneous.fixed_choices import ON_THREE, PROFILE, take_in_turn
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, data, module, trainer
 

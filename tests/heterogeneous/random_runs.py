@@ -8,7 +8,7 @@ any shardings, recomputing, with nothing to do, or sharing micro-batches with ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_wlb.data.batch import make_step_batch
+from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
-from lightning_wlb.heterogeneous.pipelines import Settings
-from lightning_wlb.heterogeneous.planning.exchanges import Links
-from lightning_wlb.heterogeneous.setup import Elsewhere
-from lightning_wlb.heterogeneous.transfer import travel_groups, weights_of
+from lightning_wlb.heterogeneous.pipelines import StageSettings
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
+from lightning_wlb.heterogeneous.running_exchange import exchange_groups
+from lightning_wlb.heterogeneous.setup import HeterogeneousPipelines, weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
@@ -37,7 +37,6 @@ from lightning_wlb.plan import (
     Slice,
     StepPlan,
     alike,
-    rank_in,
     schemes_of,
 )
 from lightning_wlb.planning.replica_plans import replica_plan
@@ -63,12 +62,12 @@ class Run:
 
     Attributes:
         config: of the model.
-        mesh: on which parameters rest.
+        mesh: over which parameters are sharded.
         stages: of the mesh.
         per_node: ranks of a node.
         lengths: of all documents.
         plans: of the steps.
-        frozen: of how many layers, with the embedding, no parameter is trained; -1: all are.
+        frozen: how the names of parameters begin that are not trained.
     """
 
     config: TransformerConfig
@@ -77,19 +76,18 @@ class Run:
     per_node: int
     lengths: tuple[int, ...]
     plans: tuple[StepPlan, ...]
-    frozen: int
+    frozen: tuple[str, ...] = ()
 
     def model(self) -> Transformer:
         """Whole, without memory under the meta device."""
         model = Transformer(self.config)
-        frozen = ("embed.", *(f"layers.{number}." for number in range(self.frozen)))
-        for name, parameter in model.named_parameters() if self.frozen >= 0 else ():
-            parameter.requires_grad_(not name.startswith(frozen))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(self.frozen))
         return model
 
     @property
     def of_mesh(self) -> Schemes:
-        """The mesh as a strategy."""
+        """The mesh as schemes."""
         return schemes_of(self.mesh, self.stages)
 
     @property
@@ -148,7 +146,9 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
         made = own if on_mesh else tuple(strategy)
         plan = _plan(draw, step, made, lengths)
         plans.append(replace(plan, schemes=() if on_mesh else made).validate())
-    frozen = draw.randrange(config.layers) if seed % 3 == 0 else -1
+    frozen: tuple[str, ...] = ()
+    if seed % 3 == 0:
+        frozen = ("embed.", *(f"layers.{layer}." for layer in range(draw.randrange(config.layers))))
     return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans), frozen)
 
 
@@ -229,7 +229,7 @@ def _packs(draw: Random, own: Sequence[int], lengths: Sequence[int]) -> list[lis
 
 
 def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, list[Tie]]:
-    """A rank's, on the mesh and elsewhere; parameters rest in float64 or float32."""
+    """A rank's, on the mesh and on other pipelines; shards are in float64 or float32."""
 
     def build() -> Transformer:
         with torch.device("meta"):
@@ -253,24 +253,34 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
     )
     pipeline = PipelineRank(rank, run.stages, "1f1b", groups.channels, run.config.dim, dtype, CPU)
     made = Executor(model, pipeline, groups, gathering)
-    links = Links(weights, run.of_mesh, number, run.per_node)
-    travelling = travel_groups(number, run.mesh.devices, run.per_node, None)
-    settings = Settings(build, run.config.dim, "1f1b", dtype, wide, CPU)
-    made.heterogeneous = Elsewhere(model, links, travelling, settings)
+    own = {"rank": number, "per_node": run.per_node}
+    redistribute = partial(Redistribution, weights, run.of_mesh, **own)
+    exchanging = exchange_groups(number, run.mesh.devices, run.per_node, None)
+    settings = StageSettings(build, run.config.dim, "1f1b", dtype, wide, CPU)
+    made.heterogeneous = HeterogeneousPipelines(model, redistribute, exchanging, settings)
     return made, ties
 
 
-def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """All steps of a rank: losses, gradients, and parameters after clipped AdamW."""
+def train(
+    number: int,
+    run: Run,
+    dtype: torch.dtype = torch.float64,
+    after: Callable[[int, Executor, StepBatch], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """All steps of a rank: losses, gradients, and parameters after clipped AdamW.
+
+    ``after`` is called behind each step, with its number.
+    """
     runner, ties = executor_of(run, number, dtype)
     model, rank, store = runner.model, run.mesh.coordinate(number), run.store
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tied = model.tied
     copies = [p for n, p in model.named_parameters() if n in tied] if ties else []
     losses, gradients = [], []
-    for plan in run.plans:
-        here = rank_in(plan.schemes, number) if plan.schemes else rank
-        batch = make_step_batch(plan, store, here, {}, 0, False, run.config.sliding_window)
+    for step, plan in enumerate(run.plans):
+        batch = make_step_batch(
+            plan, store, plan.place(rank), {}, 0, False, run.config.sliding_window
+        )
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
         if not runner.left_mesh and ties and rank.first_stage != rank.last_stage:
@@ -283,6 +293,7 @@ def train(number: int, run: Run, dtype: torch.dtype = torch.float64) -> dict[str
         norm = gradient_norm(model.parameters(), CPU, copies)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
+        after(step, runner, batch)
     parameters = {name: whole(p) for name, p in model.named_parameters()}
     return {"losses": losses, "gradients": gradients, "parameters": parameters}
 

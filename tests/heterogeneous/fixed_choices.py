@@ -9,7 +9,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous.planning.dealing import arrange
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.plan import Scheme, Schemes
-from lightning_wlb.planning.step_chooser import ChosenStep
+from lightning_wlb.planning.step_chooser import PlannedStep
 
 ON_THREE: tuple[Schemes, ...] = (
     (Scheme(0, (2,), context=2), Scheme(2, (2,))),
@@ -30,13 +30,13 @@ def take_in_turn(turns: Sequence[Schemes]) -> list[int]:
     """
     times: list[int] = []
 
-    def choose(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
+    def choose(self: Pool, pieces, rules, packer, on_mesh, limit) -> PlannedStep | None:
         strategy = turns[pieces[0].arrival % len(turns)]
         if not strategy:
             return None
         made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
         times.append(made.time_ns)
-        return ChosenStep(strategy, *made[1:])
+        return made
 
     Pool.choose = choose  # type: ignore[method-assign]
     return times

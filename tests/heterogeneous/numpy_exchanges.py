@@ -1,4 +1,4 @@
-"""Random models and layouts, and links carried out in numpy, all ranks in one process."""
+"""Random models and layouts, and redistributions carried out in numpy, all ranks in one process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from lightning_wlb.heterogeneous.planning.exchanges import Exchange, Link, Parts
-from lightning_wlb.heterogeneous.planning.sharded_layouts import Regions, Weights, at_rest, in_step
+from lightning_wlb.heterogeneous.planning.exchanges import Pieces, Redistribution, TurnExchange
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Regions, Weights, in_step, sharded
 from lightning_wlb.plan import Scheme, Schemes
 
-Key = tuple[int, int]  # unit, parameter
+Key = tuple[int, int]  # bucket, parameter
 
 
 def weights(
@@ -52,8 +52,8 @@ def uniform(ranks: int, layers: int, pipeline: int, context: int, tensor: int) -
 
 
 @st.composite
-def links(draw: st.DrawFn) -> list[Link]:
-    """The links of all ranks between two random layouts of a random model."""
+def redistributions(draw: st.DrawFn) -> list[Redistribution]:
+    """Those of all ranks between two random layouts of a random model."""
     layers = draw(st.integers(1, 4))
     frozen = draw(st.sampled_from(((), ("embed", "layers.0.up"), ("layers.0", "head"))))
     model = weights(layers, draw(st.booleans()), draw(st.sampled_from((4, 8, 12))), frozen)
@@ -70,48 +70,50 @@ def links(draw: st.DrawFn) -> list[Link]:
             strategy.append(scheme)
             first = scheme.ranks.stop
     strategy += [Scheme(rank, (layers,)) for rank in range(first, ranks)]
-    return [Link(model, base, tuple(strategy), rank, per_node) for rank in range(ranks)]
+    return [Redistribution(model, base, tuple(strategy), rank, per_node) for rank in range(ranks)]
 
 
-def held(link: Link, *, rest: bool) -> dict[int, Regions]:
-    """Who holds what of every unit, all ranks."""
-    layout, strategy = (at_rest, link.base) if rest else (in_step, link.strategy)
+def held(own: Redistribution, *, shard: bool) -> dict[int, Regions]:
+    """Who holds what of every bucket, all ranks."""
+    layout, strategy = (sharded, own.base) if shard else (in_step, own.schemes)
     return {
-        number: layout(link.weights, unit, strategy)
-        for number, unit in enumerate(link.weights.units)
+        number: layout(own.weights, bucket, strategy)
+        for number, bucket in enumerate(own.weights.buckets)
     }
 
 
 class Memory:
     """What one rank holds: whole arrays that are NaN where it holds nothing."""
 
-    def __init__(self, link: Link, of: dict[int, Regions] | None, rank: int, fill: float) -> None:
+    def __init__(
+        self, own: Redistribution, of: dict[int, Regions] | None, rank: int, fill: float
+    ) -> None:
         self.values: dict[Key, np.ndarray] = {}
-        for number, unit in enumerate(link.weights.units):
-            for parameter, name in enumerate(unit.names):
-                self.values[number, parameter] = np.full(link.weights.shapes[name], np.nan)
-        for unit, regions in (of or {}).items():
+        for number, bucket in enumerate(own.weights.buckets):
+            for parameter, name in enumerate(bucket.names):
+                self.values[number, parameter] = np.full(own.weights.shapes[name], np.nan)
+        for bucket, regions in (of or {}).items():
             for box, parameter in zip(*self._own(regions, rank), strict=True):
-                self.at(unit, parameter, box)[...] = fill
+                self.at(bucket, parameter, box)[...] = fill
 
     @staticmethod
     def _own(regions: Regions, rank: int) -> tuple[np.ndarray, np.ndarray]:
         mine = regions.rank == rank
         return regions.box[mine], regions.parameter[mine]
 
-    def at(self, unit: int, parameter: int, box: np.ndarray) -> np.ndarray:
-        whole = self.values[int(unit), int(parameter)]
+    def at(self, bucket: int, parameter: int, box: np.ndarray) -> np.ndarray:
+        whole = self.values[int(bucket), int(parameter)]
         return whole[tuple(slice(*ends) for ends in box[: whole.ndim])]
 
-    def read(self, parts: Parts) -> list[np.ndarray]:
+    def read(self, parts: Pieces) -> list[np.ndarray]:
         return [
-            self.at(unit, parameter, box).copy()
-            for unit, parameter, box in zip(parts.unit, parts.parameter, parts.box, strict=True)
+            self.at(bucket, parameter, box).copy()
+            for bucket, parameter, box in zip(parts.bucket, parts.parameter, parts.box, strict=True)
         ]
 
 
 def carry(
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[TurnExchange],
     sources: Sequence[Memory],
     targets: Sequence[Memory],
     *,
@@ -130,7 +132,7 @@ def carry(
         into = exchange.out if push else exchange.into
         for number, peer in enumerate(into.peer.tolist()):
             value = sent[peer, rank].pop(0)
-            place = targets[rank].at(into.unit[number], into.parameter[number], into.box[number])
+            place = targets[rank].at(into.bucket[number], into.parameter[number], into.box[number])
             assert place.shape == value.shape
             if push:
                 np.copyto(place, np.nan_to_num(place) + value)
@@ -140,15 +142,21 @@ def carry(
     assert not any(sent.values()), "a message that nobody receives"
 
 
-def run(links: Sequence[Link], sources: Sequence[Memory], targets: Sequence[Memory], *, push: bool):
-    """All slots, in order; gradients in the reverse order. Returns the exchanges of each hop."""
-    slots = range(links[0].slots)
-    middle = [Memory(link, None, link.rank, 0) for link in links]
-    done: list[list[list[Exchange]]] = [[] for _ in range(links[0].hops)]
-    for slot in reversed(slots) if push else slots:
-        hops = list(range(links[0].hops))
+def run(
+    redistributions: Sequence[Redistribution],
+    sources: Sequence[Memory],
+    targets: Sequence[Memory],
+    *,
+    push: bool,
+):
+    """All turns, in order; gradients in the reverse order. Returns the exchanges of each hop."""
+    turns = range(redistributions[0].turns)
+    middle = [Memory(own, None, own.rank, 0) for own in redistributions]
+    done: list[list[list[TurnExchange]]] = [[] for _ in range(redistributions[0].hops)]
+    for turn in reversed(turns) if push else turns:
+        hops = list(range(redistributions[0].hops))
         for hop in reversed(hops) if push else hops:
-            exchanges = [link.exchange(slot, hop, push=push) for link in links]
+            exchanges = [own.exchange(turn, hop, push=push) for own in redistributions]
             ends = [sources, *[middle] * (len(hops) - 1), targets]
             # Parameters go from hop to hop + 1; gradients, given first, the other way.
             first, second = (hop + 1, hop) if push else (hop, hop + 1)

@@ -24,7 +24,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.planning.step_chooser import ChosenStep
+from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.strategy import profile_choice
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -35,13 +35,13 @@ APART, STAGES = (Scheme(0, (2,)), Scheme(1, (2,))), (Scheme(0, (1, 1)),)
 MEASURED = replace(Profile.load("cpu"), name="of here", kernel="cpu", dtype="float64")
 
 
-def by_pieces(self: Pool, pieces, rules, packer, on_mesh, limit) -> ChosenStep | None:
+def by_pieces(self: Pool, pieces, rules, packer, on_mesh, limit) -> PlannedStep | None:
     """The mesh or one of two strategies: the same again for the same pieces."""
     strategy = [*self.kinds, None][sum(piece.document for piece in pieces) % 3]
     if strategy is None:
         return None
     made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
-    return ChosenStep(strategy, *made[1:])
+    return made
 
 
 def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:

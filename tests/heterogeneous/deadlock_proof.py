@@ -1,14 +1,14 @@
 """All that the ranks of a step on pipelines of its own wait for, to be proven free of deadlock.
 
 Beside the messages of each pipeline there are what travels before and after: parameters are pulled
-and gradients pushed in slots, each a collective of all ranks, or over several nodes one of a rail
+and gradients pushed in turns, each a collective of all ranks, or over several nodes one of a rail
 and one of a node, which a second thread of each rank posts when the first one has ended. A forward
-waits for the slots of its stage; the last backward posts gradients as soon as they are complete.
+waits for the turns of its stage; the last backward posts gradients as soon as they are complete.
 And attention and tensor parallelism exchange in every unit of an action. All of it is listed here
 thread by thread, as ``heterogeneous/parameters.py`` and ``heterogeneous/transfer.py`` do it, for
 :func:`~tests.schedule.rendezvous.run_to_the_end`. Which it is that travels does not matter.
 
-Cost: as many steps as ranks · slots, and as actions · units.
+Cost: as many steps as ranks · turns, and as actions · buckets.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from tests.schedule.rendezvous import Post, Thread, Wait
 
 
 @dataclass(frozen=True)
-class Travel:
-    """What travels to a step's pipelines and back.
+class Exchanged:
+    """The parameters and gradients of a step.
 
     Args:
-        units: of each rank, how many it uses; they come in so many slots.
+        buckets: of each rank, how many it uses; they come in so many turns.
         per_node: ranks of a node.
     """
 
-    units: Sequence[int]
+    buckets: Sequence[int]
     per_node: int
 
     @property
     def hops(self) -> int:
         """Two where there are several nodes of several ranks, else one."""
-        return 2 if 1 < self.per_node < len(self.units) else 1
+        return 2 if 1 < self.per_node < len(self.buckets) else 1
 
     @property
-    def slots(self) -> range:
-        """Numbers of the slots."""
-        return range(max(self.units))
+    def turns(self) -> range:
+        """Numbers of the turns."""
+        return range(max(self.buckets))
 
-    def post(self, rank: int, what: str, hop: int, slot: int) -> Post:
+    def post(self, rank: int, what: str, hop: int, turn: int) -> Post:
         """A rank's part in one collective; ``what``: ``"pull"`` or ``"push"``."""
-        ranks = len(self.units)
+        ranks = len(self.buckets)
         if self.hops == 1:
-            return Post("all", (what, slot), ranks)
+            return Post("all", (what, turn), ranks)
         node, place = divmod(rank, self.per_node)
         if hop == 0:
-            return Post("rail", (what, slot, "rail", place), ranks // self.per_node)
-        return Post("node", (what, slot, "node", node), self.per_node)
+            return Post("rail", (what, turn, "rail", place), ranks // self.per_node)
+        return Post("node", (what, turn, "node", node), self.per_node)
 
 
-def threads_elsewhere(
+def threads_of_step(
     strategy: Sequence[Scheme],
     programs: Sequence[Sequence[Sequence[Action]]],
-    travel: Travel,
+    exchanged: Exchanged,
     shared: Callable[[int, Action], Hashable] | None = None,
 ) -> list[Thread]:
     """What each rank does in a step: its own thread, and its relay's over two hops.
@@ -67,12 +67,12 @@ def threads_elsewhere(
     Args:
         strategy: of the step, on all ranks.
         programs: of each pipeline one for each stage.
-        travel: between rest and the step.
+        exchanged: between shards and the step.
         shared: the actions that pipelines run together, see
             :func:`~lightning_wlb.schedule.programs.meetings_of`.
     """
     made = [
-        _OfRank(rank, number, scheme, programs[number], travel, shared)
+        _OfRank(rank, number, scheme, programs[number], exchanged, shared)
         for number, scheme in enumerate(strategy)
         for rank in scheme.ranks
     ]
@@ -99,16 +99,16 @@ class _OfRank:
     pipeline: int
     scheme: Scheme
     programs: Sequence[Sequence[Action]]
-    travel: Travel
+    exchanged: Exchanged
     shared: Callable[[int, Action], Hashable] | None
     steps: list[Post | Wait] = field(default_factory=list)
     relayed: list[Post | Wait] = field(default_factory=list)
     exchanges: set[Hashable] = field(default_factory=set)  # of attention, in its actions
 
     def __post_init__(self) -> None:
-        self._unpushed = list(self.travel.slots)
-        for slot in self.travel.slots:
-            self._post("pull", 0, slot)
+        self._unpushed = list(self.exchanged.turns)
+        for turn in self.exchanged.turns:
+            self._post("pull", 0, turn)
         stage, _, _ = self.scheme.place(self.rank)
         program = self.programs[stage]
         backwards = [action for action in program if action.kind == BACKWARD]
@@ -124,46 +124,47 @@ class _OfRank:
             self.steps += self._messages(False, action)
         sends = (each for action in program for each in self._messages(False, action))
         self.steps += [Wait(send.name) for send in sends]
-        self.steps += [self._arrives(slot) for slot in self.travel.slots]
+        self.steps += [self._arrives(turn) for turn in self.exchanged.turns]
         if self._unpushed:
             self._settle()
             self._push(0)
-        self.steps += [Post("loss", "loss", len(self.travel.units)), Wait("loss")]
+        self.steps += [Post("loss", "loss", len(self.exchanged.buckets)), Wait("loss")]
         self.steps += [
-            Wait(self.travel.post(self.rank, "push", 0, slot).name) for slot in self.travel.slots
+            Wait(self.exchanged.post(self.rank, "push", 0, turn).name)
+            for turn in self.exchanged.turns
         ]
 
     def _forward(self, action: Action) -> None:
-        for unit in range(self.travel.units[self.rank]):
+        for unit in range(self.exchanged.buckets[self.rank]):
             self.steps.append(self._arrives(unit))
             self.steps += self._exchanges(action, unit)
 
     def _backward(self, action: Action, *, pushes: bool) -> None:
-        for unit in reversed(range(self.travel.units[self.rank])):
+        for unit in reversed(range(self.exchanged.buckets[self.rank])):
             self.steps += self._exchanges(action, unit)
             if pushes:
                 self._push(unit)
 
-    def _arrives(self, slot: int) -> Wait:
-        return Wait(self.travel.post(self.rank, "pull", self.travel.hops - 1, slot).name)
+    def _arrives(self, turn: int) -> Wait:
+        return Wait(self.exchanged.post(self.rank, "pull", self.exchanged.hops - 1, turn).name)
 
     def _settle(self) -> None:
         """Wait until the relay has posted all that is pulled."""
-        if self.travel.hops == 2:
-            last = self.travel.post(self.rank, "pull", 1, self.travel.slots[-1])
+        if self.exchanged.hops == 2:
+            last = self.exchanged.post(self.rank, "pull", 1, self.exchanged.turns[-1])
             self.steps.append(Wait(last.name, posted=True))
 
-    def _push(self, slot: int) -> None:
-        """Post the gradients of all slots from this one on that have not been posted."""
-        while self._unpushed and self._unpushed[-1] >= slot:
-            self._post("push", self.travel.hops - 1, self._unpushed.pop())
+    def _push(self, turn: int) -> None:
+        """Post the gradients of all turns from this one on that have not been posted."""
+        while self._unpushed and self._unpushed[-1] >= turn:
+            self._post("push", self.exchanged.hops - 1, self._unpushed.pop())
 
-    def _post(self, what: str, hop: int, slot: int) -> None:
-        """Post the first of a slot's collectives, and let the relay post the other one."""
-        post = self.travel.post(self.rank, what, hop, slot)
+    def _post(self, what: str, hop: int, turn: int) -> None:
+        """Post the first of a turn's collectives, and let the relay post the other one."""
+        post = self.exchanged.post(self.rank, what, hop, turn)
         self.steps.append(post)
-        if self.travel.hops == 2:
-            self.relayed += [Wait(post.name), self.travel.post(self.rank, what, 1 - hop, slot)]
+        if self.exchanged.hops == 2:
+            self.relayed += [Wait(post.name), self.exchanged.post(self.rank, what, 1 - hop, turn)]
 
     def _messages(self, receives: bool, action: Action) -> list[Post | Wait]:
         scheme = self.scheme

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.heterogeneous.planning.hydraulis_proposal import (
+from benchmarks.hydraulis_proposal import (
     _whole,
     propose,
     proposed_meshes,
     proposed_strategies,
 )
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
