@@ -38,7 +38,7 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
     assert documents({"path": corpus, "vocab_size": 7}, empty="drop").vocab_size == 7
     stdlib = documents("stdlib", unit="file")
     assert isinstance(stdlib, StdlibDocuments)
-    assert stdlib.unit == "file"
+    assert "unit='file'" in stdlib.name
 
 
 @pytest.mark.parametrize(
