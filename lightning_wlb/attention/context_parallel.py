@@ -63,7 +63,7 @@ def context_parallel_attention(
 
     Args:
         queries: gives [rows, heads, head_dim], this rank's rows, padding included. It is called
-            once, while keys and values travel: what it computes hides the exchange, and its
+            once, while keys and values are exchanged: what it computes hides the exchange, and its
             backward hides that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
@@ -123,7 +123,7 @@ def _check(rows: int, name: str, metadata: AttentionMetadata) -> None:
 
 
 class _Exchange:
-    """Keys and values on their way between the ranks, and in backward their gradients.
+    """One exchange of keys and values between the ranks, or in backward of their gradients.
 
     Collective: every rank of the group sends, then receives.
     """
@@ -136,7 +136,7 @@ class _Exchange:
         self._work: dist.Work | None = None
 
     def send(self, k: Tensor, v: Tensor) -> None:
-        """Post [rows, kv_heads, head_dim] of this rank; returns before they have travelled.
+        """Post [rows, kv_heads, head_dim] of this rank; returns before they have arrived.
 
         Does nothing if they are on their way already.
         """
@@ -199,7 +199,7 @@ class _Exchange:
 
     @property
     def _arriving(self) -> int:
-        """Rows that arrive from the group, own ones of an all-gather included."""
+        """Number of rows that arrive from the group, own ones of an all-gather included."""
         gathered = self.metadata.gathered
         return dist.get_world_size(self.group) * gathered + sum(self.metadata.receive_counts)
 

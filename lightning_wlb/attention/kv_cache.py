@@ -1,4 +1,4 @@
-"""Keys and values of earlier slices, and the gradients that come back to them.
+"""The cache of earlier slices' keys and values, and of the gradients that later slices leave.
 
 The forward of a slice reads the keys and values that the earlier slices of its piece left here,
 each on the ranks that computed them. Its backward runs before theirs (a plan lists backward in
@@ -24,7 +24,7 @@ from lightning_wlb.sharding.sliced_indices import Run
 
 @dataclass
 class _Entry:
-    """Keys and values of one layer and micro-batch, and the gradients that have come back."""
+    """Keys and values of one layer and micro-batch, and the gradients that others have left."""
 
     keys: Tensor
     values: Tensor
@@ -49,7 +49,7 @@ class KeyValueCache:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients that have come back so far, of every entry."""
+        """The gradients that later slices have left so far, of every entry."""
         return [each for entry in self._entries.values() for each in entry.gradients or ()]
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
@@ -74,7 +74,7 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Gradients of keys and of values that have come back; None if none has, or none can."""
+        """Gradients of keys and of values that later slices have left; None if there are none."""
         entry = self._entries.get((layer, micro_batch))
         return None if entry is None else entry.gradients
 

@@ -1,8 +1,8 @@
-"""What attention needs to know of the rows of a micro-batch: which keys they see, and where.
+"""Which keys the rows of a micro-batch see, and where these keys are: what attention goes by.
 
-The data loader makes it by index arithmetic (:mod:`lightning_wlb.sharding`), and it moves to the
-device with the batch. Nobody changes it: a layer or a step's cache of keys gets a copy with its own
-fields.
+The data loader makes the metadata by index arithmetic (:mod:`lightning_wlb.sharding`), and it moves
+to the device with the batch. It is never changed: a layer, or a step with its cache of keys, gets a
+copy with its own fields.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SliceMetadata:
 
     @staticmethod
     def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:
-        """What the index arithmetic says of one micro-batch."""
+        """The metadata of one micro-batch, before its cache and layer are known."""
         return SliceMetadata(micro_batch, indices.runs, indices.rows, indices.keeps)
 
 

@@ -1,15 +1,15 @@
-"""Attention of one layer over packed rows, whichever way the rows lie on the ranks.
+"""The one attention function that a model calls, whichever way its packed rows lie on the ranks.
 
-This is the one function that a model calls. The metadata of the micro-batch says whether earlier
-slices' keys are read (:mod:`.sliced`), ranks share its heads (:mod:`.ulysses`) or its rows
-(:mod:`.context_parallel`), and the function passes on to one of these.
+The metadata of the micro-batch says whether earlier slices' keys are read (:mod:`.sliced`), ranks
+share its heads (:mod:`.ulysses`) or its rows (:mod:`.context_parallel`), and the function passes on
+to one of these.
 
-Values may be narrower than keys, as in DeepSeek's multi-head latent attention. Keys and values
-travel as one tensor, and kernels want them equally wide, so that zeros are put behind the values
-here and cut off the result.
+Values may be narrower than keys, as in DeepSeek's multi-head latent attention. Keys and values are
+sent as one tensor, and kernels want them equally wide, so that zeros are put behind the values here
+and cut off the result.
 
-Cost: that of the way taken. Narrow values travel, are kept for backward and multiplied as wide
-as the keys.
+Cost: that of the module passed on to. Narrow values are sent, kept for backward and multiplied as
+wide as the keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_wlb.attention.ulysses import head_parallel_attention
 from lightning_wlb.distributed.process_groups import ProcessGroups
 
 Queries = Tensor | Callable[[], Tensor]
-"""Queries, or a function that computes them and is called while keys and values travel."""
+"""Queries, or a function that computes them and is called while keys and values are sent."""
 Project = Callable[[Tensor], Tensor]
 """The output projection: from attention's output, [rows, heads, v_dim], to what a layer adds."""
 
@@ -47,16 +47,16 @@ def packed_attention(
 
     Args:
         queries: [rows, heads, head_dim], or a function that computes them. It is called once, while
-            keys and values travel, which then costs less time; tensors are right just as well.
+            keys and values are sent, which hides the exchange; tensors are right just as well.
         k: [rows, kv_heads, head_dim], padding rows included.
         v: [rows, kv_heads, v_dim], v_dim at most head_dim.
         project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
-            It is called once and its result returned; in backward, keys travel while its own
+            It is called once and its result returned; in backward, keys are sent while its own
             backward runs. None returns the output itself, for a caller that projects it later: the
-            keys then set out when the output's gradient is there, and attention waits for them.
+            keys are then sent when the output's gradient is there, and attention waits for them.
         metadata: of the micro-batch, for the layer (``metadata.for_layer``).
         attention: the kernel.
-        groups: the process groups; those for context parallelism and for shared micro-batches.
+        groups: has the group of the ranks that share the micro-batch's rows or heads.
         options: of the layer.
 
     Returns:

@@ -9,7 +9,7 @@ Where there are fewer key/value heads than ranks, each goes to every rank whose 
 and its gradients are summed in float32 for half types. Padding rows reach no other rank and are
 exactly zero in output and gradients. Every rank runs the same collectives, also one without tokens.
 
-Cost: see :mod:`.sharding.heads`. Nothing overlaps: queries, keys and values travel together.
+Cost: see ``sharding/heads.py``. Nothing overlaps: queries, keys and values are sent together.
 """
 
 from __future__ import annotations

@@ -110,11 +110,11 @@ class MeshGroups:
         self.merged.set_timeout(timeout)
 
 
-class _Groups(Protocol):
+class _HasTimeout(Protocol):
     def set_timeout(self, timeout: timedelta) -> None: ...
 
 
-_T = TypeVar("_T", bound=_Groups)
+_T = TypeVar("_T", bound=_HasTimeout)
 
 # Made under the default process group _world; under another one they would be dead.
 _made: dict[Hashable, Any] = {}
@@ -221,7 +221,7 @@ def connect_channels(
 def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
     """Let all ranks of a group connect with each other; collective over them.
 
-    An uneven all-to-all connects two ranks under NCCL when something first travels between them,
+    An uneven all-to-all connects two ranks under NCCL when one first sends something to the other,
     and holds each up in that call until the other has come to it too: it may be one that the step
     waits for.
     """

@@ -1,4 +1,4 @@
-"""What a rank does with an exception: it says so at once, and does not wait for ranks elsewhere.
+"""What a rank does with an exception: it says so at once, and waits for no rank that is in a step.
 
 Lightning answers an exception with callbacks that save
 (``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would

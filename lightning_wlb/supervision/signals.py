@@ -2,8 +2,8 @@
 
 Lightning acts inside the handler: on Slurm's signal before the time limit it saves, on SIGTERM it
 broadcasts. Both are collectives, and the other ranks are at another place of the step, so that the
-run hangs until it is killed, with nothing saved. Here the handler only sets a flag, which travels
-with the loss in the exchange that ends every step. Then all ranks, in the same place,
+run hangs until it is killed, with nothing saved. Here the handler only sets a flag, which goes
+with the loss into the exchange that ends every step. Then all ranks, in the same place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
   auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
@@ -46,14 +46,14 @@ from lightning_wlb.data.loader_workers import WAIT, WaitEnded
 from lightning_wlb.supervision.progress import AFTER, PROGRESS
 
 REQUEUE, STOP, INTERRUPT, SAVE_FAILED = 1, 2, 4, 8
-"""Bits of a notice: signals, and what saving.py tells."""
+"""Bits of a notice: three signals, and that a save in the background has failed."""
 
 LOADER_SECONDS = 5.0
 """How long a rank that has been signalled still waits for its loader."""
 
 
 class Notices:
-    """What this process has been signalled, and what any rank had been at the last exchange.
+    """Signals that this process has had, and those that any rank had at the last exchange.
 
     Attributes:
         mine: bits that this rank has to tell the others.
@@ -69,15 +69,15 @@ class Notices:
 
     @property
     def bits(self) -> int:
-        """All that this rank has to tell the others."""
+        """All bits that this rank has to tell the others."""
         return self.mine | SAVE_FAILED * self.save_failed
 
     def obeyed(self) -> None:
-        """All ranks act on what they have seen: a later run in this process begins without."""
+        """Forget what all ranks now act on: a later run in this process begins without it."""
         self.mine = self.seen = 0
 
     def note(self, number: int, bit: int) -> None:
-        """The handler of a signal; it runs in the main thread, between any two instructions."""
+        """Handle a signal, in the main thread, between any two instructions."""
         if self._end_wait:
             self._end_wait = False
             if WAIT.since is not None:
@@ -113,11 +113,11 @@ class Notices:
 
 
 NOTICES = Notices()
-"""Those of this process."""
+"""The notices of this process."""
 
 
 class Signals(_SignalConnector):
-    """Sets handlers that note, in place of Lightning's; it restores the user's own afterwards."""
+    """Sets handlers that only note signals; restores the user's own after the run."""
 
     def register_signal_handlers(self) -> None:
         """Called by the Trainer once the processes are set up."""

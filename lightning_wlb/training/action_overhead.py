@@ -43,12 +43,12 @@ from lightning_wlb.training.parameter_buckets import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 
 VOCABULARY = 256
-"""Words of the models that run: the ends are measured elsewhere."""
+"""Vocabulary of the models that run: small, since a profile measures the ends by themselves."""
 ROWS = {"cpu": 32, "cuda": 4096}
 """Tokens of a micro-batch: few, to see the rest; on a GPU enough to hide the time of a launch."""
 MICRO_BATCHES = 8
 STEPS = 5
-"""The first of which warms up."""
+"""The first one warms up."""
 
 
 def measure_overhead(

@@ -190,7 +190,7 @@ def _local(tensor: Tensor) -> Tensor:
 def gradient_norm(
     parameters: Iterable[nn.Parameter],
     device: torch.device,
-    counted_elsewhere: Collection[nn.Parameter] = (),
+    copies: Collection[nn.Parameter] = (),
 ) -> Tensor:
     """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
@@ -200,30 +200,30 @@ def gradient_norm(
     Args:
         parameters: this stage's parameters, gradients already reduced.
         device: of this rank.
-        counted_elsewhere: parameters whose gradient another stage counts.
+        copies: those whose gradient another stage counts.
 
     Returns:
         0-dim float64, the same on every rank; not finite where a gradient of any rank is not.
     """
-    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    left_out = {id(parameter) for parameter in copies}
     # By how many ranks hold the same part: each of them adds its share of the square.
-    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    by_ranks: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None or id(parameter) in elsewhere:
+        if gradient is None or id(parameter) in left_out:
             continue
-        copies = 1
+        ranks = 1
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            copies = math.prod(
+            ranks = math.prod(
                 mesh.size(dim)
                 for dim, each in enumerate(gradient.placements)
                 if each.is_replicate()
             )
             gradient = gradient.to_local()
-        by_copies[copies].append(gradient)
+        by_ranks[ranks].append(gradient)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
-        squares += torch.nn.utils.get_total_norm(gradients).double() ** 2 / copies
+    for ranks, gradients in by_ranks.items():
+        squares += torch.nn.utils.get_total_norm(gradients).double() ** 2 / ranks
     dist.all_reduce(squares)
     return squares.sqrt()

@@ -55,7 +55,7 @@ def test_cpu_equals_dense(heads: int, kv_heads: int, dtype: torch.dtype, bound: 
     sinks=st.booleans(),
     backend=st.sampled_from(["auto", "exact"]),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_any_segments_equal_dense(
     segments: Segments,
     heads: tuple[int, int],
@@ -77,16 +77,15 @@ def test_any_segments_equal_dense(
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("backend", ["auto", "exact"])
+@pytest.mark.parametrize(("backend", "softcap"), [("auto", None), ("exact", 2.0)])
 def test_long_sliding_windows_equal_dense(
-    dtype: torch.dtype, bound: float, softcap: float | None, backend: str
+    dtype: torch.dtype, bound: float, backend: str, softcap: float | None
 ) -> None:
     """Longer than the blocks that kernels cut, so that a key is read by several."""
-    segments = [(700, 900), (300, 300)]
+    segments = [(300, 500), (270, 270)]
     *inputs, gradient = random_inputs(segments, 2, 1)
     inputs.append(torch.tensor([-1.0, 2.0], dtype=torch.float64))
-    options = AttentionOptions(sliding_window=600, softcap=softcap)
+    options = AttentionOptions(sliding_window=400, softcap=softcap)
     attend = attending(VarlenAttention(backend), metadata_of(segments, DEVICE), options)
     got = results(attend, [x.to(dtype) for x in inputs], gradient)
     assert {x.dtype for x in got} == {dtype}
