@@ -143,7 +143,7 @@ class ImbalanceMonitor(L.Callback):
         """Start the step's clock."""
         assert self._records is not None
         # With dynamic="auto" the strategies are known when the first batch is there.
-        strategies = _strategy(trainer).dynamic
+        strategies = _strategy(trainer).planning.schemes
         if strategies and not len(self._records):
             own = schemes_of(self._mesh, _executor(trainer).pipeline.stages)
             self._by_strategy = ByStrategy((own, *strategies))

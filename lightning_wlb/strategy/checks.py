@@ -251,3 +251,12 @@ def local_path(path: str | Path) -> Path:
             " the storage and pass its path; every rank must see the same files."
         )
     return Path(path).expanduser()
+
+
+def refuse_storage_options(given: Any) -> None:
+    """Raise TypeError for what only a CheckpointIO could follow."""
+    if given is not None:
+        raise TypeError(
+            "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
+            " torch.distributed.checkpoint, not through a CheckpointIO."
+        )

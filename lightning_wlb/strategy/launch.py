@@ -25,6 +25,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
+    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -182,6 +183,12 @@ class Processes:
         box = [item]
         dist.broadcast_object_list(box, source)
         return box[0]
+
+    def reduce(self, item: Any, group: Any, operation: Any) -> Any:
+        """Reduce a tensor over the ranks of a group, where that is possible; else nothing."""
+        if isinstance(item, torch.Tensor) and self.may_wait:
+            return _sync_ddp_if_available(item, group, reduce_op=operation)
+        return item
 
     def end(self) -> None:
         """End the watch; the process group stays for a further run."""

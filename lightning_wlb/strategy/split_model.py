@@ -162,6 +162,23 @@ class SplitModel:
                 " group alone between the two."
             )
 
+    @staticmethod
+    def move_rest(module: pl.LightningModule, device: torch.device) -> None:
+        """Move the module's own buffers and metrics, and what it calls its device.
+
+        The model stays: it is made where it belongs, and ``Module.to`` cannot replace its shards.
+        """
+        split: dict[str, nn.Module | None] = {
+            name: child
+            for name, child in module._modules.items()
+            if child is not None and any(True for _ in child.parameters())
+        }
+        module._modules.update(dict.fromkeys(split))
+        try:
+            module.to(device)
+        finally:
+            module._modules.update(split)
+
     @property
     def tied_copies(self) -> list[Tie]:
         """The ties whose head is on this rank's stage and whose embedding is on another."""
@@ -202,23 +219,6 @@ def _words(mesh: Mesh, schedule: str, precision: str) -> str:
         f"the mesh {mesh}, schedule {schedule!r} with {mesh.virtual_stages} stages per rank,"
         f" precision {precision!r}"
     )
-
-
-def move_module(module: pl.LightningModule, device: torch.device) -> None:
-    """Move the module's own buffers and metrics, and what it calls its device.
-
-    The model stays: it is made where it belongs, and ``Module.to`` cannot replace its shards.
-    """
-    split: dict[str, nn.Module | None] = {
-        name: child
-        for name, child in module._modules.items()
-        if child is not None and any(True for _ in child.parameters())
-    }
-    module._modules.update(dict.fromkeys(split))
-    try:
-        module.to(device)
-    finally:
-        module._modules.update(split)
 
 
 class StepRunner:

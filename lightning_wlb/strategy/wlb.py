@@ -4,19 +4,14 @@ A thin Lightning adapter. What it does around a step is done by its members:
 
 * ``processes`` starts and connects the ranks (launch.py);
 * ``options`` is what is given of the mesh; mesh_choice.py chooses the rest;
-* ``profiles`` and ``pipelines`` say by which device profile steps are planned (profile_choice.py)
-  and which pipelines they may take (scheme_choice.py); a :class:`.PlanningContext` tells the data
-  module;
+* ``planning`` says what steps are planned for, and tells the data module (run_planning.py);
 * ``split`` is the model on this rank, ``steps`` runs its steps (split_model.py), and ``guard``
   answers those whose loss or gradients are not finite;
 * ``checkpoints`` saves and loads (checkpointing.py).
 
 All forwards and backwards of a plan happen inside ``training_step``, and ``backward`` makes the one
 reduction and sets ``.grad``, because Lightning calls training_step, zero_grad, backward, clip, step
-in this order.
-
-Not for modules that are not a :class:`.LanguageModule`, nor for manual optimisation: both are
-refused at set-up.
+in this order. Not for modules that are not a :class:`.LanguageModule`, nor for manual optimisation.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -37,29 +31,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_wlb.arguments import choice
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.planning_context import PlanningContext, shape_of
+from lightning_wlb.data.planning_context import PlanningContext
 from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.distributed.process_groups import MeshGroups, mesh_groups
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import Schemes
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
 from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
-from lightning_wlb.strategy.mesh_choice import MeshOptions, choose_run_mesh, mesh_request
-from lightning_wlb.strategy.profile_choice import ProfileChoice
-from lightning_wlb.strategy.scheme_choice import SchemeChoice
-from lightning_wlb.strategy.split_model import (
-    SplitModel,
-    StepRunner,
-    WholeModelSummary,
-    move_module,
-)
+from lightning_wlb.strategy.mesh_choice import MeshOptions, choose_run_mesh
+from lightning_wlb.strategy.run_planning import RunPlanning
+from lightning_wlb.strategy.split_model import SplitModel, StepRunner, WholeModelSummary
 from lightning_wlb.supervision.watchdog import say
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.training.executor import Executor
@@ -88,8 +73,8 @@ class WLBStrategy(ParallelStrategy):
             leaves no choice it means 2 for ``"interleaved"``, which with 1 is ``"1f1b"``; the
             others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends, in
-            whatever way, is noticed at once.
+        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends is
+            noticed at once.
         on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
             ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
             optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
@@ -103,18 +88,17 @@ class WLBStrategy(ParallelStrategy):
             each other: ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``,
             which halves these messages and rounds where two ranks' values meet. None: float32 or
             wider. Gradients of parameters are added up in float32 or wider, whatever this is.
-        dynamic: strategies, each a :class:`.Scheme` for every pipeline, that a training step may
-            take in place of the mesh's pipelines. It takes the one whose simulated step is
-            shortest, which needs a device profile; parameters and optimizer state stay where the
-            mesh has them. ``"auto"``: up to four that are simulated to make the run's first steps
-            faster by more than 2 %, or none, of which the log has the figure. ``"off"``: all steps
-            run on the mesh.
+        dynamic: heterogeneous pipelines, each set a sequence of :class:`.Scheme`, that a training
+            step may run on in place of the mesh's. It takes those whose simulated step is shortest,
+            which needs a device profile; parameters and optimizer state stay where the mesh has
+            them. ``"auto"``: up to four sets that are simulated to make the run's first steps
+            faster by more than 2 %, or none; the log has the figure. ``"off"``: the mesh alone.
 
     Raises:
-        MisconfigurationException: if a size is neither ``"auto"`` nor a whole number, or (when it
-            runs) the sizes do not fit the number of devices.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank, another
-            ``on_nonfinite`` or ``reduce_dtype``, or ``dynamic`` with anything but these.
+        MisconfigurationException: a size is neither ``"auto"`` nor a whole number, or (when a run
+            begins) the sizes do not fit the number of devices.
+        ValueError: for an argument that is none of these, or a schedule that cannot run so many
+            stages per rank.
     """
 
     strategy_name = "wlb"
@@ -122,6 +106,19 @@ class WLBStrategy(ParallelStrategy):
     defers_initialisation = True
     # Where nothing says so, Lightning ignores ``self.log(sync_dist=True)``.
     is_distributed = True
+    # Checkpoints are loaded into shards, which must exist, and into optimizers with them.
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
+
+    # Known once the processes are connected: where this rank stands, and its process groups; and
+    # once the model is split: the model on this rank, what runs its steps, and the module.
+    _devices: RunDevices
+    rank: Rank
+    mesh_groups: MeshGroups
+    split: SplitModel
+    executor: Executor
+    steps: StepRunner
+    _module: LanguageModule
 
     def __init__(
         self,
@@ -153,59 +150,20 @@ class WLBStrategy(ParallelStrategy):
         self.checkpoints = Checkpointer(
             async_save=async_save, verify=verify_checkpoints, timeout=self.processes.timeout
         )
-        self.profiles = ProfileChoice()
-        self.pipelines = SchemeChoice(dynamic)
+        self.planning = RunPlanning(dynamic)
         self.guard = StepGuard(on_nonfinite)
         self.num_nodes = 1  # Lightning sets it.
         self.schedule, _ = self.options.usual
-        self.split: SplitModel | None = None
-        self.steps: StepRunner | None = None
-        self._rank: Rank | None = None
-        self._groups: MeshGroups | None = None
-        self._planning_is_settled = False
 
     def __repr__(self) -> str:
         # pytorch_lightning shows it when it refuses a strategy that is not its own.
         shown = ", ".join(map(repr, self.options.sizes))
         return f"WLBStrategy({shown}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
 
-    # What a run is made of
-
-    @property
-    def rank(self) -> Rank:
-        """Where this rank stands in the mesh."""
-        if self._rank is None:
-            raise RuntimeError("The mesh sizes are known once the processes have been launched.")
-        return self._rank
-
     @property
     def mesh(self) -> Mesh:
         """Ranks along each axis, resolved, and stages of a pipeline rank."""
         return self.rank.mesh
-
-    @property
-    def mesh_groups(self) -> MeshGroups:
-        """The process groups of this rank, and the DeviceMesh with those of the axes."""
-        if self._groups is None:
-            raise RuntimeError("The device mesh exists once the processes have been launched.")
-        return self._groups
-
-    @property
-    def executor(self) -> Executor:
-        """Runs this rank's part of a step."""
-        if self.split is None:
-            raise RuntimeError("Steps can be run once the model has been split.")
-        return self.split.executor
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that steps are planned by; None: the data module's, if it has one."""
-        return self.profiles.profile
-
-    @property
-    def dynamic(self) -> tuple[Schemes, ...]:
-        """The heterogeneous pipelines that a step may take in place of the mesh's."""
-        return self.pipelines.schemes
 
     @property
     def root_device(self) -> torch.device:
@@ -243,23 +201,6 @@ class WLBStrategy(ParallelStrategy):
         asked: torch.dtype = getattr(torch, self._asked_reduce_dtype or "float32")
         return torch.promote_types(asked, self.precision_plugin.compute_dtype)
 
-    @property
-    def _devices(self) -> RunDevices:
-        precision = self.precision_plugin
-        return RunDevices(
-            device=self.root_device,
-            count=self.num_nodes * self.num_processes,
-            per_node=self.num_processes,
-            compute_dtype=precision.compute_dtype,
-            parameter_dtype=name_of(precision.parameter_dtype),
-            reduce_dtype=name_of(self.reduce_dtype),
-        )
-
-    @property
-    def _module(self) -> LanguageModule:
-        assert isinstance(self.lightning_module, LanguageModule)
-        return self.lightning_module
-
     # Processes
 
     def _configure_launcher(self) -> None:
@@ -292,13 +233,20 @@ class WLBStrategy(ParallelStrategy):
         self.options.usual_mesh(self.world_size)
         own = self.root_device, self.global_rank, self.num_processes
         self.processes.connect(self.cluster_environment, *own)
-        self._planning_is_settled = False
-        facts = {"reduce_dtype": name_of(self.reduce_dtype), "dynamic": str(self.pipelines)}
-        self.pipelines.begin()
-        known = self._devices, trainer, self.profiles, facts
+        devices = self._devices = RunDevices(
+            device=self.root_device,
+            count=self.world_size,
+            per_node=self.num_processes,
+            compute_dtype=precision.compute_dtype,
+            parameter_dtype=name_of(precision.parameter_dtype),
+            reduce_dtype=name_of(self.reduce_dtype),
+        )
+        facts = {"reduce_dtype": devices.reduce_dtype, "dynamic": self.planning.asked}
+        self.planning.begin()
+        known = devices, trainer, self.planning.profiles, facts
         mesh, self.schedule = choose_run_mesh(self.options, *known)
-        self._rank = mesh.coordinate(self.global_rank)
-        self._groups = mesh_groups(self._rank, self.root_device, self.processes.timeout)
+        self.rank = mesh.coordinate(self.global_rank)
+        self.mesh_groups = mesh_groups(self.rank, self.root_device, self.processes.timeout)
         self.checkpoints.begin(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
@@ -313,9 +261,7 @@ class WLBStrategy(ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Any:
         """Reduce a tensor over all ranks."""
-        if isinstance(tensor, Tensor) and self.processes.may_wait:
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+        return self.processes.reduce(tensor, group, reduce_op)
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
@@ -337,51 +283,43 @@ class WLBStrategy(ParallelStrategy):
         """Check the run, split the model over the ranks, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = checks.checked_module(self.lightning_module, trainer)
+        module = self._module = checks.checked_module(self.lightning_module, trainer)
         self.checkpoints.check_folders(trainer, self.cluster_environment)
         fitting, data = trainer.state.fn == TrainerFn.FITTING, checks.data_module_of(trainer)
-        precision = self.precision_plugin
-        self.split = SplitModel.of(module)
-        if self.split is not None:
-            precise = str(precision.precision)
-            self.split.check(self.mesh, self.schedule, self.mesh_groups, precise)
-        else:
-            self.split = SplitModel.make(
-                module,
-                rank=self.rank,
-                schedule=self.schedule,
-                groups=self.mesh_groups,
-                precision=precision,
-                device=self.root_device,
-                mean_context=0 if data is None else data.mean_context,
-                planned_by_profile=self.profiles.unmeasured is not None,
-            )
+        self.split = SplitModel.of(module) or SplitModel.make(
+            module,
+            rank=self.rank,
+            schedule=self.schedule,
+            groups=self.mesh_groups,
+            precision=self.precision_plugin,
+            device=self.root_device,
+            mean_context=0 if data is None else data.mean_context,
+            planned_by_profile=self.planning.profiles.unmeasured is not None,
+        )
+        precision = str(self.precision_plugin.precision)
+        self.split.check(self.mesh, self.schedule, self.mesh_groups, precision)
         self.model_to_device()
+        self.executor = self.split.executor
         self.executor.begin(self.reduce_dtype)
-        if fitting:
-            self._prepare_pipelines()
-            if data is not None and not data.measures:
-                self.pipelines.settle(self.planning_context(data), data)
+        self.planning.attach(self.split, module, self._devices, self.processes.timeout, data)
         name_document = "document {}".format if data is None else data.name_of
         self.steps = StepRunner(self.split, module, self.guard, name_document)
         module.executor = self._run_step
-        precision.guard = self.guard
+        self.precision_plugin.guard = self.guard
         WholeModelSummary.take_over(trainer, self.rank, [*self.split.renamed])
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
             checks.refuse_lbfgs(self.optimizers)
         self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+        _optimizers_to_device(self.optimizers if fitting else [], self.root_device)
 
     def model_to_device(self) -> None:
         """Move what the module has beside the model, which is made where it belongs."""
-        move_module(self._module, self.root_device)
+        self.split.move_rest(self._module, self.root_device)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
-        assert self.steps is not None
         self.checkpoints.check()
         return self.steps.run(batch)
 
@@ -389,84 +327,27 @@ class WLBStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run a step, all of it; what runs out of memory is told which options take less."""
-        split, reduced = self.split, name_of(self.reduce_dtype)
-        assert split is not None
-        with explained(split.executor, lambda: split.memory_model(self._module, reduced)):
+        given = self._module, self._devices.reduce_dtype
+        with explained(self.executor, lambda: self.split.memory_model(*given)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Wait for the step's gradients; its backwards have run."""
-        assert self.steps is not None
         self.precision_plugin.pre_backward(closure_loss, self._module)
         self.steps.finish(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
-    # What steps are planned for
-
     def planning_context(self, data: WLBDataModule) -> PlanningContext:
         """What is known by now of the run that steps are planned for."""
-        module = self._module
-        return PlanningContext(
-            shape=shape_of(module, data.model_shape),
-            rank=self.rank,
-            schedule=self.schedule,
-            stages=self.executor.pipeline.stages,
-            profile=self.profile or data.profile,
-            parameter_dtype=name_of(self.precision_plugin.parameter_dtype),
-            reduce_dtype=name_of(self.reduce_dtype),
-            schemes=self.dynamic,
-            chooser=self.pipelines.chooser,
-            activation_checkpointing=module.planned_checkpointing,
-        )
+        return self.planning.context(data)
 
     def settle_planning(self, data: WLBDataModule) -> None:
-        """Settle what this run's steps are planned by, and which pipelines they may take.
-
-        Collective over all ranks at its first call in a fit; else nothing.
-        """
-        module = self._module
-        if self._planning_is_settled or module.trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._planning_is_settled = True
-        leaves = self.pipelines.possible(self.mesh, data)
-        self.profiles.measure(self._devices, self.mesh, data, module, leaves_mesh=leaves)
-        if self.pipelines.automatic:
-            context = self.planning_context(data)
-
-            def request() -> MeshRequest:
-                assert context.profile is not None
-                given = self._devices, data, module, context.profile
-                return mesh_request(MeshOptions(schedule=self.schedule), *given)
-
-            self.pipelines.choose(request, context, data, module)
-            self._prepare_pipelines()
-            if not (self.dynamic or self.profiles.decides(self.mesh, data)):
-                self.profiles.profile = self.profiles.unmeasured
-        self.pipelines.settle(self.planning_context(data), data)
-
-    def _prepare_pipelines(self) -> None:
-        assert self.split is not None
-        self.pipelines.prepare(
-            self.split,
-            self._module,
-            per_node=self.num_processes,
-            sum_dtype=self.precision_plugin.sum_dtype,
-            timeout=self.processes.timeout,
-        )
+        """Settle what this run's steps are planned by; collective at its first call in a fit."""
+        self.planning.settle(data)
 
     # Checkpoints: all ranks write one, after the shards that it fills have been made
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the shards must exist before they can be filled."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` restores optimizers too."""
-        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Empty: :meth:`save_checkpoint` collects the weights itself."""
@@ -489,12 +370,7 @@ class WLBStrategy(ParallelStrategy):
         if self.processes.alone is not None:
             say(self.global_rank, f"{filepath} is not saved, since {self.processes.alone}")
             return
-        if storage_options is not None:
-            raise TypeError(
-                "WLBStrategy.save_checkpoint does not take storage_options: it writes through"
-                " torch.distributed.checkpoint, not through a CheckpointIO."
-            )
-        assert self.split is not None
+        checks.refuse_storage_options(storage_options)
         path, module = checks.local_path(self.broadcast(filepath)), self._module
         self.checkpoints.save(path, checkpoint, module, self.optimizers, self.split.renamed)
 
@@ -502,9 +378,8 @@ class WLBStrategy(ParallelStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a sharded checkpoint folder into model and optimizers; collective."""
-        assert self.split is not None
-        own = self._module, self.optimizers, self.split.renamed
-        return self.checkpoints.load(checks.local_path(checkpoint_path), *own, weights_only)
+        path, own = checks.local_path(checkpoint_path), (self._module, self.optimizers)
+        return self.checkpoints.load(path, *own, self.split.renamed, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""

@@ -55,7 +55,7 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         given, saved = data(CASE, validation_documents=4, **options), folder / "half.ckpt"
         if name == "half":
             runner.validate(own, given, verbose=False)
-            assert strategy.dynamic == ()  # there is nothing to choose for
+            assert strategy.planning.schemes == ()  # there is nothing to choose for
         runner.fit(own, given, ckpt_path=saved if name == "rest" else None)
         if name == "half":
             runner.save_checkpoint(saved)
@@ -64,7 +64,11 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
             runner.fit(module(CASE), given)
         plans = [StepPlan.from_json(text).schemes for text in recorder.plans]
         seen = {each["strategy"]: each["steps"] for each in monitor.strategies()}
-        records[name] = recorder.record() | {"plans": plans, "pool": strategy.dynamic, "seen": seen}
+        records[name] = recorder.record() | {
+            "plans": plans,
+            "pool": strategy.planning.schemes,
+            "seen": seen,
+        }
 
     with ExitStack() as stack:
         patch = stack.enter_context

@@ -32,7 +32,7 @@ from lightning_wlb.strategy.profile_choice import (
     agreed_profile,
     decoder_like,
 )
-from lightning_wlb.strategy.scheme_choice import SchemeChoice
+from lightning_wlb.strategy.run_planning import RunPlanning
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.precision import name_of
 from tests.ranks import run_ranks
@@ -249,7 +249,7 @@ def chosen(
         wanted.append(asked)
         return outcome
 
-    leaves = SchemeChoice(dynamic).possible(mesh, documents_)
+    leaves = RunPlanning(dynamic).may_leave(mesh, documents_)
     with mock.patch.object(automatic, "agreed_profile", measure):
         choice.measure(devices, mesh, documents_, module(CASE), leaves_mesh=leaves)
     return choice.profile, wanted
