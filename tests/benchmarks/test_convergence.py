@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,17 +54,6 @@ def test_curves_by_hand() -> None:
     assert result["training"] == {"tokens": [200, 400], "loss": [5.0, 400 / 150]}
     assert (result["final_training"], result["final_held_out"]) == (2.0, 3.0)
     assert (result["delay_mean"], result["delay_max"]) == (350 / 400, 4)
-
-
-def test_the_loss_of_a_step_is_evaluated_once_per_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence_runs, "evaluate", lambda module, batches: 1.5)
-    curves = Curves(SMALL, [])  # evaluates every 256 tokens
-    module = wlb.LanguageModule(loss_normalisation="nominal")
-    plan = SimpleNamespace(tokens=100, target_tokens=90, nominal_tokens=64, delay=0.0, max_delay=0)
-    for _ in range(6):
-        curves.on_train_batch_end(None, module, {"loss": 2.0}, SimpleNamespace(plan=plan), 0)  # type: ignore[arg-type]
-    assert curves.evaluated == [(300, 1.5), (600, 1.5)]
-    assert curves.steps == [(100, 90, 128.0, 0.0, 0)] * 6
 
 
 def result(training: float, held_out: float, delay: float = 0.0) -> dict[str, Any]:

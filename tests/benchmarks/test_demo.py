@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.demo import by_round, caption, draw, main, summary
+from benchmarks.demo import by_round, caption, main, summary
 
 
 def figures() -> dict:
@@ -82,12 +82,6 @@ def test_the_sentences_of_the_readme():
     assert said.endswith(
         "Other programs were running: a process was without a core 2 to 25 % of its time."
     )
-
-
-def test_the_picture(tmp_path):
-    picture = tmp_path / "images/gain.png"
-    draw({"packings": ["original", "auto"], "runs": [RUN]}, picture)
-    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 # Stands for the demo, which tests/test_examples.py runs: leaves its figures where it is told to.

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
-from benchmarks.gpu import kernels, recording, right, trace
+from benchmarks.gpu import kernels, right
 from benchmarks.gpu.__main__ import PARTS, main, part
 from benchmarks.gpu.kernels import bare_call
 from benchmarks.gpu.page import page
-from benchmarks.gpu.papers import PAPER, figure_10, figure_15, summary
+from benchmarks.gpu.papers import PAPER, figure_10, figure_15
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
 from benchmarks.gpu.recording import Run, machine, record
 from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
-from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.kernel_interface import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.cost.latency import LatencyModel
@@ -98,35 +96,6 @@ def test_a_row_that_hangs_ends_with_the_limit_and_the_process(tmp_path: Path) ->
     assert result["left_out"] == ["last"]
 
 
-def run_parts(rank: int, folder: str) -> list[int]:
-    names = ("profile", "papers", "train", "trace")
-    options = ["--device", "cpu", "--small", "--output", folder]
-    return [main([*options, "--part", name]) for name in names]
-
-
-def test_parts_run_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
-    """Part 1, which starts pytest, is in tests/soak/test_gpu_hour.py."""
-    (statuses,) = run_ranks(run_parts, 1, str(tmp_path), process_group=False)
-    assert statuses == [0, 0, 0, 0]
-    found = {name: kept(tmp_path, name) for name in PARTS if name != "right"}
-    assert all(each["left_out"] == [] for each in found.values())
-    assert Profile.load(str(tmp_path / found["profile"]["rows"]["tiny"]["file"])).measured
-    rows = found["train"]["rows"]
-    assert list(rows) == ["profile", "original, round 1", "auto, round 1"]
-    for row in (rows["original, round 1"], rows["auto, round 1"]):
-        assert row["profile"] == "measured-trained"
-        (first, second) = row["steps"]
-        assert 0 < first["seconds_per_predicted"] < 1000
-        assert second["tokens_per_second"] == second["tokens"] / second["seconds"]
-    assert found["train"]["summary"]["auto_over_original"] > 0
-    assert set(found["papers"]["summary"]) == set(summary({}))
-    assert (tmp_path / "gpu_papers.png").stat().st_size > 10_000
-    step = found["trace"]["rows"]["step"]
-    assert sum(step["shares"].values()) == pytest.approx(1)
-    assert set(step["shares"]) == {"products", "attention", "other"}
-    assert (tmp_path / "gpu_trace.json.gz").stat().st_size > 1000
-
-
 class CountingKernel:
     """In place of times the number of the call."""
 
@@ -196,43 +165,6 @@ def test_shares_of_kernels() -> None:
         {"name": "copy", "share": 0.2, "calls": 2},
         {"name": "add", "share": 0.05, "calls": 1},
     ]
-
-
-def test_on_a_gpu_its_kernels_count_and_no_range_around_them() -> None:
-    def event(name: str, kind: DeviceType, annotation: bool = False) -> SimpleNamespace:
-        lasted = SimpleNamespace(elapsed_us=lambda: 3.0)
-        return SimpleNamespace(
-            name=name, device_type=kind, is_user_annotation=annotation, time_range=lasted
-        )
-
-    events = [
-        event("aten::mm", DeviceType.CPU),
-        event("Optimizer.step#AdamW.step", DeviceType.CUDA, True),
-        event("nvjet", DeviceType.CUDA),
-    ]
-    profiler: Any = SimpleNamespace(events=lambda: events)
-    assert trace.kernels(profiler, torch.device("cuda")) == [("nvjet", 3.0)]
-
-
-def test_what_a_gpu_s_results_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(total_memory=7)
-    for name, value in {
-        "get_device_name": lambda device: "NVIDIA H200",
-        "get_device_properties": lambda device: properties,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(recording.shutil, "which", lambda name: "/bin/echo")
-    monkeypatch.setattr(VarlenAttention, "kernel_name", lambda self, kind: f"one for {kind}")
-    found = machine(torch.device("cuda", 0))
-    assert (found["device"], found["memory_bytes"], found["kernel"]) == (
-        "NVIDIA H200",
-        7,
-        "one for cuda",
-    )
-    assert found["versions"]["nccl"] == "2.28.9"
-    # The command that asks the driver is what this one prints.
-    assert found["versions"]["driver"] == "--query-gpu=driver_version --format=csv,noheader"
 
 
 def test_rows_as_tables() -> None:
