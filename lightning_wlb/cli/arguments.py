@@ -218,26 +218,43 @@ def load_lengths(
     if source in STORES:
         return STORES[source]()
     if source == GENERATOR_A:
-        count = documents_for(steps, micro_batches, context_window)
-        # Documents may be shorter than on average, in short windows or by chance over a few steps;
-        # without more of them the last step would be the rest of an epoch.
-        while True:
-            lengths = generator_a(count, context_window, seed)
-            tokens = int(lengths.sum())
-            # A step passes N·C tokens by half of this, on average.
-            beyond = int((lengths**2).sum()) // tokens
-            if tokens >= steps * (micro_batches * context_window + beyond):
-                return lengths
-            count *= 2
+        return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)
     if path.name.endswith(STORE_FILES) or not path.is_file():
-        try:
-            return _lengths_of_documents(source)
-        except (ValueError, yaml.YAMLError) as error:
-            named = ", ".join([*STORES, GENERATOR_A])
-            raise ValueError(
-                f"--lengths: {error} Or give {named}, or a file of lengths."
-            ) from error
+        return _lengths_of_documents(source)
+    return _lengths_in_file(path)
+
+
+def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -> Lengths:
+    """Lengths by the generator of long-context pretraining, for so many whole steps."""
+    count = documents_for(steps, micro_batches, context_window)
+    # Documents may be shorter than on average, in short windows or by chance over a few steps;
+    # without more of them the last step would be the rest of an epoch.
+    while True:
+        lengths = generator_a(count, context_window, seed)
+        tokens = int(lengths.sum())
+        # A step passes N·C tokens by half of this, on average.
+        beyond = int((lengths**2).sum()) // tokens
+        if tokens >= steps * (micro_batches * context_window + beyond):
+            return lengths
+        count *= 2
+
+
+def _lengths_of_documents(source: str) -> Lengths:
+    try:
+        store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
+    except (ValueError, yaml.YAMLError) as error:
+        named = ", ".join([*STORES, GENERATOR_A])
+        raise ValueError(f"--lengths: {error} Or give {named}, or a file of lengths.") from error
+    if isinstance(store, MixedDocuments):
+        raise ValueError(
+            "--lengths: a mixture takes its stores in other proportions than those of their"
+            " documents, which plan does not know. Give its stores one by one."
+        )
+    return store.lengths
+
+
+def _lengths_in_file(path: Path) -> Lengths:
     known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
@@ -245,28 +262,18 @@ def load_lengths(
         else:
             values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
     except OSError as error:
-        raise ValueError(f"--lengths {source}: {error.strerror or error}. {known}.") from error
-    except (ValueError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"--lengths {path}: {error.strerror or error}. {known}.") from error
+    except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"--lengths {source} is not a list of lengths: {error}. {known}: integers, in .npy or"
+            f"--lengths {path} is not a list of lengths: {error}. {known}: integers, in .npy or"
             " as text with one per line."
         ) from error
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) == 0:
         raise ValueError(
-            f"--lengths {source} holds an array of {values.dtype} with shape {values.shape}, but"
+            f"--lengths {path} holds an array of {values.dtype} with shape {values.shape}, but"
             " lengths are integers in one dimension, at least one."
         )
     return values.astype(np.int64)
-
-
-def _lengths_of_documents(source: str) -> Lengths:
-    store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
-    if isinstance(store, MixedDocuments):
-        raise ValueError(
-            "a mixture takes its stores in other proportions than those of their documents, which"
-            " plan does not know. Give its stores one by one."
-        )
-    return store.lengths
 
 
 def report_head(
