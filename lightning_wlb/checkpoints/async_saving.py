@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_wlb.checkpoints.writing import Parts
+from lightning_wlb.checkpoints.writing import CheckpointContent
 
 COPIES = 2
 """How many saves may be unfinished: ModelCheckpoint may make two at the end of a step."""
@@ -48,19 +48,19 @@ class Stager:
         self._stagers = [DefaultStager(self._options) for _ in range(COPIES)]
         self._used = 0
 
-    def stage(self, parts: Parts, busy: bool) -> Parts:
+    def stage(self, content: CheckpointContent, busy: bool) -> CheckpointContent:
         """Copy the content of a checkpoint.
 
         Args:
-            parts: with tensors on the device.
+            content: with tensors on the device.
             busy: whether the last copy is still needed; at most one may be.
         """
         self._used = (self._used + 1) % COPIES if busy else 0
         if SERVES_ONCE:
             self._stagers[self._used] = DefaultStager(self._options)
-        state = self._stagers[self._used].stage(parts.state)
+        state = self._stagers[self._used].stage(content.state)
         assert isinstance(state, dict)
-        return Parts(state, copy.deepcopy(parts.rest))
+        return CheckpointContent(state, copy.deepcopy(content.rest))
 
 
 class _SaveJob(NamedTuple):
@@ -71,7 +71,7 @@ class _SaveJob(NamedTuple):
     future: Future[None]
 
 
-class Background:
+class BackgroundSaves:
     """Runs saves and removals in threads, one after the other."""
 
     def __init__(self) -> None:

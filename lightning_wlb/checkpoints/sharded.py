@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lightning_wlb.checkpoints.reading import fill, open_checkpoint
-from lightning_wlb.checkpoints.writing import Parts
+from lightning_wlb.checkpoints.writing import CheckpointContent
 from lightning_wlb.distributed.collective_errors import Ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -39,7 +39,7 @@ def collect(
     optimizers: Sequence[Optimizer],
     rest: Mapping[str, Any],
     renamed: Mapping[str, str],
-) -> Parts:
+) -> CheckpointContent:
     """Gather the content of a checkpoint, without copying it.
 
     Args:
@@ -64,7 +64,7 @@ def collect(
             for name, value in values.items()
             if not any(_mentions(name, local) for local in renamed)
         }
-    return Parts(state, rest)
+    return CheckpointContent(state, rest)
 
 
 def load(

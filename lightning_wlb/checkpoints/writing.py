@@ -45,7 +45,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclass(frozen=True)
-class Parts:
+class CheckpointContent:
     """The content of a checkpoint, as :func:`.sharded.collect` gathers it on a rank.
 
     Attributes:
@@ -58,15 +58,15 @@ class Parts:
     rest: Mapping[str, Any]
 
 
-def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
+def write(path: Path, content: CheckpointContent, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint; collective over the ranks of ``group``.
 
     It may run in a thread, if the thread has a process group of its own and nobody changes what
-    ``parts`` holds meanwhile.
+    ``content`` holds meanwhile.
 
     Args:
         path: the folder; replaced if it is a checkpoint.
-        parts: the state to write.
+        content: the state to write.
         group: all ranks, on the CPU; None means the default group.
 
     Raises:
@@ -74,22 +74,22 @@ def write(path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> N
         OSError: a file could not be written, as on a full disk; nothing of the save is left.
     """
     ranks = Ranks(group)
-    ranks.each(lambda: check_plain(parts.state))
-    ranks.lead(lambda: check_plain(parts.rest))
+    ranks.each(lambda: check_plain(content.state))
+    ranks.lead(lambda: check_plain(content.rest))
     aside = None
     try:
         aside = ranks.lead(lambda: atomic_folders.begin(path, manifest.CHECKPOINT))
         ranks.each(lambda: atomic_folders.require_shared(aside.folder))
-        files = _write_shards(parts.state, aside.folder, ranks)
+        files = _write_shards(content.state, aside.folder, ranks)
 
         def written() -> tuple[str, dict[str, File]]:
             if ranks.leads:
-                files[REST] = _write_rest(parts.rest, aside)
+                files[REST] = _write_rest(content.rest, aside)
             atomic_folders.reached("written")
             return socket.gethostname(), files
 
         everyone = ranks.every(written)
-        step = int(parts.rest.get("global_step", -1))
+        step = int(content.rest.get("global_step", -1))
         ranks.lead(lambda: _finish(aside, everyone, step))
     except BaseException as error:
         # Rank 0 alone: another rank may raise while rank 0 gives the folder its name.

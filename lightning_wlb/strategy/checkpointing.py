@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from lightning_wlb.arguments import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
-from lightning_wlb.checkpoints.async_saving import COPIES, Background, Stager
+from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
 from lightning_wlb.checkpoints.latest import (
     JOB,
     RESUMABLE,
@@ -49,7 +49,7 @@ from lightning_wlb.checkpoints.latest import (
     older_requeues,
     requeue_number,
 )
-from lightning_wlb.checkpoints.writing import Parts, write
+from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
@@ -78,7 +78,7 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._training = False
-        self._jobs = Background()
+        self._jobs = BackgroundSaves()
         self._stager: Stager | None = None
         # What is to be removed when a save has succeeded; and of which kind, those to resume from
         # (True) and weights alone (False), the last save has failed.
@@ -233,7 +233,9 @@ class Checkpointer:
             error.add_note(f"It was raised while {path} was saved in the background.")
             self._not_saved(path, error, interrupted)
 
-    def write(self, path: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> None:
+    def write(
+        self, path: Path, parts: CheckpointContent, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Write a checkpoint now, and remove what it has made superfluous."""
         kind = RESUMABLE in parts.rest
         self._failing.add(kind)

@@ -6,12 +6,12 @@ from threading import Event, Thread, current_thread
 
 import torch
 
-from lightning_wlb.checkpoints.async_saving import COPIES, SERVES_ONCE, Background, Stager
-from lightning_wlb.checkpoints.writing import Parts
+from lightning_wlb.checkpoints.async_saving import COPIES, SERVES_ONCE, BackgroundSaves, Stager
+from lightning_wlb.checkpoints.writing import CheckpointContent
 
 
 def test_one_after_the_other_and_only_as_many_as_needed():
-    jobs, gate, done = Background(), Event(), []
+    jobs, gate, done = BackgroundSaves(), Event(), []
 
     def first() -> None:
         gate.wait()
@@ -41,14 +41,14 @@ def test_threads_work_on_the_device_of_their_rank(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "set_device_index", lambda at: devices.update({current_thread(): at})
     )
-    jobs, used = Background(), []
+    jobs, used = BackgroundSaves(), []
     jobs.submit(Path("one"), lambda: used.append(torch.accelerator.current_device_index()))
     assert jobs.settle() == []
     assert used == [3]
 
 
 def test_errors_are_reported_once_and_later_jobs_run():
-    jobs, error = Background(), OSError("full")
+    jobs, error = BackgroundSaves(), OSError("full")
 
     def fails() -> None:
         raise error
@@ -65,7 +65,7 @@ def test_errors_are_reported_once_and_later_jobs_run():
 
 
 def test_waiting_has_an_end():
-    jobs, gate = Background(), Event()
+    jobs, gate = BackgroundSaves(), Event()
     jobs.submit(Path("one"), lambda: gate.wait() and None)  # type: ignore[func-returns-value]
     ((path, error),) = jobs.settle(seconds=0.05)
     assert (path, str(error)) == (Path("one"), "it was not written within 0.05 s")
@@ -79,13 +79,13 @@ def test_copies_are_apart_from_what_they_copy_and_from_one_another():
     copies = []
     for step in range(COPIES):
         value.fill_(step)
-        copies.append(stager.stage(Parts({"model": {"w": value}}, rest), busy=step > 0))
+        copies.append(stager.stage(CheckpointContent({"model": {"w": value}}, rest), busy=step > 0))
         rest["best"]["a"] += 1
     assert [copy.state["model"]["w"].tolist() for copy in copies] == [[0.0] * 3, [1.0] * 3]
     assert [copy.rest["best"]["a"] for copy in copies] == [1, 2]
     # A third while the second is needed takes the memory of the first, and so does one alone.
     for busy in (True, False):
-        again = stager.stage(Parts({"model": {"w": value}}, rest), busy)
+        again = stager.stage(CheckpointContent({"model": {"w": value}}, rest), busy)
         assert again.state["model"]["w"].tolist() == value.tolist()
         memory = again.state["model"]["w"].data_ptr()
         assert SERVES_ONCE or memory == copies[0].state["model"]["w"].data_ptr()

@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_wlb.checkpoints.writing import Parts
+from lightning_wlb.checkpoints.writing import CheckpointContent
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.checkpointing import Checkpointer
 from tests.checkpoints.test_latest import write
@@ -19,7 +19,7 @@ from tests.checkpoints.test_latest import write
 def checkpoints(monkeypatch) -> Checkpointer:
     """Writes checkpoints of this process; those named "full" cannot be written."""
 
-    def fake(path: Path, parts: Parts, group: object) -> None:
+    def fake(path: Path, parts: CheckpointContent, group: object) -> None:
         if "full" in path.name:
             raise OSError(28, "No space left on device")
         write(path, 1, 1.0, **parts.rest)
@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(checkpoints, tmp_path):
-    parts = Parts({}, {})
+    parts = CheckpointContent({}, {})
     for name in ("one.ckpt", "two.ckpt"):
         checkpoints.write(tmp_path / name, parts)
     checkpoints.remove(tmp_path / "one.ckpt")
@@ -53,7 +53,7 @@ def test_after_a_save_that_failed_nothing_goes_until_one_succeeds(checkpoints, t
 
 def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(checkpoints, tmp_path):
     """A full disk may have room for weights, and not for optimizer state."""
-    weights, state = Parts({}, {}), Parts({}, {"lr_schedulers": []})
+    weights, state = CheckpointContent({}, {}), CheckpointContent({}, {"lr_schedulers": []})
     checkpoints.write(tmp_path / "one.ckpt", state)
     checkpoints.write(tmp_path / "weights-1", weights)
     with pytest.raises(OSError, match="No space"):
@@ -68,21 +68,21 @@ def test_weights_do_not_take_the_place_of_what_a_run_resumes_from(checkpoints, t
 
 def test_paths_may_begin_at_home(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
+    checkpoints.write(tmp_path / "one.ckpt", CheckpointContent({}, {}))
     checkpoints.remove("~/one.ckpt")
     assert names(tmp_path) == []
 
 
 def test_only_checkpoints_are_removed(checkpoints, tmp_path):
     """ModelCheckpoint takes a save that was refused for one that it may remove later."""
-    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
+    checkpoints.write(tmp_path / "one.ckpt", CheckpointContent({}, {}))
     for folder in ("one.ckpt", "mine"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "notes.txt").write_text("precious")
         with pytest.warns(match=r"could not be removed: .* it holds .*notes\.txt.*, which would"):
             checkpoints.remove(tmp_path / folder)
         assert (tmp_path / folder / "notes.txt").is_file()
-    checkpoints.write(tmp_path / "two.ckpt", Parts({}, {}))
+    checkpoints.write(tmp_path / "two.ckpt", CheckpointContent({}, {}))
     (tmp_path / "link.ckpt").symlink_to("two.ckpt")
     checkpoints.remove(tmp_path / "link.ckpt")
     assert names(tmp_path) == ["mine", "one.ckpt", "two.ckpt"]
@@ -94,7 +94,7 @@ def test_only_checkpoints_are_removed(checkpoints, tmp_path):
 
 
 def test_what_is_saved_again_stays(checkpoints, tmp_path):
-    parts = Parts({}, {})
+    parts = CheckpointContent({}, {})
     checkpoints.write(tmp_path / "one.ckpt", parts)
     with pytest.raises(OSError, match="No space"):
         checkpoints.write(tmp_path / "full.ckpt", parts)
@@ -104,7 +104,7 @@ def test_what_is_saved_again_stays(checkpoints, tmp_path):
 
 
 def test_what_follows_may_still_be_in_the_background(checkpoints, tmp_path):
-    parts, gate = Parts({}, {}), Event()
+    parts, gate = CheckpointContent({}, {}), Event()
     checkpoints.write(tmp_path / "one.ckpt", parts)
 
     def later() -> None:
@@ -120,19 +120,19 @@ def test_what_follows_may_still_be_in_the_background(checkpoints, tmp_path):
 
 
 def test_of_those_before_time_limits_the_last_stays(checkpoints, tmp_path):
-    parts = Parts({}, {})
+    parts = CheckpointContent({}, {})
     for name in ("hpc_ckpt_1.ckpt", "last.ckpt", "hpc_ckpt_2.ckpt"):
         checkpoints.write(tmp_path / name, parts)
     assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "last.ckpt"]
     # Another job, in the same folder.
-    parts = Parts({}, {"slurm_job_id": "7"})
+    parts = CheckpointContent({}, {"slurm_job_id": "7"})
     for number in (3, 4):
         checkpoints.write(tmp_path / f"hpc_ckpt_{number}.ckpt", parts)
     assert names(tmp_path) == ["hpc_ckpt_2.ckpt", "hpc_ckpt_4.ckpt", "last.ckpt"]
 
 
 def test_what_cannot_be_removed_ends_nothing(checkpoints, tmp_path, monkeypatch):
-    checkpoints.write(tmp_path / "one.ckpt", Parts({}, {}))
+    checkpoints.write(tmp_path / "one.ckpt", CheckpointContent({}, {}))
 
     def fails(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -145,7 +145,7 @@ def test_what_cannot_be_removed_ends_nothing(checkpoints, tmp_path, monkeypatch)
 @pytest.mark.parametrize("background", [True, False])
 def test_no_link_replaces_a_checkpoint_before_the_next_is_saved(background, checkpoints, tmp_path):
     """Lightning deletes the folder as soon as it has asked for a save."""
-    checkpoints.write(tmp_path / "last.ckpt", Parts({}, {}))
+    checkpoints.write(tmp_path / "last.ckpt", CheckpointContent({}, {}))
     for link in ("link", True):
         trainer = SimpleNamespace(
             checkpoint_callbacks=[ModelCheckpoint(tmp_path, save_last=link)],
