@@ -87,11 +87,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
-    """What was made, in lines, with the distribution of lengths as a picture.
+    """The lines that say what was made, with the distribution of lengths as a picture.
 
-    Args:
-        made: what is in the folder's ``lightning_wlb.json``.
-        kind: ``"texts"`` or ``"chats"``.
+    ``made`` is what is in the folder's ``lightning_wlb.json``.
     """
     documents, tokens = made["documents"], made["tokens"]
     yield (

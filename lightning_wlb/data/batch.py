@@ -96,7 +96,7 @@ class StepBatch:
             (:mod:`lightning_wlb.prediction.asymmetric_units`), which differ from the plan's own
             where these are asymmetric. Replicas that share no micro-batch with this one may be left
             as planned.
-        micro_batches: in the order of ``units.forward``.
+        micro_batches: this rank's, in the order of ``units.forward``.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.

@@ -1,9 +1,9 @@
-"""What is made of files once and kept in a cache folder, whose name says what it was made of.
+"""Folders that are made of files once and kept: their names say what they were made of.
 
-The folder is written aside and renamed when it is complete, so that ranks may race and an
-interrupted one leaves nothing behind that could be taken for whole.
+A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
+one leaves nothing behind that could be taken for whole.
 
-Cost: that of making it, once; later one look at the cache folders.
+Cost: making it, once; later one look at the cache folders.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
 
     Args:
         files: in an order that does not change.
-        root: folder that their names are relative to.
-        settings: what else the content depends on.
+        root: the folder that their names are relative to.
+        settings: whatever else the content depends on.
     """
     digest = hashlib.sha256()
     for path in files:

@@ -69,7 +69,7 @@ class WLBDataModule(L.LightningDataModule):
             None: where times decide about plans, ``strategy="wlb"`` measures the ranks' devices
             when a fit begins, for at most 20 seconds, once for a model and device. ``"none"``: it
             does not. Where no device is known, the reference kernel cost and work in FLOPs.
-        seed: of the order of documents and of the choice of validation documents.
+        seed: decides the order of documents and which of them are held out.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
             then (``Trainer(max_epochs=-1)``).

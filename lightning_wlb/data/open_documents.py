@@ -160,7 +160,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
             ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or one of the
             kind's own; sequences of token numbers; or a store, which is returned as it is.
             docs/guide.md lists what is known.
-        options: of the kind of store, such as ``vocab_size`` or ``empty="drop"``.
+        options: those that the kind of store has, such as ``vocab_size`` or ``empty="drop"``.
 
     Returns:
         A store whose lengths are known, and whose tokens are read when they are asked for.

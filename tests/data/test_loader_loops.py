@@ -17,7 +17,7 @@ import torch
 from lightning.fabric import Fabric
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.data import loader as sampler
+from lightning_wlb.data import loader as loading
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepLoader
 from lightning_wlb.mesh import Mesh, Rank
@@ -167,7 +167,7 @@ def test_states_that_cannot_be_resumed_from_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="seed=3 in the saved state, 4 here"):
         next(iter(other))
     # As in the second of two workers of a StatefulDataLoader, which restores each worker's copy.
-    monkeypatch.setattr(sampler, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
     with pytest.raises(ValueError, match=r"num_workers=2 cannot resume.*lightning_wlb\.StepLoader"):
         dataset().load_state_dict(loader.state_dict())
 

@@ -60,8 +60,8 @@ class ListDocuments(MappedDocuments):
 
     Args:
         source: a path, or several files.
-        column: of the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
-        mask_column: of the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
+        column: holds the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
+        mask_column: holds the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
             -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
             ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
         vocab_size: tokens are in ``[0, vocab_size)``; None: as the files say, else not known.

@@ -42,7 +42,7 @@ class FlatDocuments(MappedDocuments):
             tokens after the last one are a document too.
         mask: a ``.npy`` file of booleans or of 0 and 1 [tokens]: whether each token may be a
             target; None: all may.
-        dtype: of raw numbers, such as ``"uint16"``; None for ``.npy``.
+        dtype: type of raw numbers, such as ``"uint16"``; None for ``.npy``.
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
         empty: ``"refuse"`` documents without tokens, or ``"drop"`` them.
 
@@ -100,8 +100,8 @@ def array_of(path: Path, kinds: str, dtype: str | None = None) -> Array:
 
     Args:
         path: a ``.npy`` file, or raw numbers.
-        kinds: of numpy types that may be in it: ``b``, ``i`` and ``u``.
-        dtype: of raw numbers; None for ``.npy``.
+        kinds: the kinds of numpy types that may be in it: ``b``, ``i`` and ``u``.
+        dtype: type of raw numbers; None for ``.npy``.
 
     Raises:
         ValueError: a file that is missing, truncated or of another type.

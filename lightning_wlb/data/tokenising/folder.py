@@ -107,14 +107,10 @@ def write_shard(
 ) -> Figures:
     """Write documents, one record batch for each list, as an Arrow stream.
 
-    Args:
-        path: of the file.
-        batches: documents in order; None in place of a row that is skipped.
-        masked: whether the documents have masks.
-        vocab_size: of the tokenizer; no token may exceed it.
+    Documents are in order, None in place of a row that is skipped.
 
     Raises:
-        ValueError: a token outside the vocabulary.
+        ValueError: a token outside the tokenizer's vocabulary.
     """
     schema = pa.schema([(name, pa.list_(kind)) for name, kind in _columns(masked).items()])
     figures = _figures([])
@@ -131,13 +127,8 @@ def write_shard(
 def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], masked: bool) -> None:
     """Give the shards their final names, and write what makes the folder whole.
 
-    May be called again where an earlier call was cut short.
-
-    Args:
-        folder: with every shard written.
-        content: of ``lightning_wlb.json``.
-        shards: figures of every shard, in order.
-        masked: whether documents have masks.
+    May be called again where an earlier call was cut short. ``content`` is that of
+    ``lightning_wlb.json``, and ``shards`` the figures of every shard in order.
     """
     with_documents = [number for number, each in enumerate(shards) if each["documents"]]
     names = []

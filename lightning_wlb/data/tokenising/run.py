@@ -66,7 +66,7 @@ class TokeniseRequest:
         source: path of a file or folder (:class:`.Source`).
         tokenizer: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
         kind: ``"texts"``, or ``"chats"``: lists of messages, by the tokenizer's chat template.
-        column: of JSON lines that holds them; None: ``text`` or ``messages``.
+        column: the JSON lines' column that holds them; None: ``text`` or ``messages``.
         eos: for texts the token that ends a document: True, the tokenizer's own where it has one;
             a token, by its text; False, none. Chats end as their template writes them.
 
@@ -149,7 +149,7 @@ def tokenised_once(request: TokeniseRequest) -> Path:
     choice, where its progress is watched.
 
     Raises:
-        ValueError: as for :func:`tokenise`, or there is no cache folder that can be written to.
+        ValueError: what :func:`tokenise` refuses, or no cache folder can be written to.
         TimeoutError: another process tokenises the same and does not get on.
     """
     identity = request.identity()

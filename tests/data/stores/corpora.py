@@ -43,7 +43,7 @@ def masks_of(documents: Documents, seed: int) -> Masks:
 
 
 class Ranges(Dataset[tuple[Any, ...]]):
-    """Of every document every answer of a store, as a loader's worker reads it."""
+    """Every answer of a store about every document, as a loader's worker reads it."""
 
     def __init__(self, store: DocumentStore) -> None:
         self.store = store

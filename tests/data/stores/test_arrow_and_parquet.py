@@ -103,12 +103,6 @@ def test_a_folder_of_datasets_reads_as_by_datasets(
     assert store.vocab_size == VOCABULARY
 
 
-def test_workers_share_the_map(tmp_path: Path) -> None:
-    rows = [[number, number + 1] * (number + 1) for number in range(20)]
-    table = pa.table({"input_ids": rows, "loss_mask": masks_of(rows, 0)})
-    check_in_workers(documents(write_arrow(tmp_path / "a.arrow", table, 3)))
-
-
 def test_rows_of_one_length_and_a_column_by_name(tmp_path: Path) -> None:
     rows = [[1, 2], [3, 4]]
     table = pa.table({"ids": pa.array(rows, pa.list_(pa.int32(), 2)), "other": rows})

@@ -78,12 +78,6 @@ def test_the_ends_of_documents_are_found_once(
     check(documents(spec), [[1, 2, 3, 4], [5, 6, 4], [9]])
 
 
-def test_workers_share_the_map(tmp_path: Path) -> None:
-    check_in_workers(
-        documents(write_flat(tmp_path, [[number] * (number + 1) for number in range(9)]))
-    )
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -116,19 +116,6 @@ def test_the_cache_is_used_and_follows_the_sources(
     assert len(list(cache.iterdir())) == 2, "nothing is left behind aside"
 
 
-def test_ranks_may_race(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = stdlib._build
-
-    def overtaken(*args: object) -> None:
-        monkeypatch.setattr(stdlib, "_build", build)
-        StdlibDocuments(directory=sources)  # another rank finishes first
-        build(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(stdlib, "_build", overtaken)
-    assert len(texts(StdlibDocuments(directory=sources))) == 3
-    assert len(list(cache.iterdir())) == 1
-
-
 def test_a_cache_that_cannot_be_written(sources: Path, cache: Path) -> None:
     cache.parent.mkdir(exist_ok=True)
     cache.write_bytes(b"a file where the folder should be")

@@ -106,7 +106,7 @@ def _run_until(request: TokeniseRequest, out: Path, renames: int) -> None:
 def test_a_run_that_is_ended_anywhere_goes_on(request_, unbroken, tmp_path) -> None:
     out, expected = tmp_path / "broken", contents(unbroken)
 
-    @settings(max_examples=20)
+    @settings(max_examples=8)
     @given(st.lists(st.integers(0, 45), min_size=1, max_size=3))
     def check(renames: list[int]) -> None:
         shutil.rmtree(out, ignore_errors=True)
