@@ -249,7 +249,8 @@ def _check_merged(
 ) -> None:
     """A shared micro-batch names an aligned power-of-two range of replicas, which all list it.
 
-    The range is one of ``like``: of each replica all those that are alike, itself included.
+    The range counts only replicas that are alike: ``like`` lists these for each replica, itself
+    included.
     """
     listed = dict.fromkeys(
         (

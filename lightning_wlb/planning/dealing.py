@@ -42,7 +42,7 @@ def fill(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
     """Best-fit-decreasing: each into the fullest bin that has room, or else into a new one.
 
     Args:
-        pieces: of at most ``cap`` tokens each.
+        pieces: none longer than ``cap`` tokens.
         cap: most tokens of a bin.
 
     Returns:
@@ -66,7 +66,7 @@ def deal(works: Sequence[int], loads: list[int]) -> list[int]:
     """Deal work in the order given, each time to the least loaded; equal loads go by number.
 
     Args:
-        works: of what is dealt, usually descending.
+        works: work of each thing to deal, usually descending.
         loads: work that each receiver has; what it gets is added.
 
     Returns:
@@ -173,10 +173,10 @@ def deal_greedily(
     the one whose own bound is least, which keeps more open.
 
     Args:
-        costs: of each piece on each pipeline.
+        costs: what each piece costs on each pipeline.
         stages: depth of each pipeline.
         trials: number of random orders.
-        seed: of the orders; the same seed gives the same answer on any machine.
+        seed: gives the orders; the same seed gives the same answer on any machine.
 
     Returns:
         For each pipeline the indices of its pieces, ascending.

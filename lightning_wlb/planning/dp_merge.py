@@ -58,11 +58,11 @@ def merge_pieces(
     Equal pieces go by (document, origin), equal replicas and sets by number.
 
     Args:
-        pieces: of the step.
+        pieces: all of the step.
         replicas: any number of them; sets lie within the first ones that are whole.
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
-        most_tokens: of a piece that one replica can hold, at least 1.
+        most_tokens: tokens of the longest piece that one replica can hold, at least 1.
         begun: work that each replica is taken to have already, where pieces that are not shared
             are dealt; none if empty.
     """

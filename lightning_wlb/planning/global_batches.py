@@ -20,7 +20,7 @@ from lightning_wlb.plan import Piece
 
 
 class StreamPosition(NamedTuple):
-    """Where an epoch stands."""
+    """Which documents of an epoch have arrived."""
 
     position: int = 0  # in the order: documents before it have arrived
     offset: int = 0  # tokens of the document at `position` that a cut stream has taken
@@ -32,11 +32,11 @@ class GlobalBatches:
 
     Args:
         lengths: tokens of each document of the store, by document number.
-        tokens: of a global batch, N·C.
+        tokens: N·C, tokens of a global batch.
         window: C, tokens of the longest piece.
         cuts_stream: whether documents are concatenated and cut at every C tokens.
-        seed: of the order.
-        shuffle: False: the order of the store.
+        seed: gives, with the epoch, the order of documents.
+        shuffle: whether each epoch has an order of its own; else it is that of the store.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class MicroBatchSearch:
         pieces: its own, at least one.
         nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
-        work: of forward and backward together.
+        work: forward and backward together, from tokens.
         place: where the pieces run, and whether they may be sliced.
         scorer: what plans are chosen by.
     """
@@ -173,7 +173,7 @@ class MicroBatchSearch:
         """Go to the neighbour with the best score while there is a better one.
 
         Args:
-            kind: of all candidates on the way.
+            kind: what kind all candidates on the way are.
             at: index in ``HALVES`` where it begins.
 
         Returns:

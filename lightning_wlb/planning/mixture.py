@@ -36,10 +36,10 @@ class StoreShare(NamedTuple):
     """What a mixture takes of a store.
 
     Attributes:
-        name: of the store, unlike any other's.
-        documents: that it holds.
+        name: the store's, unlike any other.
+        documents: how many the store holds.
         weight: its proportion of the tokens, relative to the weights of the others.
-        repeat: whether it begins anew when it runs out.
+        repeat: whether it begins another pass when it runs out.
     """
 
     name: str
@@ -49,25 +49,21 @@ class StoreShare(NamedTuple):
 
 
 class _Standing(NamedTuple):
-    """Where a store stands."""
+    """Which documents of a store have been drawn."""
 
-    passes: int = 0  # that are complete; of a store that does not repeat, the mixture's epochs
+    passes: int = 0  # complete ones; of a store that does not repeat, the mixture's epochs
     position: int = 0  # documents drawn in this pass
     drawn: int = 0  # documents drawn in this epoch of the mixture
-    tokens: int = 0  # of these
+    tokens: int = 0  # of the documents drawn in this epoch
 
 
 class MixedBatches(GlobalBatches):
     """The global batches of one epoch of a mixture after another.
 
     Args:
-        shares: of the stores; the documents of one follow those of another.
+        shares: what is taken of each store; the documents of one follow those of another.
         lengths: tokens of each document of all stores, by document number.
-        tokens: of a global batch, N·C.
-        window: C, tokens of the longest piece.
-        cuts_stream: whether documents are concatenated and cut at every C tokens.
-        seed: of the orders.
-        shuffle: False: the stores' own orders.
+        tokens, window, cuts_stream, seed, shuffle: as for :class:`.GlobalBatches`.
     """
 
     def __init__(
@@ -165,7 +161,7 @@ class MixedBatches(GlobalBatches):
         return number, length, (*standings[:chosen], after, *standings[chosen + 1 :])
 
     def _make_orders(self) -> None:
-        """Make the orders of all stores' passes: of many millions of documents it takes seconds."""
+        """Make the orders of all stores' passes now; many millions of documents take seconds."""
         for chosen, standing in enumerate(self._standings):
             self._in_store(chosen, standing.passes, 0)
 

@@ -50,7 +50,7 @@ class PlanScore(NamedTuple):
     """What a scorer says of some replicas.
 
     Attributes:
-        time: of the slowest of them, in the scorer's unit.
+        time: how long the slowest of them takes, in the scorer's unit.
         peak: the most that one of their ranks holds at once, in the unit of the scorer's ``limit``.
             An upper bound of it will do where that does not exceed the limit.
     """
@@ -105,7 +105,7 @@ class WorkScorer:
     Args:
         work: forward and backward work of the model.
         mesh: for the ranks of its pipeline and their virtual stages.
-        overhead: of each action, in the unit of ``work``.
+        overhead: what each action costs beside its work, in the unit of ``work``.
         limit: tokens that a rank may have open, counted once for each of its stages.
     """
 
@@ -230,9 +230,9 @@ class ProfileScorer:
     """Scores replicas by a device profile, in ns and bytes, under the device's memory.
 
     Args:
-        predictor: of the model on the mesh.
-        activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits, for each
-            of them.
+        predictor: predicts steps of the model on the mesh.
+        activation_checkpointing: what all micro-batches recompute; ``"auto"``: each the least that
+            fits.
     """
 
     predictor: Predictor

@@ -43,14 +43,7 @@ Targets = Callable[[int, int, int], int]
 
 
 class Release(NamedTuple):
-    """What enters a step, whatever the mesh.
-
-    Attributes:
-        step: its number.
-        epoch: pass over the documents.
-        micro_batches: the pieces of each; see :class:`.Released`.
-        drain: whether the step empties what waits after the epoch's last arrival.
-    """
+    """What enters optimiser step ``step``, whatever the mesh; see :class:`.Released`."""
 
     step: int
     epoch: int
@@ -66,20 +59,22 @@ class Planner:
         data: settings that decide which pieces enter a step.
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
-        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES``, or
-            ``"adaptive"``: for each micro-batch the one with the least predicted attention latency.
-        schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``. With
-            one that runs no slices (GPipe) ``auto`` keeps every piece whole.
+        sharding: how micro-batches lie on the context ranks, a name in
+            ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``: each in the way with the least
+            predicted attention latency.
+        schedule: the order of a pipeline's actions, a name in
+            ``lightning_wlb.schedule.programs.SCHEDULES``. With one that runs no slices (GPipe)
+            ``auto`` keeps every piece whole.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
-        kernel_cost: of attention segments, forward and backward together, by which an adaptive
+        kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
-        scorer: what methods that try several plans of a step choose by, such as
-            ``planning.plan_scoring.ProfileScorer``; None: simulations of ``work``.
+        scorer: what methods that try several plans of a step choose by, such as a
+            :class:`~lightning_wlb.planning.plan_scoring.ProfileScorer`; None: exact work.
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
             the scorer settles on, else nothing.
-        mixture: where documents are those of several stores, one store's after another's: what is
-            taken of each. A document's number then grows by the number of all documents with
+        mixture: what is taken of each of several stores, whose documents follow one another; empty
+            where there is one. A document's number then grows by the number of all documents with
             each pass (:mod:`lightning_wlb.planning.mixture`).
         step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
 

@@ -50,7 +50,7 @@ def replica_plan(
     Args:
         packs: the slices of each micro-batch, in forward order.
         replica: its number.
-        sharding: of every micro-batch, a name in ``lightning_wlb.sharding.NAMES`` or
+        sharding: asked for every micro-batch, a name in ``lightning_wlb.sharding.NAMES`` or
             ``"adaptive"``; see :func:`open_sharding`.
         shared: micro-batches that replicas share, in their order; those of this replica come first.
     """

@@ -37,7 +37,7 @@ class DataSettings:
             default (C or 1.5·C, see its ``cap_percent``).
         long_documents: what becomes of a document above C: cut into pieces of C tokens, cut off
             at C, or an error.
-        seed: of the order of documents, at least 0.
+        seed: gives the order of documents, at least 0.
         shuffle: whether each epoch has a new order; else it is the order of the store.
         max_tokens: the first step that brings the run to so many tokens is its last.
 

@@ -93,7 +93,7 @@ def slice_pieces(
         packs: M, MicroPacks to make, at least 1. More are made where M·cap is less than the
             tokens, fewer where slices would be shorter than ``least``.
         cap: most tokens of a MicroPack.
-        work: of forward and backward together.
+        work: forward and backward together, from tokens.
         tile: tokens; cut positions are multiples of it from the piece's origin.
         least: tokens of the shortest slice, but for whole pieces.
         taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at

@@ -22,7 +22,7 @@ class PlannedStep(NamedTuple):
         schemes: the pipelines.
         excess: bytes by which the fullest device overflows; 0 if all fit.
         time_ns: predicted, until the gradients have arrived where parameters are sharded.
-        replicas: of each pipeline.
+        replicas: the plan of each pipeline.
         cap: most tokens that a micro-batch may have.
     """
 
@@ -47,8 +47,8 @@ class StepChooser(Protocol):
         """The step on other pipelines; None: it stays on the mesh.
 
         Args:
-            pieces: of the step.
-            rules: of the run.
+            pieces: all that enter the step.
+            rules: the run's data settings, resolved.
             packer: makes the run's packing.
             on_mesh: the step on the mesh.
             limit: bytes of a device that may be filled.

@@ -44,8 +44,8 @@ START = HALVES.index(12)
 """Where the search begins: six times the nominal number."""
 
 NEAR_PERCENT = 102
-"""Of the least predicted time on one stage, in which fewer micro-batches are better: the error of
-a prediction (benchmarks/results/simulator.json)."""
+"""On one stage the fewest micro-batches within 2 % of the least predicted time are taken: 2 % is
+the error of a prediction (benchmarks/results/simulator.json)."""
 
 ACTION_OVERHEAD = 100
 """Without a profile an action costs the forward of a short piece of C/100 tokens beside its
@@ -55,7 +55,7 @@ SELF_SEARCHING = 4
 """Replicas up to which each searches for itself where that makes the step any shorter."""
 
 SLACK_PER_MILLE = 1003
-"""Of the time of the latest of more replicas, what others may take without a search of their own
+"""How late other replicas may be, to the latest one so far, without a search of their own
 (docs/scale.md: searches are most of a plan on thousands of ranks)."""
 
 DEALT_AGAIN = 2

@@ -59,7 +59,7 @@ def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
     """When the last action of each rank of each replica has ended; its begin where it has none.
 
     Args:
-        pipelines: of replicas that share micro-batches with each other only.
+        pipelines: all replicas of a step, or some that share micro-batches with each other only.
     """
     runs = [_PipelineRun(pipeline) for pipeline in pipelines]
     groups = dict.fromkeys(

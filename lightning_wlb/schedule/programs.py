@@ -103,7 +103,7 @@ def program_of(
         ranks: P.
         virtual_stages: V.
         replicas: plans of all replicas, as they are executed (asymmetric ones in units).
-        number: of the rank's replica.
+        number: which replica the rank belongs to.
 
     Raises:
         ValueError: for sliced pieces with a schedule that does not run them, or shared

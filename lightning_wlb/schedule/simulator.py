@@ -142,7 +142,7 @@ def simulate_replicas(
     The functions are given (replica, action); where one is None, it is 0 for every action.
 
     Args:
-        programs: of each replica, one for each of its ranks
+        programs: for each replica one program for each of its ranks
             (:mod:`~lightning_wlb.schedule.programs`).
         duration: how long the action computes, in ns.
         transfer: how long the message that the action needs takes, in ns. Called only for actions

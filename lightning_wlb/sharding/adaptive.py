@@ -39,8 +39,8 @@ def predicted_latency(
     """Cost of the slowest rank's segments, in the unit of ``cost``.
 
     Args:
-        layout: of a micro-batch.
-        cost: of segments.
+        layout: how a micro-batch lies on the group.
+        cost: what segments cost.
         contexts: tokens in front of each of the layout's pieces that its queries see too, where
             the pieces are slices; none if None.
     """
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
         lengths: in tokens of each piece, each at least 1.
         contexts: tokens in front of each piece that its queries see too, where pieces are slices.
             The shardings do not depend on them, but the choice among them does.
-        ranks: of the context-parallel group that it lies on.
+        ranks: size of the context-parallel group that it lies on.
     """
 
     lengths: Sequence[int]
@@ -96,7 +96,7 @@ def choose_each(
     Args:
         micro_batches: any number.
         tensor_parallel_size: the padded rows are a multiple of it.
-        cost: of segments, forward and backward together.
+        cost: what segments cost, forward and backward together.
         candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
 
     Returns:

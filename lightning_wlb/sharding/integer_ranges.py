@@ -35,7 +35,7 @@ def cut(lengths: Integers, cuts: Integers) -> Integers:
     """Cut concatenated pieces into intervals.
 
     Args:
-        lengths: of the pieces, in tokens.
+        lengths: tokens of each piece.
         cuts: where the intervals begin, ascending from 0, in tokens of all pieces together.
 
     Returns:

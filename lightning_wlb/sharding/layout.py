@@ -132,7 +132,7 @@ def merged(table: Integers, lengths: Integers) -> Integers:
 
     Args:
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk.
-        lengths: of the pieces, in tokens.
+        lengths: tokens of each piece.
     """
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing import PACKINGS, ilp
+from lightning_wlb.planning import DataSettings, Planner, integer_program
+from lightning_wlb.planning.packing import PACKINGS
 
 SOLVED = ("fixed_ilp", "varlen_ilp", "hydraulis")  # each step starts a solver
 METHODS = sorted(PACKINGS)
@@ -33,7 +33,7 @@ WORK = Work(PassWork(33, 2), PassWork(67, 5))
 @pytest.fixture(autouse=True)
 def few_nodes(monkeypatch):
     """What is tested holds for any answer of the solver."""
-    monkeypatch.setattr(ilp, "NODES", 3)
+    monkeypatch.setattr(integer_program, "NODES", 3)
 
 
 def planner(lengths, data: DataSettings, mesh: Mesh | None = None) -> Planner:

@@ -1,4 +1,4 @@
-"""Packing methods: one file each, and one line here that registers it.
+"""The packing methods by name; one line here registers another.
 
 A packing method says how the documents of an epoch are cut into pieces, which of them may wait,
 how the pieces of a step become micro-batches, and how these are dealt to replicas

@@ -26,16 +26,16 @@ from typing import ClassVar
 
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import deal_capped, deal_greedily, longest_first
+from lightning_wlb.planning.integer_program import Problem, heaviest_of, solve
 from lightning_wlb.planning.packing.base import MicroBatches, Packer
-from lightning_wlb.planning.packing.ilp import NODES, Problem, heaviest_of, solve
 from lightning_wlb.planning.plan_scoring import Placement
 from lightning_wlb.planning.replica_plans import replica_plan, whole
 from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
-SOLVES = 4
+SOLVES = 4  # most calls of the solver for a pipeline
 BINARIES = 2000  # more variables than these take a solver minutes, and greed is near the bound
-WORTH_PERCENT = 1
+WORTH_PERCENT = 1  # by which a solver's packing must promise to be faster
 
 
 class HydraulisPacker(Packer):
@@ -103,7 +103,7 @@ def pack_pipeline(
     faster than the best so far, first for that which promises most.
 
     Args:
-        pieces: of one pipeline, none longer than ``cap``.
+        pieces: those of one pipeline, none longer than ``cap``.
         stages: depth of the pipeline.
         cap: most tokens of a micro-batch, MaxLen.
         cost: forward and backward cost of a piece on one stage, from its tokens.
@@ -131,7 +131,7 @@ def pack_pipeline(
     for promise, bins, problem in sorted(promises, key=lambda each: each[:2])[:solves]:
         if (100 + WORTH_PERCENT) * promise >= 100 * least or bins * len(pieces) > BINARIES:
             continue
-        answer = solve(problem, NODES)
+        answer = solve(problem)
         if answer is None:
             continue
         time = (stages - 1 + bins) * heaviest_of(problem, answer)

@@ -24,20 +24,18 @@ the greedy methods are from the optimum.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_wlb.arguments import whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal_capped
+from lightning_wlb.planning.integer_program import Problem, heaviest_of, solve
 from lightning_wlb.planning.packing.base import MicroBatches, PackingOptions, Rules, check_fits
 from lightning_wlb.planning.packing.baselines import WindowedOptions, WindowedPacker, pack_greedily
 
 log = logging.getLogger(__name__)
-
-NODES = 100
-"""Most branch-and-bound nodes of a solve; in nodes, so that every rank finds the same answer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class _IlpPacker(WindowedPacker):
 
         Args:
             pieces: what to pack.
-            weight: of a piece from its tokens.
+            weight: what a piece weighs, from its tokens.
             limit: most tokens of a micro-batch.
             start: the micro-batch of each piece in the packing that the solver starts from.
             greedy: the greedy packing.
@@ -85,7 +83,7 @@ class _IlpPacker(WindowedPacker):
         lengths = [piece.tokens for piece in pieces]
         problem = Problem(list(map(weight, lengths)), lengths, len(greedy), limit)
         heaviest = max(sum(weight(piece.tokens) for piece in packed) for packed in greedy)
-        answer = solve(problem, NODES, start)
+        answer = solve(problem, start)
         found = None if answer is None else heaviest_of(problem, answer)
         report(type(self).__name__, problem, found, heaviest)
         if answer is None or found is None or found >= heaviest:
@@ -125,85 +123,6 @@ class VarlenIlpPacker(_IlpPacker):
             return greedy, carried
         place = {piece: index for index, packed in enumerate(greedy) for piece in packed}
         return self._solved(pieces, work, cap, [place[piece] for piece in pieces], greedy), []
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Pieces to put into equal bins.
-
-    Args:
-        weights: of the pieces, which the bins are to have equal sums of; at least 0.
-        sizes: tokens of the pieces.
-        bins: how many.
-        limit: most tokens of a bin.
-    """
-
-    weights: Sequence[int]
-    sizes: Sequence[int]
-    bins: int
-    limit: int
-
-    @property
-    def bound(self) -> int:
-        """A bound that no packing's heaviest bin is below.
-
-        Of the k·bins + 1 heaviest pieces, one bin has at least k + 1.
-        """
-        order, bins = sorted(self.weights, reverse=True), self.bins
-        crowded = (sum(order[k * bins - k : k * bins + 1]) for k in range(-(-len(order) // bins)))
-        return max(-(-sum(order) // bins), *crowded, 0)
-
-
-def solve(problem: Problem, nodes: int, start: Sequence[int] | None = None) -> list[int] | None:
-    """The bin of each item in the best packing that CBC finds; None if it finds none.
-
-    Args:
-        problem: what to pack.
-        nodes: most branch-and-bound nodes.
-        start: the bin of each item in a known packing; None: there is none.
-    """
-    import pulp  # takes a tenth of a second that only these packings should pay
-
-    items, bins = range(len(problem.weights)), range(problem.bins)
-    # Weights near 1: solvers work in floating point with absolute tolerances.
-    unit = max(sum(problem.weights) / problem.bins, 1.0)
-    model = pulp.LpProblem("packing", pulp.LpMinimize)
-    heaviest = pulp.LpVariable("heaviest", lowBound=problem.bound / unit)
-    chosen = [[pulp.LpVariable(f"x_{i}_{j}", cat=pulp.LpBinary) for j in bins] for i in items]
-    model += heaviest
-    for i in items:
-        model += pulp.lpSum(chosen[i]) == 1
-    for j in bins:
-        model += pulp.lpSum(chosen[i][j] * (problem.weights[i] / unit) for i in items) <= heaviest
-        model += pulp.lpSum(chosen[i][j] * problem.sizes[i] for i in items) <= problem.limit
-    if start is not None:
-        for i in items:
-            for j in bins:
-                chosen[i][j].setInitialValue(int(start[i] == j))
-        heaviest.setInitialValue(heaviest_of(problem, start) / unit)
-    warm = start is not None
-    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, maxNodes=nodes, warmStart=warm))
-    answer = []
-    for i in items:
-        # A solution may be integral up to a tolerance only; anything else is no solution.
-        values = [variable.value() or 0.0 for variable in chosen[i]]
-        if abs(max(values) - 1) > 1e-4 or abs(sum(values) - 1) > 1e-4:
-            return None
-        answer.append(values.index(max(values)))
-    fits = _largest_sum(problem.sizes, answer, problem.bins) <= problem.limit
-    return answer if fits else None
-
-
-def heaviest_of(problem: Problem, answer: Sequence[int]) -> int:
-    """Weight of the heaviest bin of a packing."""
-    return _largest_sum(problem.weights, answer, problem.bins)
-
-
-def _largest_sum(values: Sequence[int], answer: Sequence[int], bins: int) -> int:
-    sums = [0] * bins
-    for value, index in zip(values, answer, strict=True):
-        sums[index] += value
-    return max(sums)
 
 
 def report(method: str, problem: Problem, found: int | None, greedy: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.ilp import Problem, heaviest_of, solve
+from lightning_wlb.planning.integer_program import Problem, heaviest_of, solve
 from tests.planning.packing.test_baselines import WORK, work
 
 
@@ -17,24 +17,24 @@ def test_solver_finds_what_greed_misses() -> None:
     assert problem.bound == 6
     # Of three heavy pieces two share one of two micro-batches.
     assert Problem([5, 1, 5, 5], [1] * 4, 2, 5).bound == 10
-    answer = solve(problem, 1000)
+    answer = solve(problem)
     assert heaviest_of(problem, answer) == 6
-    assert answer == solve(problem, 1000)
+    assert answer == solve(problem)
     # The limit on tokens is kept: three to one micro-batch at most, and then not more than 6.
     tight = Problem([3, 3, 2, 2, 2], [1, 1, 1, 1, 1], 2, 3)
-    assert heaviest_of(tight, solve(tight, 1000)) == 6
+    assert heaviest_of(tight, solve(tight)) == 6
 
 
 def test_solver_starts_from_an_answer_and_never_gets_worse() -> None:
     weights = [(7 * n) % 23 + 1 for n in range(24)]
     start = [n % 3 for n in range(24)]
     problem = Problem(weights, [1] * 24, 3, 10)
-    answer = solve(problem, 20, start)
+    answer = solve(problem, start)
     assert heaviest_of(problem, answer) <= heaviest_of(problem, start)
 
 
 def test_impossible_is_none() -> None:
-    assert solve(Problem([1, 1, 1], [1, 1, 1], 2, 1), 10) is None
+    assert solve(Problem([1, 1, 1], [1, 1, 1], 2, 1)) is None
 
 
 @pytest.mark.parametrize(("method", "heaviest"), [("fixed_ilp", 230), ("varlen_ilp", 234)])
