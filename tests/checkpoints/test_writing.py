@@ -223,7 +223,7 @@ def left_by_a_rank(rank: int, scratch: Path) -> float:
     def lose(found: list, mine: object, group: object = None) -> None:
         if rank == 1 and gathers:
             gathers.append(1)
-            if len(gathers) == 3:  # the second since: in which it waits for the name
+            if len(gathers) == 3:  # the second one since, in which ranks wait for the name
                 raise RuntimeError("Connection closed by peer")
         gather(found, mine, group=group)
 

@@ -158,14 +158,6 @@ def test_an_option_reaches_its_packing(capsys: pytest.CaptureFixture[str]) -> No
     assert delays[0] < delays[2]
 
 
-def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    out = capsys.readouterr().out
-    for name in packing_option_names():
-        assert name in out
-
-
 SETTINGS = {"context_window": 4096, "micro_batches": 2, "steps": 3, "seed": 1}
 
 

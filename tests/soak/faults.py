@@ -29,24 +29,25 @@ DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens where, and the promise.
+    """A fault, where it acts, and how the run is promised to end.
 
     Attributes:
-        name: of the row.
-        place: where it acts (:mod:`.plants`).
+        name: the row's name in the table.
+        place: where the fault acts (:mod:`.plants`).
         does: what it does there.
-        ends: ``"error"``: with an exit code that is not 0; ``"stops"``: together, with code 0;
-            ``"goes on"`` to the last step; ``"dies"``: whatever the code, since the launcher dies.
-        says: regular expression that one of the last lines has, of the rank that failed, or of one
-            that lived on if it died without a word.
-        ranks: that it acts on.
+        ends: how the run ends: ``"error"``: with an exit code that is not 0; ``"stops"``: all ranks
+            with code 0; ``"goes on"`` to the last step; ``"dies"``: with any code, since the
+            launcher dies.
+        says: regular expression that is found in one of the last lines of the rank that failed, or
+            of a survivor if that rank died without a word.
+        ranks: the ranks on which the fault acts.
         step: steps taken when it acts, at the earliest.
         saves: ``"asked"``: saves with ``save_on_exception`` only; ``"never"``: the last checkpoint
             stands; ``"either"``: depends on what a signal meets.
-        within: seconds after it has acted in which no process is left.
-        timeout: of the strategy's collectives, in seconds; None: its default.
-        silent: the ranks that it acts on can say nothing more.
-        interpreters: an interpreter for every rank, as ``python script.py`` starts them.
+        within: seconds after which no process is left.
+        timeout: seconds that the strategy's collectives wait; None: its default.
+        silent: the ranks on which it acts can say nothing more.
+        interpreters: every rank has an interpreter, as ``python script.py`` starts them.
         mounted: the checkpoints lie on a small file system of their own.
     """
 
@@ -66,7 +67,7 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """The name as part of a test's."""
+        """The name, as it stands in a test's name."""
         return re.sub(r"\W+", "_", self.name)
 
 

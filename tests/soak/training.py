@@ -39,13 +39,13 @@ class Run:
     """What varies between runs; every field goes through JSON.
 
     Attributes:
-        folder: of logs and marks; ``checkpoints`` in it has the checkpoints.
+        folder: holds logs and marks; ``checkpoints`` in it the checkpoints.
         mesh: data, pipeline, context and tensor parallel sizes.
         fault: its name in :data:`.faults.PLANTED`; empty for none.
-        name: of checkpoints; without ``{step}`` each replaces the one before.
-        repeats: of the documents in an epoch, which has four steps of 1.
-        timeout: of the strategy, in seconds; None: its default.
-        resume: from the last checkpoint.
+        name: what checkpoints are called; without ``{step}`` each replaces the one before.
+        repeats: how often the documents, four steps, are in an epoch.
+        timeout: seconds that the strategy's collectives wait; None: its default.
+        resume: whether to go on from the last checkpoint.
         strategy: further arguments of the strategy.
     """
 
