@@ -52,72 +52,77 @@ class Job:
         return message
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+@pytest.fixture
+def start(monkeypatch):
+    """Starts jobs, and stops them after the test."""
     monkeypatch.setattr(heartbeat, "PATIENCE", 0.5)
     monkeypatch.setattr(heartbeat, "beat", lambda world_size: 0.2)
+    jobs = []
+
+    def make(*arguments, **options) -> Job:
+        jobs.append(Job(*arguments, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.server.stop()
 
 
-def test_ranks_that_fail_at_the_same_place_are_together():
-    job = Job(3)
+def test_ranks_that_fail_at_the_same_place_are_together(start):
+    job = start(3)
     for link in job.links:
         link.send(place="step 2", text="it rained")
     assert [job.answer(rank) for rank in range(3)] == [{"together": True}] * 3
-    job.server.stop()
 
 
-def test_ranks_that_end_later_are_waited_for(monkeypatch):
+def test_ranks_that_end_later_are_waited_for(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "AGREED_PATIENCE", 5.0)
-    job = Job(2)
+    job = start(2)
     job.links[0].send(ended=True)
-    begin = time.monotonic()
-    threading.Timer(0.5, job.links[1].send, kwargs={"ended": True}).start()
+    sent = []
+
+    def end() -> None:
+        sent.append(1)
+        job.links[1].send(ended=True)
+
+    threading.Timer(0.5, end).start()
     job.server.wait_for_ends()
-    assert 0.4 < time.monotonic() - begin < 3
+    assert sent == [1]
     job.links[1].connection.close()
     job.server.wait_for_ends()
-    job.server.stop()
     # One that never says so is given up.
     monkeypatch.setattr(heartbeat, "AGREED_PATIENCE", 0.3)
-    job = Job(2)
-    begin = time.monotonic()
+    job = start(2)
     job.server.wait_for_ends()
-    assert time.monotonic() - begin > 0.25
-    job.server.stop()
 
 
-def test_a_rank_that_fails_alone_is_named_after_a_while():
-    job = Job(3)
+def test_a_rank_that_fails_alone_is_named_after_a_while(start):
+    job = start(3)
     job.links[1].send(place="step 2", text="it rained")
-    begin = time.monotonic()
     assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
-    assert time.monotonic() - begin > 0.3
-    job.server.stop()
 
 
-def test_a_rank_that_has_agreed_to_come_may_be_late():
-    job = Job(2)
+def test_a_rank_that_has_agreed_to_come_may_be_late(start):
+    job = start(2)
     job.links[1].send(place="step 2", text="SIGTERM", agreed=True)
     end = time.monotonic() + 2 * heartbeat.PATIENCE
     while time.monotonic() < end:
         assert "tick" in job.hear(1)
     job.links[0].send(place="step 2", text="SIGTERM", agreed=True)
     assert [job.answer(rank) for rank in range(2)] == [{"together": True}] * 2
-    job.server.stop()
 
 
-def test_failing_at_two_places_is_not_together():
-    job = Job(2)
+def test_failing_at_two_places_is_not_together(start):
+    job = start(2)
     job.links[1].send(place="step 2", text="it rained")
     assert "tick" in job.hear(0)
     job.links[0].send(place="step 3", text="it snowed")
     assert job.answer(0) == {"alone": "rank 1 failed, it rained"}
-    job.server.stop()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["in a step", "in a common save"])
-def test_a_rank_that_dies_is_named_at_once(together):
-    job = Job(2)
+def test_a_rank_that_dies_is_named_at_once(start, together):
+    job = start(2)
     job.links[1].send(progress=(4, 1), doing="step 3, action 0F0", seconds=0.0)
     if together:
         for link in job.links:
@@ -126,11 +131,10 @@ def test_a_rank_that_dies_is_named_at_once(together):
     job.links[1].connection.close()
     died = "rank 1 has died without a word; it was at step 3, action 0F0"
     assert job.answer(0) == {"alone": died}
-    job.server.stop()
 
 
-def test_a_rank_whose_run_is_over_may_leave():
-    job = Job(2)
+def test_a_rank_whose_run_is_over_may_leave(start):
+    job = start(2)
     job.links[1].send(ended=True)
     job.links[1].connection.close()
     time.sleep(0.2)
@@ -141,8 +145,8 @@ def test_a_rank_whose_run_is_over_may_leave():
     assert job.answer(0) == {"ended": True}
 
 
-def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack():
-    job = Job(3, still=0.3)
+def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack(start):
+    job = start(3, still=0.3)
     for rank, (progress, doing) in enumerate(
         [((4, 1), "step 3, action 0F0 of documents 5"), ((3, 6), "the loader"), ((4, 1), "step 3")]
     ):
@@ -160,25 +164,23 @@ def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack():
     assert job.answer(0) == {"ended": True}, "those that wait are not asked"
 
 
-def test_a_rank_without_a_sign_of_life_is_named_first():
-    job = Job(2, still=1.0)
+def test_a_rank_without_a_sign_of_life_is_named_first(start):
+    job = start(2, still=1.0)
     begin = time.monotonic()
     while not job.said and time.monotonic() - begin < 5:
         job.links[0].send(progress=(1, 0), doing="waiting", seconds=9.0)
         time.sleep(0.02)
     assert "No sign of life from rank 1, at setting up" in job.said[0]
-    job.server.stop()
 
 
-def test_nothing_is_said_where_all_do_the_same_between_steps():
-    job = Job(2, still=0.3)
+def test_nothing_is_said_where_all_do_the_same_between_steps(start):
+    job = start(2, still=0.3)
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         for link in job.links:
             link.send(progress=(3, 4), doing="step 2, the saving of a checkpoint", seconds=9.0)
         time.sleep(0.02)
     assert not job.said
-    job.server.stop()
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,8 @@ def test_nothing_is_said_where_all_do_the_same_between_steps():
     ],
     ids=["guesses", "surrogate", "nests", "browser"],
 )
-def test_a_stranger_is_turned_away(says):
-    job = Job(2, stranger=says)
+def test_a_stranger_is_turned_away(start, says):
+    job = start(2, stranger=says)
     end = time.monotonic() + 5
     while job.stranger.receive() is not None and time.monotonic() < end:
         time.sleep(0.01)
@@ -200,7 +202,6 @@ def test_a_stranger_is_turned_away(says):
     assert "tick" in job.hear(0)
     with pytest.raises(ConnectionRefusedError):
         job.connect()  # all ranks are there
-    job.server.stop()
 
 
 def test_what_was_sent_in_part_is_continued_when_the_other_end_reads_again():
