@@ -37,7 +37,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.loader_workers import live_on_without_parent
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
-from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer, beat
+from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer, heartbeat_seconds
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, REDUCING
 from lightning_wlb.supervision.signals import NOTICES
 from lightning_wlb.supervision.watchdog import Watchdog, say
@@ -74,13 +74,13 @@ class Faults(pl.Callback):
         if world_size == 1:
             return
         seconds = timeout.total_seconds()
-        still = max(min(60.0, seconds / 4), 3 * beat(world_size))
+        stalled_after = max(min(60.0, seconds / 4), 3 * heartbeat_seconds(world_size))
         address: list[Any] = [None, None]
         if rank == 0:
             token = secrets.token_hex(16)
             with suppress(OSError):
                 self._server = HeartbeatServer(
-                    world_size, token, still, seconds, lambda text: say(0, text)
+                    world_size, token, stalled_after, seconds, lambda text: say(0, text)
                 )
                 self._server.start()
                 address = [self._server.port, token]
@@ -100,7 +100,7 @@ class Faults(pl.Callback):
             self.end()
             return
         assert link is not None
-        self._watchdog = Watchdog(rank, world_size, link, address[1], still)
+        self._watchdog = Watchdog(rank, world_size, link, address[1], stalled_after)
         self._watchdog.start()
 
     def end(self) -> None:

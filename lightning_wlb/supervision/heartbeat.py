@@ -21,7 +21,7 @@ its stack.
 torch's TCPStore is not used: a request to a store whose process is stopped waits for ever, and one
 to a store that is gone prints a stack trace of C++ on every rank.
 
-Cost: some hundred bytes from each rank every ``beat`` seconds, so long that rank 0 reads at most
+Cost: some hundred bytes from each rank every ``heartbeat_seconds``, which let rank 0 read at most
 100 messages a second, each in some 10 µs. A connection lasts as long as the run, and takes one of
 rank 0's open files. Once all ranks are there nobody else can connect.
 """
@@ -49,7 +49,7 @@ AGREED_PATIENCE = 20.0
 """The same where the ranks have agreed to end, and a callback of one may take a while."""
 
 
-def beat(world_size: int) -> float:
+def heartbeat_seconds(world_size: int) -> float:
     """Seconds between two heartbeats of a rank."""
     return max(2.0, world_size / 100)
 
@@ -114,15 +114,17 @@ class HeartbeatServer(threading.Thread):
     Args:
         world_size: number of ranks.
         token: what a connection must begin with; others are closed.
-        still: seconds without any progress after which the ranks behind are named.
+        stalled_after: seconds without any progress after which the ranks behind are named.
         timeout: of collectives, in seconds, for the message.
         say: prints a message.
     """
 
-    def __init__(self, world_size: int, token: str, still: float, timeout: float, say: Any) -> None:
+    def __init__(
+        self, world_size: int, token: str, stalled_after: float, timeout: float, say: Any
+    ) -> None:
         super().__init__(name="wlb-heartbeat", daemon=True)
         self._world_size, self._token, self._say = world_size, token, say
-        self._still, self._timeout = still, timeout
+        self._stalled_after, self._timeout = stalled_after, timeout
         _allow_files(1024 + world_size)
         both = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
@@ -139,7 +141,7 @@ class HeartbeatServer(threading.Thread):
         self._first: _RankStatus | None = None
         self._all_by = 0.0
         self._verdict = ""
-        self._told: object = None
+        self._reported: object = None
         self._over = False
         self._woken, self._waker = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -160,7 +162,7 @@ class HeartbeatServer(threading.Thread):
 
     def run(self) -> None:
         """Serve until :meth:`stop`."""
-        pause = beat(self._world_size)
+        pause = heartbeat_seconds(self._world_size)
         due = time.monotonic()
         try:
             while not self._over:
@@ -170,19 +172,19 @@ class HeartbeatServer(threading.Thread):
                     elif key.fileobj is self._listener:
                         self._accept()
                 now = time.monotonic()
-                self._judge(now)
+                self._decide(now)
                 if now >= due:
                     due = now + pause
-                    self._tell(tick=True)
-                    self._look(now, pause)
+                    self._send_to_all(tick=True)
+                    self._report_stall(now, pause)
         finally:
             # Also where there is a mistake in this thread: it must not end a run that trains.
-            self._tell(ended=True)
+            self._send_to_all(ended=True)
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
 
-    def _tell(self, **message: Any) -> None:
+    def _send_to_all(self, **message: Any) -> None:
         for peer in self._peers.values():
             peer.link.send(**message)
 
@@ -202,12 +204,12 @@ class HeartbeatServer(threading.Thread):
             if peer.rank < 0 and not self._admit(peer, message):
                 messages = None
                 break
-            self._take(peer, message)
+            self._note(peer, message)
         if messages is None:
             self._selector.unregister(peer.link.connection)
             peer.link.connection.close()
             if self._peers.pop(peer.rank, None) is not None and not peer.ended:
-                self._gone(peer)
+                self._on_death(peer)
 
     def _admit(self, peer: _RankStatus, message: dict[str, Any]) -> bool:
         """Whether the peer is a rank; after the last one nobody else can connect."""
@@ -220,7 +222,7 @@ class HeartbeatServer(threading.Thread):
             self._listener.close()
         return True
 
-    def _take(self, peer: _RankStatus, message: dict[str, Any]) -> None:
+    def _note(self, peer: _RankStatus, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()
         if "doing" in message:
             peer.progress, peer.doing = tuple(message["progress"]), message["doing"]
@@ -232,7 +234,7 @@ class HeartbeatServer(threading.Thread):
                 self._first, self._all_by = peer, peer.heard + patience
         peer.ended = peer.ended or "ended" in message
 
-    def _gone(self, peer: _RankStatus) -> None:
+    def _on_death(self, peer: _RankStatus) -> None:
         """Tell the others that a rank's process has ended before its run was over."""
         if peer.place is None or self._verdict == "together":
             cause = f"rank {peer.rank} has died without a word; it was at {peer.doing}"
@@ -245,18 +247,18 @@ class HeartbeatServer(threading.Thread):
     def _alone(self, cause: str) -> None:
         if self._verdict != "alone":
             self._verdict = "alone"
-            self._tell(alone=cause)
+            self._send_to_all(alone=cause)
 
     def _cause(self) -> str:
         assert self._first is not None
         silent = ", ".join(
             f"rank {peer.rank} gives no sign of life"
             for peer in self._peers.values()
-            if time.monotonic() - peer.heard > 2 * beat(self._world_size)
+            if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size)
         )
         return f"rank {self._first.rank} failed, {self._first.text}{silent and f'; {silent}'}"
 
-    def _judge(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
         """Decide whether the ranks that have failed have done so together."""
         if self._verdict or self._first is None:
             return
@@ -265,21 +267,21 @@ class HeartbeatServer(threading.Thread):
             self._alone(self._cause())
         elif len(places) == self._world_size:
             self._verdict = "together"
-            self._tell(together=True)
+            self._send_to_all(together=True)
         elif now > self._all_by:
             self._alone(self._cause())
 
-    def _look(self, now: float, pause: float) -> None:
+    def _report_stall(self, now: float, pause: float) -> None:
         """Where no rank makes progress, say once which is behind."""
         peers = [peer for peer in self._peers.values() if not peer.ended]
         over = self._first or self._verdict or not peers
-        if over or max(peer.since for peer in peers) > now - self._still:
-            self._told = None
+        if over or max(peer.since for peer in peers) > now - self._stalled_after:
+            self._reported = None
             return
         stands = sorted((peer.rank, peer.progress, peer.doing) for peer in peers)
-        if self._told == stands:
+        if self._reported == stands:
             return
-        self._told = stands
+        self._reported = stands
         silent = [peer for peer in peers if now - peer.heard > 3 * pause]
         least = min(peer.progress for peer in peers)
         behind = silent or [peer for peer in peers if peer.progress == least]

@@ -30,7 +30,12 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from lightning_wlb.supervision.heartbeat import AGREED_PATIENCE, PATIENCE, Connection, beat
+from lightning_wlb.supervision.heartbeat import (
+    AGREED_PATIENCE,
+    PATIENCE,
+    Connection,
+    heartbeat_seconds,
+)
 from lightning_wlb.supervision.progress import PROGRESS
 from lightning_wlb.supervision.signals import NOTICES, heeds_interrupts
 
@@ -49,14 +54,15 @@ class Watchdog(threading.Thread):
         world_size: number of ranks.
         link: connection to the server.
         token: what the server asks for.
-        still: seconds without a word from rank 0 after which that is reported.
+        stalled_after: seconds without a word from rank 0 after which that is reported.
     """
 
     def __init__(
-        self, rank: int, world_size: int, link: Connection, token: str, still: float
+        self, rank: int, world_size: int, link: Connection, token: str, stalled_after: float
     ) -> None:
         super().__init__(name="wlb-watchdog", daemon=True)
-        self._rank, self._beat, self._still, self._link = rank, beat(world_size), still, link
+        self._rank, self._link, self._stalled_after = rank, link, stalled_after
+        self._interval = heartbeat_seconds(world_size)
         self._verdict = ""
         self._cause = ""
         self._came_out = False
@@ -90,7 +96,7 @@ class Watchdog(threading.Thread):
             Whether all ranks are at this place and may go on together; if not, the cause.
         """
         self._came_out = True
-        self._stay()
+        self._cancel_end()
         if not self._verdict:
             self._link.send(place=place, text=text, agreed=agreed)
             self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
@@ -108,7 +114,7 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._waker.send(b"\0")
         self.join(2.0)
-        self._stay()
+        self._cancel_end()
         for end in (self._link.connection, self._woken, self._waker):
             end.close()
 
@@ -122,12 +128,12 @@ class Watchdog(threading.Thread):
             for key, _ in selector.select(0.5):
                 if key.fileobj is self._woken:
                     self._count_interrupts()
-                elif not self._hear():
+                elif not self._read():
                     selector.unregister(self._link.connection)
                     self._connected = False
             now = time.monotonic()
             if now >= due:
-                due = now + self._beat
+                due = now + self._interval
                 self._link.send(
                     progress=PROGRESS.progress(),
                     doing=str(PROGRESS),
@@ -140,13 +146,13 @@ class Watchdog(threading.Thread):
                 )
             if now >= self._end_at:
                 self._end()
-            if self._connected and not self._ended and now - self._heard > self._still:
+            if self._connected and not self._ended and now - self._heard > self._stalled_after:
                 self._heard = float("inf")  # said once; until it is heard again
-                said = f"no sign of life from rank 0 for {self._still:.0f} s. I am at {PROGRESS}."
-                say(self._rank, said)
+                silent = f"no sign of life from rank 0 for {self._stalled_after:.0f} s"
+                say(self._rank, f"{silent}. I am at {PROGRESS}.")
         selector.close()
 
-    def _hear(self) -> bool:
+    def _read(self) -> bool:
         """Read what rank 0 has said; False where the connection is closed."""
         messages = self._link.receive()
         if messages is None:
@@ -191,7 +197,7 @@ class Watchdog(threading.Thread):
         self._end_at = min(self._end_at, time.monotonic() + seconds)
         faulthandler.dump_traceback_later(seconds + LOCKED, exit=True, file=2)
 
-    def _stay(self) -> None:
+    def _cancel_end(self) -> None:
         if self._end_at < float("inf"):
             faulthandler.cancel_dump_traceback_later()
         self._end_at = float("inf")

@@ -14,9 +14,9 @@ from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer
 class Job:
     """A heartbeat server and connections of ranks to it."""
 
-    def __init__(self, world_size: int, still: float = 60.0, stranger: bytes = b"") -> None:
+    def __init__(self, world_size: int, stalled_after: float = 60.0, stranger: bytes = b"") -> None:
         self.said: list[str] = []
-        self.server = HeartbeatServer(world_size, "secret", still, 600.0, self.said.append)
+        self.server = HeartbeatServer(world_size, "secret", stalled_after, 600.0, self.said.append)
         self.server.start()
         self.stranger = self.connect()
         self.stranger.connection.send(stranger)
@@ -56,7 +56,7 @@ class Job:
 def start(monkeypatch):
     """Starts jobs, and stops them after the test."""
     monkeypatch.setattr(heartbeat, "PATIENCE", 0.5)
-    monkeypatch.setattr(heartbeat, "beat", lambda world_size: 0.2)
+    monkeypatch.setattr(heartbeat, "heartbeat_seconds", lambda world_size: 0.2)
     jobs = []
 
     def make(*arguments, **options) -> Job:
@@ -146,7 +146,7 @@ def test_a_rank_whose_run_is_over_may_leave(start):
 
 
 def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack(start):
-    job = start(3, still=0.3)
+    job = start(3, stalled_after=0.3)
     for rank, (progress, doing) in enumerate(
         [((4, 1), "step 3, action 0F0 of documents 5"), ((3, 6), "the loader"), ((4, 1), "step 3")]
     ):
@@ -165,7 +165,7 @@ def test_the_rank_that_is_behind_is_named_and_asked_for_its_stack(start):
 
 
 def test_a_rank_without_a_sign_of_life_is_named_first(start):
-    job = start(2, still=1.0)
+    job = start(2, stalled_after=1.0)
     begin = time.monotonic()
     while not job.said and time.monotonic() - begin < 5:
         job.links[0].send(progress=(1, 0), doing="waiting", seconds=9.0)
@@ -174,7 +174,7 @@ def test_a_rank_without_a_sign_of_life_is_named_first(start):
 
 
 def test_nothing_is_said_where_all_do_the_same_between_steps(start):
-    job = start(2, still=0.3)
+    job = start(2, stalled_after=0.3)
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         for link in job.links:

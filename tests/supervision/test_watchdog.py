@@ -147,7 +147,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
         thread._waker.send(bytes([signal.SIGINT]))
         thread._count_interrupts()
     assert thread._end_at < float("inf"), "the second one"
-    thread._stay()
+    thread._cancel_end()
     for end in (one, other, thread._woken, thread._waker):
         end.close()
 
