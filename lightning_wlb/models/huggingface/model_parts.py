@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
@@ -174,25 +175,9 @@ _before, _behind = _Before(), _Behind()
 class GivenHidden(nn.Module):
     """Stands for the base model where the ``ForCausalLM`` is run for its head alone."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
-        """Give back the embeddings as the last hidden state."""
-        return _Output(inputs_embeds)
-
-
-class _Output:
-    """A base model's output of which only the last hidden state is there."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        # Router logits, caches, attention weights: none.
-        return None
-
-    def __getitem__(self, index: int | slice) -> Any:
-        return (self.last_hidden_state,)[index]
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> ModelOutput:
+        """Give back the embeddings as the last hidden state; router logits, caches: None."""
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class FamilyEmbedding(nn.Module):
@@ -300,26 +285,21 @@ def initial_values(
     Returns:
         The values of the parameters that the rule fills.
     """
-    twin = _twin(module, shapes)
+    # The rule works on a copy of the module alone, whose parameters are whole and not a number.
+    twin = copy.copy(module)
+    twin._modules = {}
+    twin._parameters = {
+        own: None
+        if each is None
+        else nn.Parameter(torch.full(shapes[own], torch.nan, dtype=torch.float32, device="cpu"))
+        for own, each in module._parameters.items()
+    }
+    twin._buffers = {
+        own: None if each is None else each.detach().to("cpu", copy=True)
+        for own, each in module._buffers.items()
+    }
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(seed_of(seed, name))
         rule(twin)
     values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
     return {own: each for own, each in values.items() if not each.isnan().any()}
-
-
-def _twin(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A copy of a module alone, its parameters whole and not a number, in float32 on the CPU."""
-    twin = copy.copy(module)
-    twin._parameters = {
-        name: None
-        if own is None
-        else nn.Parameter(torch.full(shapes[name], torch.nan, dtype=torch.float32, device="cpu"))
-        for name, own in module._parameters.items()
-    }
-    twin._buffers = {
-        name: None if own is None else own.detach().to("cpu", copy=True)
-        for name, own in module._buffers.items()
-    }
-    twin._modules = {}
-    return twin
