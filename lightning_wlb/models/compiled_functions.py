@@ -104,7 +104,7 @@ def rotated_heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         hidden: [rows, dim].
-        table: as of :func:`rotate`.
+        table: cosines and sines, [rows, head_dim / 2, 2].
         weight: [heads · head_dim, dim].
 
     Returns:
@@ -177,10 +177,10 @@ class CompiledFunction:
 
     Args:
         function: pure; it returns a tensor.
-        failures: of the model's functions, which this one adds its own to; only the first is told,
-            because the others have the same cause as a rule.
-        rows: the number of its first arguments that are tensors whose first dim varies.
-        eager: what runs uncompiled in its place, equal to it and faster so; itself if None.
+        failures: the failures so far of all functions of the model. This one adds its own, and a
+            warning tells the first, because the others have the same cause as a rule.
+        rows: the first so many arguments are tensors whose first dim varies.
+        eager: an equal function that runs uncompiled in its place, faster; itself if None.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ def slope(
     Args:
         logits: [rows, words].
         log_sums: [rows], over all words of all ranks.
-        column: [rows], of the target; -1 where it is not among the words.
+        column: [rows], the target's number among the words; -1 where it is not among them.
         scale: [rows], what the gradient is multiplied by.
-        dtype: of the result.
+        dtype: the result's.
 
     Returns:
         [rows, words].

@@ -65,7 +65,7 @@ class Transformer(Decoder):
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
 
     Attributes:
-        attention_options: of every layer.
+        attention_options: what every layer asks of attention, as its window.
         attend: what the layers call for attention. May be replaced on an instance, by dense
             attention in a test for example.
     """

@@ -102,9 +102,8 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the decoder that a config describes.
 
-    Args:
-        config: of any family that ``AutoModelForCausalLM`` builds; of one that reads more than
-            text, its text decoder is taken.
+    It may be of any family that ``AutoModelForCausalLM`` builds. If the family reads more than
+    text, the shape is its text decoder's.
 
     Raises:
         ValueError: the family's layers do not call attention once each, its experts are chosen in

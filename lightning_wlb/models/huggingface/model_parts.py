@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
@@ -175,9 +174,23 @@ _before, _behind = _Before(), _Behind()
 class GivenHidden(nn.Module):
     """Stands for the base model where the ``ForCausalLM`` is run for its head alone."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> ModelOutput:
-        """Give back the embeddings as the last hidden state; router logits, caches: None."""
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
+        """Give back the embeddings as the last hidden state."""
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """A base model's output: the last hidden state, and None for what else a family reads."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 class FamilyEmbedding(nn.Module):

@@ -70,8 +70,8 @@ class Folder:
     names that they have in a folder of the language model alone.
 
     Attributes:
-        path: as given.
-        names: of all tensors.
+        path: the folder.
+        names: the names of all tensors.
 
     Raises:
         ValueError: there are no safetensors, or a file cannot be read.
@@ -195,7 +195,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     its own name.
 
     Args:
-        folder: of any format that transformers can open.
+        folder: written by any version of transformers.
         model: the family's ``ForCausalLM``, on the meta device or not.
 
     Raises:

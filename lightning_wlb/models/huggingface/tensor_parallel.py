@@ -48,11 +48,11 @@ from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 _REPLICATE = "replicate"
-# A parameter of each rank's own sum of what row-wise modules make: LoRA's B behind a row-wise A.
+# LoRA's B behind a row-wise A: whole on each rank, and applied to the rank's own part of the sum.
 _BEHIND_ROWS = "behind rowwise"
 
 OWN_PLANS: dict[str, dict[str, str]] = {
-    # Families whose config has no plan; transformers' styles, and "once": added by one rank.
+    # Families whose config has no plan: transformers' styles, and "last" and "once".
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -78,13 +78,7 @@ _DIMS = {
     "packed_colwise": -2,
     "packed_rowwise": -1,
 }
-_REPLICATED = {
-    _REPLICATE,
-    _BEHIND_ROWS,
-    "once",
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-}
+_REPLICATED = {_REPLICATE, _BEHIND_ROWS, "replicated_with_grad_allreduce", "mla_kv_a_proj"}
 # What these modules return is a sum over the ranks.
 _ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
 
@@ -99,7 +93,7 @@ class Split:
         packed: whether that dim holds two matrices, and so is held as two.
         shares: the number of key/value heads, where the parameter is split by them; else 0. Where
             there are more ranks than heads, each holds all and reads its own.
-        once: whether only one rank's copy is added: a bias behind a sum over the ranks.
+        once: a bias behind a sum over the ranks, of which each rank adds an equal part.
     """
 
     style: str
@@ -295,8 +289,8 @@ def add_hooks(
     """Put the hooks around the blocks of layers, which do nothing on a single rank.
 
     Args:
-        layers: by number.
-        plan: general name -> style.
+        layers: the decoder layers by number.
+        plan: :func:`general` name of a module -> style.
         splits: parameter name, from ``layers.`` on -> how it is split.
         shapes: parameter name -> the family's shape.
         hidden_size: width of the residual stream.
