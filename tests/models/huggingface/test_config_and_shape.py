@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from lightning_wlb.cost.flops import Work, attention_flops, causal_pairs, linear_flops
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.huggingface.config_and_shape import (
@@ -65,9 +67,6 @@ def test_the_fields_of_a_checkpoint_are_known(recwarn) -> None:
     for family in ("llama", "gemma3_text", "deepseek_v3", "gpt_oss"):
         read_config(json.loads(tiny(family).to_json_string(use_diff=False)))
     assert not [str(each.message) for each in recwarn if "no field" in str(each.message)]
-
-
-transformers = pytest.importorskip("transformers")
 
 
 TOKENS = 16
