@@ -121,7 +121,7 @@ def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
         f"{key} is {dtype}"
         for name, tensor in state.items()
         if name in sources and tensor.is_floating_point()
-        for key in sources[name].keys
+        for key in sources[name].boxes
         if (dtype := folder.dtype(key)) not in _PLAIN
     ]
     if codes:

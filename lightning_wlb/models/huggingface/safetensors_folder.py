@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,43 +148,38 @@ def _name_alone(stored: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
 class Tiles:
     """A parameter that is made of stored tensors side by side.
 
     Args:
         folder: where they are.
-        keys: the name of each stored tensor.
-        boxes: the part of the parameter that each makes up; together the whole. It may have dims of
-            size 1 in front of the stored tensor's own.
+        corners: the name of each stored tensor -> its first corner in the parameter.
+        lead: the number of dims, of size 1, in front of each stored tensor's own.
+
+    Attributes:
+        boxes: the name of each stored tensor -> the part of the parameter that it makes up.
         shape: the parameter's.
     """
 
-    folder: Folder
-    keys: tuple[str, ...]
-    boxes: tuple[Box, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def at(cls, folder: Folder, placed: Iterable[tuple[str, Iterable[int]]], lead: int) -> Tiles:
-        """Stored tensors by name and first corner; ``lead`` dims stand before their own."""
-        keys, boxes = [], []
-        for key, corner in placed:
-            shape = (1,) * lead + folder.shape(key)
-            keys.append(key)
-            boxes.append(tuple(slice(a, a + n) for a, n in zip(corner, shape, strict=True)))
-        ends = (tuple(each.stop for each in box) for box in boxes)
-        return cls(folder, tuple(keys), tuple(boxes), tuple(map(max, zip(*ends, strict=True))))
+    def __init__(self, folder: Folder, corners: Mapping[str, Sequence[int]], lead: int) -> None:
+        self._folder, self._lead = folder, lead
+        self.boxes: dict[str, Box] = {
+            key: tuple(
+                slice(first, first + size)
+                for first, size in zip(corner, (1,) * lead + folder.shape(key), strict=True)
+            )
+            for key, corner in corners.items()
+        }
+        ends = ([each.stop for each in box] for box in self.boxes.values())
+        self.shape = tuple(map(max, zip(*ends, strict=True)))
 
     def copy_to(self, target: Tensor, box: Box) -> None:
         """Write the values of a rectangle of the parameter into a tensor of its size."""
-        for key, tile in zip(self.keys, self.boxes, strict=True):
+        for key, tile in self.boxes.items():
             common = _intersection(tile, box)
             if common is not None:
-                lead = len(tile) - len(self.folder.shape(key))
-                target[_within(common, box)].copy_(
-                    self.folder.read(key, _within(common, tile)[lead:])
-                )
+                stored = _within(common, tile)[self._lead :]
+                target[_within(common, box)].copy_(self._folder.read(key, stored))
 
 
 def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
@@ -215,7 +209,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
             as_it_is, _ = rename_source_key(key, [], [], prefix, state)
             name, pattern = (as_it_is, None) if as_it_is in state else (name, pattern)
         if pattern is None:
-            sources[name] = Tiles.at(folder, [(key, (0,) * len(folder.shape(key)))], 0)
+            sources[name] = Tiles(folder, {key: (0,) * len(folder.shape(key))}, 0)
         else:
             converted[name][pattern].append(key)
     for name, keys in converted.items():
@@ -236,7 +230,7 @@ def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]
             f" {made}, of which no rank can read its part. Choose another family"
             " (docs/families.md)."
         )
-    placed, offset = [], 0
+    corners, offset = {}, 0
     for pattern in (each for each in converter.source_patterns if each in keys):
         for number, key in enumerate(keys[pattern]):
             shape = (1, *folder.shape(key)) if stacks else folder.shape(key)
@@ -247,10 +241,10 @@ def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]
                 corner[joins[0].dim] = offset
                 if not stacks:
                     offset += shape[joins[0].dim]
-            placed.append((key, corner))
+            corners[key] = corner
         if stacks and joins:
             offset += shape[joins[0].dim]
-    return Tiles.at(folder, placed, int(stacks))
+    return Tiles(folder, corners, int(stacks))
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
