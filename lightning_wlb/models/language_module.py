@@ -58,7 +58,7 @@ class LanguageModule(L.LightningModule):
     Args:
         config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
         learning_rate: peak learning rate of AdamW.
-        weight_decay: of matrices; vectors (norm weights, biases) have none.
+        weight_decay: for matrices only, not for vectors (norm weights, biases).
         betas: AdamW's.
         warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
         decay_tokens: tokens, warm-up included, after which a cosine decay ends; None: no decay.

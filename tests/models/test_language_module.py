@@ -218,13 +218,6 @@ def test_a_batch_that_is_no_step_is_refused(batch, method):
         getattr(module(), method)(batch, 0)
 
 
-def test_an_executor_replaces_the_step():
-    trained = module()
-    batch = step_batch(documents())
-    trained.executor = lambda given: torch.tensor(7.0 if given is batch else 0.0)
-    assert trained.step(batch).item() == 7.0
-
-
 def test_a_strategy_may_defer_initial_values():
     deferring = LanguageModule(config(), seed=3)
     fit = trainer(None)

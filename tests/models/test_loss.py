@@ -70,17 +70,6 @@ def test_one_backward_over_several_micro_batches(function):
         assert relative_error(one, reference) <= 1e-12
 
 
-def test_inside_a_checkpoint(function):
-    hidden, weight, labels = example()
-    loss = torch.utils.checkpoint.checkpoint(
-        lambda x: function(2 * x, weight, labels), hidden, use_reentrant=False
-    )
-    gradients = torch.autograd.grad(loss, (hidden, weight))
-    wanted = torch.autograd.grad(dense(2 * hidden, weight, labels), (hidden, weight))
-    for value, reference in zip(gradients, wanted, strict=True):
-        assert relative_error(value, reference) <= 1e-12
-
-
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_only_what_needs_a_gradient_gets_one(function, needs):
     hidden, weight, labels = example()

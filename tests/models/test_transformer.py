@@ -8,7 +8,6 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
 from tests.models.steps import (
-    MICRO_BATCHES,
     PIECES,
     config,
     documents,
@@ -93,17 +92,6 @@ def test_an_empty_micro_batch_has_zero_loss_and_gradients():
     assert loss.item() == 0
     for parameter in model.parameters():
         assert parameter.grad is None or parameter.grad.norm() == 0
-
-
-def test_rows_of_one_micro_batch_do_not_depend_on_their_neighbours():
-    texts = documents()
-    model = build()
-    together = model(step_batch(texts, micro_batches=[MICRO_BATCHES[1]]).micro_batches[0])
-    alone = sum(
-        model(step_batch(texts, micro_batches=[[piece]]).micro_batches[0])
-        for piece in MICRO_BATCHES[1]
-    )
-    assert together.item() == pytest.approx(alone.item(), rel=1e-13)
 
 
 def test_rotation_depends_on_distance_only_and_is_exact_far_out():
