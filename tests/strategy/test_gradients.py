@@ -1,6 +1,7 @@
 """Promise 1: gradients and parameters do not depend on mesh, packing order, sharding, schedule."""
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,26 +20,64 @@ from tests.strategy.harness import (
     trainer,
 )
 
+
+class Run(NamedTuple):
+    """One run of three steps."""
+
+    mesh: tuple[int, int, int, int]
+    case: Case
+    schedule: str = "auto"
+    virtual: int | None = None
+
+    def __str__(self) -> str:
+        schedule = "" if self.schedule == "auto" else f"-{self.schedule}"
+        return f"{'x'.join(map(str, self.mesh))}{schedule}-{self.case.packing}-{self.case.sharding}"
+
+
 # Mesh -> which cases. What a sharding does shows where a context-parallel group is, alone and with
 # each other axis; what the rest of a case does shows on every axis.
 MESHES: dict[tuple[int, int, int, int], tuple[int, ...]] = {
-    (1, 1, 1, 1): (0, 2, 3),
+    (1, 1, 1, 1): (0,),
     (2, 1, 1, 1): (0, 1, 3),
     (1, 2, 1, 1): (0, 1, 2, 3),
-    (1, 4, 1, 1): (0, 1, 3),
+    (1, 4, 1, 1): (0,),
     (1, 1, 2, 1): (0, 1, 2, 3, 4, 5),
-    (1, 1, 4, 1): (1, 2, 3, 5),
-    (1, 1, 8, 1): (0, 3),  # most documents are shorter than 16 chunks
+    (1, 1, 4, 1): (3, 5),
     (1, 1, 1, 2): (0, 2, 3),
     (2, 2, 1, 1): (1, 2),
+    (2, 1, 1, 2): (3,),
+    (1, 2, 1, 2): (1, 2),
     (1, 2, 2, 1): (2, 3),
     (2, 1, 2, 1): (1, 5),
-    (1, 2, 1, 2): (1, 2, 3),
     (1, 1, 2, 2): (0, 4),
+    (2, 2, 2, 2): (4,),
+}
+BY_HEADS = (
+    Case("wlb", "heads", tied=True, activation_checkpointing="full", masked=True),
+    Case("slim", "heads"),  # slices exchange keys, also under this sharding
+)
+RUNS = (
+    *(Run(mesh, on_mesh(CASES[each], mesh)) for mesh, cases in MESHES.items() for each in cases),
+    *(Run(mesh, on_mesh(BY_HEADS[0], mesh)) for mesh in ((1, 1, 2, 2), (1, 2, 2, 1))),
+    Run((1, 2, 2, 1), BY_HEADS[1]),
+    Run((1, 1, 1, 1), CASES[0], "interleaved", 4),
+    Run((1, 2, 1, 1), CASES[0], "gpipe", 1),
+    Run((1, 2, 1, 1), CASES[1], "interleaved", 2),
+    Run((1, 2, 1, 1), CASES[2], "interleaved", 2),
+    Run((1, 4, 1, 1), CASES[1], "gpipe", 1),
+    Run((2, 2, 1, 1), CASES[0], "interleaved", 2),
+    Run((1, 2, 2, 1), CASES[2], "interleaved", 2),
+    Run((1, 2, 1, 2), CASES[1], "interleaved", 2),
+)
+# Every sharding on three axes together, and the longest rings of keys.
+LONG = {
+    (1, 1, 4, 1): (1, 2),
+    (1, 1, 8, 1): (0, 3),  # most documents are shorter than 16 chunks
     (2, 2, 2, 1): (0, 4),
     (1, 2, 2, 2): (1, 5),
     (2, 1, 2, 2): (2, 3),
 }
+SOAK = tuple(Run(mesh, on_mesh(CASES[each], mesh)) for mesh in LONG for each in LONG[mesh])
 TOLERANCE = 1e-10
 
 
@@ -47,22 +86,9 @@ def expected(case: Case) -> dict:
     return reference(case)
 
 
-def run_cases(rank: int, mesh: tuple[int, int, int, int], cases: tuple[Case, ...]) -> list[dict]:
+def run_all(rank: int, runs: tuple[Run, ...]) -> list[dict]:
     results = []
-    for case in cases:
-        recorder = Recorder()
-        strategy = WLBStrategy(*mesh)
-        runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
-        runner.fit(module(case), data(case))
-        results.append(recorder.record())
-    return results
-
-
-def run_schedules(
-    rank: int, runs: tuple[tuple[tuple[int, ...], str, int, Case], ...]
-) -> list[dict]:
-    results = []
-    for mesh, schedule, virtual, case in runs:
+    for mesh, case, schedule, virtual in runs:
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule, virtual_pipeline_size=virtual)
         runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
@@ -71,77 +97,46 @@ def run_schedules(
     return results
 
 
-@pytest.mark.parametrize(
-    ("ranks", "runs"),
-    [
-        (1, (((1, 1, 1, 1), "interleaved", 4, CASES[0]),)),
-        (
-            2,
-            (
-                ((1, 2, 1, 1), "gpipe", 1, CASES[0]),
-                ((1, 2, 1, 1), "interleaved", 2, CASES[1]),
-                ((1, 2, 1, 1), "interleaved", 2, CASES[2]),
-            ),
-        ),
-        (
-            4,
-            (
-                ((1, 4, 1, 1), "gpipe", 1, CASES[1]),
-                ((2, 2, 1, 1), "interleaved", 2, CASES[0]),
-                ((1, 2, 2, 1), "interleaved", 2, CASES[2]),
-                ((1, 2, 1, 2), "interleaved", 2, CASES[1]),
-            ),
-        ),
-    ],
-)
-def test_every_schedule_gives_the_same_gradients(ranks, runs):
-    results = run_ranks(run_schedules, ranks, runs, process_group=False)
-    for index, (_, _, _, case) in enumerate(runs):
-        check_equal([rank[index] for rank in results], case)
+@cache
+def records(ranks: int, of: tuple[Run, ...]) -> dict[Run, list[dict]]:
+    """What each rank has recorded of all runs on so many ranks, which are started once."""
+    runs = tuple(run for run in of if np.prod(run.mesh) == ranks)
+    each = run_ranks(run_all, ranks, runs, process_group=False, timeout=240)
+    return {run: [record[index] for record in each] for index, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_gradients_and_parameters_equal_one_process(mesh):
-    cases = tuple(on_mesh(CASES[index], mesh) for index in MESHES[mesh])
-    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, cases, process_group=False)
-    for index, case in enumerate(cases):
-        check_equal([rank[index] for rank in ranks], case)
-    if mesh[0] == 2:
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_gradients_and_parameters_equal_one_process(run):
+    found = records(int(np.prod(run.mesh)), RUNS)[run]
+    check_equal(found, run.case)
+    if run.mesh[0] == 2 and run.case.packing == "wlb":
         # Replicas with different numbers of micro-batches are part of what was tested.
-        counts = {tuple(record["micro_batches"]) for rank in ranks for record in rank[:1]}
-        assert len(counts) > 1
+        assert len({tuple(record["micro_batches"]) for record in found}) > 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", SOAK, ids=str)
+def test_gradients_and_parameters_equal_one_process_on_more_meshes(run):
+    check_equal(records(int(np.prod(run.mesh)), SOAK)[run], run.case)
 
 
 def test_the_meshes_and_cases_meet():
-    """Every sharding with context and each other axis; every other trait with every axis."""
+    """Every sharding with context, and in the long runs with each other axis; each pair of axes."""
 
-    def values(trait: str, *axes: int) -> set[str]:
-        return {
-            getattr(CASES[index], trait)
-            for mesh, cases in MESHES.items()
-            for index in cases
-            if all(mesh[axis] > 1 for axis in axes)
-        }
+    def values(trait: str, runs: tuple[Run, ...], *axes: int) -> set[str]:
+        met = [run.case for run in runs if all(run.mesh[axis] > 1 for axis in axes)]
+        return {getattr(case, trait) for case in met}
 
-    data, pipeline, context, tensor = range(4)
-    for axis in (data, pipeline, context, tensor):
-        assert values("sharding", context, axis) == {each.sharding for each in CASES}, axis
+    context = 2
+    shardings = {each.sharding for each in CASES}
+    assert shardings <= values("sharding", RUNS, context)
+    for axis in range(4):
+        assert shardings <= values("sharding", (*RUNS, *SOAK), context, axis), axis
+        for other in range(4):
+            assert values("sharding", RUNS, axis, other), (axis, other)
         for trait in ("packing", "tied", "masked", "activation_checkpointing", "sliding_window"):
-            assert values(trait, axis) == {getattr(each, trait) for each in CASES}, (axis, trait)
-
-
-BY_HEADS = (
-    Case("wlb", "heads", tied=True, activation_checkpointing="full", masked=True),
-    Case("slim", "heads"),  # slices exchange keys, also under this sharding
-)
-
-
-@pytest.mark.parametrize("mesh", [(1, 1, 2, 2), (1, 2, 2, 1)], ids=str)
-def test_attention_split_by_heads_gives_the_same_gradients(mesh):
-    cases = tuple(on_mesh(case, mesh) for case in BY_HEADS)
-    ranks = run_ranks(run_cases, int(np.prod(mesh)), mesh, cases, process_group=False)
-    for index, case in enumerate(cases):
-        check_equal([rank[index] for rank in ranks], case)
+            wanted = {getattr(each, trait) for each in CASES}
+            assert wanted <= values(trait, RUNS, axis), (axis, trait)
 
 
 def check_equal(records: list[dict], case: Case) -> None:

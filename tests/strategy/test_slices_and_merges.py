@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,68 +17,66 @@ from tests.strategy.test_gradients import check_equal
 
 ONE, DP, PP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
 
-# (change, mesh, schedule, case); cases 1 and 2 tie the embeddings. Plans mix what they recompute.
-RUNS: dict[str, tuple[tuple[str, tuple[int, ...], str, int], ...]] = {
+
+class Run(NamedTuple):
+    """A run whose plans are changed. Cases 1 and 2 tie the embeddings."""
+
+    change: str
+    mesh: tuple[int, int, int, int]
+    number: int
+    schedule: str = "1f1b"
+
+    def __str__(self) -> str:
+        return f"{self.change}-{'x'.join(map(str, self.mesh))}-{self.schedule}-{self.number}"
+
+
+# Plans mix what they recompute.
+RUNS = (
     # One rank runs any legal plan in test_random_plans.py; here with FSDP and the Trainer.
-    "1 rank": (
-        ("sliced", ONE, "1f1b", 3),
-        ("asymmetric", ONE, "1f1b", 2),
-    ),
-    "sliced, 2 ranks": (
-        ("sliced", DP, "1f1b", 0),
-        ("sliced", PP, "1f1b", 1),
-        ("sliced", PP, "interleaved", 0),
-        ("sliced", CP, "1f1b", 2),
-        ("sliced", CP, "1f1b", 3),
-        ("sliced", TP, "1f1b", 0),
-    ),
-    "sliced, 4 ranks": (
-        ("sliced", (1, 4, 1, 1), "1f1b", 0),
-        ("sliced", (1, 1, 4, 1), "1f1b", 5),
-        ("sliced", (2, 1, 2, 1), "1f1b", 4),
-        ("sliced", (1, 2, 1, 2), "1f1b", 2),
-        ("sliced", (1, 1, 2, 2), "1f1b", 5),
-        ("sliced", (1, 2, 2, 1), "interleaved", 3),
-    ),
-    "asymmetric, 2 ranks": (
-        ("asymmetric", DP, "1f1b", 3),
-        ("asymmetric", PP, "1f1b", 1),
-        ("asymmetric", PP, "interleaved", 2),
-        ("asymmetric", CP, "1f1b", 4),
-        ("asymmetric", TP, "1f1b", 5),
-    ),
-    "asymmetric, 4 ranks": (
-        ("asymmetric", (1, 4, 1, 1), "1f1b", 2),
-        ("asymmetric", (1, 2, 2, 1), "1f1b", 0),
-    ),
-    "merged, 2 ranks": (
-        ("merged", DP, "1f1b", 0),
-        ("merged", DP, "1f1b", 2),
-        ("sliced and merged", DP, "1f1b", 0),
-        ("sliced and merged", DP, "1f1b", 3),
-        ("asymmetric and merged", DP, "1f1b", 4),
-    ),
+    Run("sliced", ONE, 3),
+    Run("asymmetric", ONE, 2),
+    Run("sliced", DP, 0),
+    Run("sliced", PP, 1),
+    Run("sliced", PP, 0, "interleaved"),
+    Run("sliced", CP, 2),
+    Run("sliced", CP, 3),
+    Run("sliced", TP, 0),
+    Run("asymmetric", DP, 3),
+    Run("asymmetric", PP, 1),
+    Run("asymmetric", PP, 2, "interleaved"),
+    Run("asymmetric", CP, 4),
+    Run("asymmetric", TP, 5),
+    Run("merged", DP, 2),
+    Run("sliced and merged", DP, 0),
+    Run("sliced and merged", DP, 3),
+    Run("asymmetric and merged", DP, 4),
+    Run("sliced", (1, 1, 2, 2), 5),
+    Run("sliced", (1, 2, 2, 1), 3, "interleaved"),
+    Run("asymmetric", (1, 4, 1, 1), 2),
+    Run("asymmetric", (1, 2, 2, 1), 0),
     # In every other step all four replicas share one micro-batch, else two and two.
-    "merged, 4 ranks": (
-        ("merged", (4, 1, 1, 1), "1f1b", 0),
-        ("merged", (2, 1, 2, 1), "1f1b", 3),
-        ("merged", (2, 2, 1, 1), "1f1b", 2),
-        ("merged", (2, 1, 1, 2), "1f1b", 5),
-    ),
-    "merged and sliced, 4 ranks": (
-        ("sliced and merged", (4, 1, 1, 1), "1f1b", 1),
-        ("sliced and merged", (2, 2, 1, 1), "1f1b", 2),
-        ("sliced and merged", (2, 1, 2, 1), "1f1b", 4),
-        ("asymmetric and merged", (2, 2, 1, 1), "1f1b", 0),
-    ),
+    Run("merged", (4, 1, 1, 1), 0),
+    Run("merged", (2, 1, 1, 2), 5),
+    Run("sliced and merged", (4, 1, 1, 1), 1),
+    Run("sliced and merged", (2, 1, 2, 1), 4),
+    Run("asymmetric and merged", (2, 2, 1, 1), 0),
+)
+SOAK = (
+    Run("sliced", (1, 4, 1, 1), 0),
+    Run("sliced", (1, 1, 4, 1), 5),
+    Run("sliced", (2, 1, 2, 1), 4),
+    Run("sliced", (1, 2, 1, 2), 2),
+    Run("merged", (2, 1, 2, 1), 3),
+    Run("merged", (2, 2, 1, 1), 2),
+    Run("sliced and merged", (2, 2, 1, 1), 2),
     # In the second step the pipelines of all four replicas share one micro-batch, else two and two.
-    "merged, 8 ranks": (("merged", (4, 2, 1, 1), "1f1b", 1),),
-}
+    Run("merged", (4, 2, 1, 1), 1),
+)
 
 
-def run_changed(rank: int, runs: tuple[tuple[Any, ...], ...]) -> list[dict]:
+def run_changed(rank: int, runs: tuple[Run, ...]) -> list[dict]:
     results = []
-    for change, mesh, schedule, number in runs:
+    for change, mesh, number, schedule in runs:
         case = on_mesh(CASES[number], mesh)
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule)
@@ -88,15 +87,28 @@ def run_changed(rank: int, runs: tuple[tuple[Any, ...], ...]) -> list[dict]:
     return results
 
 
+@cache
+def records(ranks: int, of: tuple[Run, ...]) -> dict[Run, list[dict]]:
+    """What each rank has recorded of all runs on so many ranks, which are started once."""
+    runs = tuple(run for run in of if np.prod(run.mesh) == ranks)
+    each = run_ranks(run_changed, ranks, runs, process_group=False, timeout=240)
+    return {run: [record[index] for record in each] for index, run in enumerate(runs)}
+
+
 def test_one_process_without_an_executor():
     recorder = Recorder()
     trainer("auto", 1, callbacks=[recorder]).fit(module(CASES[0]), changed_data(CASES[0], "sliced"))
     check_equal([recorder.record()], CASES[0])
 
 
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-def test_changed_plans_give_the_gradients_of_one_process(runs):
-    ranks = int(np.prod(runs[0][1]))
-    results = run_ranks(run_changed, ranks, runs, process_group=False, timeout=240)
-    for index, (_, mesh, _, number) in enumerate(runs):
-        check_equal([rank[index] for rank in results], on_mesh(CASES[number], mesh))
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_changed_plans_give_the_gradients_of_one_process(run):
+    found = records(int(np.prod(run.mesh)), RUNS)[run]
+    check_equal(found, on_mesh(CASES[run.number], run.mesh))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", SOAK, ids=str)
+def test_changed_plans_give_the_gradients_of_one_process_on_more_meshes(run):
+    found = records(int(np.prod(run.mesh)), SOAK)[run]
+    check_equal(found, on_mesh(CASES[run.number], run.mesh))
