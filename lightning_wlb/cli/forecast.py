@@ -6,14 +6,10 @@ misleads.
 
 The verdict advises the candidate with most tokens per second that keeps documents whole. Its gain
 is over ``best_fit``, which packs whole documents by their tokens; below :data:`WORTH` it is said to
-be none. The length of documents below which the gain is gone is found by the same simulation, with
-the window and all documents a half, a quarter, ... as long: a bisection over the powers of two. A
-step then has as many tokens, in more micro-batches, so that the pipeline's bubble does not pass for
-a gain of balance. The mesh stays, though one would choose another for short documents.
+be none.
 
-Cost: planning and predicting every step of every candidate (`auto` plans slowest, as it simulates
-several plans a step); for the verdict at most three more plans of two packings, with a quarter as
-many tokens.
+Cost: planning and predicting every step of every candidate; `auto` plans slowest, as it simulates
+several plans a step.
 """
 
 from __future__ import annotations
@@ -39,15 +35,6 @@ from lightning_wlb.prediction.step import StepPrediction
 
 WORTH = 1.03
 """The least gain that is called one: what the simulation leaves out is a few percent."""
-
-HALVINGS = 7
-"""Documents and window are halved at most so many times."""
-
-LEAST_WINDOW = 512
-"""A window is not halved below so many tokens."""
-
-FEWEST_STEPS = 2
-"""At least so many steps are planned with shorter documents."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,23 +236,6 @@ def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Shorter:
-    """The same run with the window and all documents shorter."""
-
-    factor: int  # how many times as short
-    window: int  # tokens of the context window
-    longest: int  # tokens of the longest document
-    mean: float  # tokens of the mean document
-    gain: float  # of the advised packing over best_fit
-
-    def __str__(self) -> str:
-        return (
-            f"documents 1/{self.factor} as long (longest {self.longest:,} tokens, mean"
-            f" {self.mean:,.0f}) in windows of {self.window:,}"
-        )
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Advice on a comparison."""
 
@@ -273,8 +243,6 @@ class Verdict:
     chosen: Forecast  # the fastest that keeps documents whole
     reference: Forecast  # the fastest of best_fit
     attention: float  # attention's part of the documents' FLOPs
-    pays: Shorter | None  # the shortest documents that were tried and are worth it
-    fails: Shorter | None  # the longest documents that were tried and are not worth it
 
     @property
     def gain(self) -> float:
@@ -295,7 +263,6 @@ class Verdict:
             "worth_it": self.worth_it,
             "times_best_fit": self.gain,
             "attention_share": self.attention,
-            "shorter": [dict(vars(each)) for each in (self.pays, self.fails) if each is not None],
             "text": self.lines,
         }
 
@@ -323,23 +290,11 @@ class Verdict:
             f" {mesh}: {self.gain:.2f} times the tokens/s of {REFERENCE}"
             f" ({self.chosen.tokens_per_second:,.0f} to {self.reference.tokens_per_second:,.0f},"
             f" simulated with {name}). {share}{waits}",
-            self._threshold(),
         ]
-
-    def _threshold(self) -> str:
-        simulated = f"simulated with {self.request.profile.name}"
-        if self.fails is None and self.pays is None:
-            return "No shorter documents were tried: the window is as short as it may be."
-        still = f"still {self.pays.gain:.2f} times with {self.pays}" if self.pays else ""
-        if self.fails is None:
-            return f"It is worth it on shorter documents, too: {still}, {simulated}."
-        gone = f"only {self.fails.gain:.2f} times with {self.fails}"
-        found = " and ".join(filter(None, (still, gone)))
-        return f"It is not worth it on documents that are much shorter: {found}, {simulated}."
 
 
 def judged(comparison: Comparison) -> Verdict:
-    """The verdict on a comparison; plans and predicts shorter documents."""
+    """The verdict on a comparison."""
     request, rows = comparison.request, comparison.forecasts
     # If no row of best_fit fits in memory, their speed is still what to compare with.
     references = [row for row in rows if row.packing == REFERENCE] or [
@@ -350,43 +305,7 @@ def judged(comparison: Comparison) -> Verdict:
     chosen = max(whole or references, key=lambda row: row.tokens_per_second)
     window = request.settings[REFERENCE].context_window
     attention = attention_share(request.shape, request.lengths, window)
-    verdict = Verdict(request, chosen, reference, attention, None, None)
-    low, high = 0, 1
-    if verdict.worth_it:
-        high += min(HALVINGS, max((window // LEAST_WINDOW).bit_length() - 1, 0))
-    while high - low > 1:
-        power = (low + high) // 2
-        tried = _shorter(request, chosen, reference, power)
-        if tried.gain >= WORTH:
-            low, verdict = power, replace(verdict, pays=tried)
-        else:
-            high, verdict = power, replace(verdict, fails=tried)
-    return verdict
-
-
-def _shorter(request: Request, chosen: Forecast, reference: Forecast, power: int) -> Shorter:
-    """Plan and predict both rows again, with the window and all documents 2**power as short."""
-    factor = 2**power
-    lengths = np.maximum(request.lengths // factor, 1)
-    keys = [(row.packing, row.sharding) for row in (chosen, reference)]
-    settings = {
-        packing: replace(
-            data,
-            context_window=data.context_window // factor,
-            micro_batches=data.micro_batches * factor,
-            cap=None if data.cap is None else data.cap // factor,
-        )
-        for packing, data in request.settings.items()
-    }
-    # As many documents in all as in a quarter of the steps.
-    steps = max(request.steps // (4 * factor), FEWEST_STEPS)
-    again = compare(
-        replace(request, lengths=lengths, settings=settings, steps=steps, candidates=keys)
-    )
-    made = {(row.packing, row.sharding): row for row in (*again.forecasts, *again.too_large)}
-    gain = made[keys[0]].tokens_per_second / made[keys[1]].tokens_per_second
-    window = settings[REFERENCE].context_window
-    return Shorter(factor, window, int(lengths.max()), float(lengths.mean()), gain)
+    return Verdict(request, chosen, reference, attention)
 
 
 def attention_share(shape: ModelShape, lengths: Lengths, window: int) -> float:
