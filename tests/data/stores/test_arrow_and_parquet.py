@@ -40,28 +40,22 @@ def masked(
     how: str, rows: Documents, masks: Masks, kind: str
 ) -> tuple[str | None, pa.Array | None]:
     if how == "labels":
-        labels = [
-            [token if allowed else -100 for token, allowed in zip(*row, strict=True)]
-            for row in zip(rows, masks, strict=True)
-        ]
+        labels = [np.where(mask, row, -100) for row, mask in zip(rows, masks, strict=True)]
         return "labels", listed(kind, pa.int64(), labels)
     if how == "uint8":
-        return "completion_mask", listed(kind, pa.uint8(), masks_as_integers(masks))
+        flags = [np.array(mask, np.uint8) for mask in masks]
+        return "completion_mask", listed(kind, pa.uint8(), flags)
     return (None, None) if how == "none" else ("loss_mask", listed(kind, pa.bool_(), masks))
 
 
-def masks_as_integers(masks: Masks) -> Documents:
-    return [[int(allowed) for allowed in mask] for mask in masks]
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     corpora(),
     INTEGERS,
     st.sampled_from(["list", "large"]),
     st.sampled_from(["none", "bool", "uint8", "labels"]),
     st.integers(1, 4),
-    st.booleans(),
+    st.sampled_from(["stream", "file", "parquet"]),
     st.integers(0, 9),
 )
 def test_files_read_as_they_were_written(
@@ -71,17 +65,23 @@ def test_files_read_as_they_were_written(
     kind: str,
     how: str,
     per_batch: int,
-    stream: bool,
+    form: str,
     seed: int,
 ) -> None:
-    folder = tmp_path_factory.mktemp("arrow")
+    folder = tmp_path_factory.mktemp("corpus")
     masks = masks_of(rows, seed)
     columns = {"text": pa.array(["x"] * len(rows)), "tokens": listed(kind, integers, rows)}
     name, mask = masked(how, rows, masks, kind)
     if name is not None:
         columns[name] = mask
-    path = write_arrow(folder / "corpus.arrow", pa.table(columns), per_batch, stream)
-    check(documents(str(path)), rows, None if how == "none" else masks)
+    path = folder / ("corpus.parquet" if form == "parquet" else "corpus.arrow")
+    if form == "parquet":
+        pq.write_table(pa.table(columns), path, row_group_size=per_batch)
+    else:
+        write_arrow(path, pa.table(columns), per_batch, form == "stream")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "_TOKENS_AT_ONCE", seed + 1)
+        check(documents(str(path)), rows, None if how == "none" else masks)
 
 
 @settings(max_examples=10, deadline=None)
@@ -110,10 +110,8 @@ def test_rows_of_one_length_and_a_column_by_name(tmp_path: Path) -> None:
     check(documents({"path": str(path), "column": "ids"}), rows)
     with pytest.raises(ValueError, match=r"several: ids, other .* column=\.\.\."):
         documents(path)
-    assert documents(write_arrow(tmp_path / "b.arrow", table.select(["ids"]))).lengths.tolist() == [
-        2,
-        2,
-    ]
+    store = documents(write_arrow(tmp_path / "b.arrow", table.select(["ids"])))
+    assert store.lengths.tolist() == [2, 2]
 
 
 def test_several_files_by_a_pattern_and_by_name(tmp_path: Path) -> None:
@@ -294,42 +292,6 @@ def test_folders_that_need_a_word_are_refused(tmp_path: Path) -> None:
 def write_parquet(path: Path, rows: Any, per_group: int = 2, **others: Any) -> Path:
     pq.write_table(pa.table({"input_ids": rows, **others}), path, row_group_size=per_group)
     return path
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    corpora(),
-    st.sampled_from([pa.int32(), pa.int64(), pa.uint16(), pa.uint64()]),
-    st.sampled_from([pa.list_, pa.large_list]),
-    st.sampled_from([None, "loss_mask", "labels"]),
-    st.integers(1, 4),
-    st.integers(1, 9),
-)
-def test_files_read_as_by_pyarrow(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: Documents,
-    integers: pa.DataType,
-    lists: Any,
-    how: str | None,
-    per_group: int,
-    at_once: int,
-) -> None:
-    path = tmp_path_factory.mktemp("parquet") / "a.parquet"
-    masks, others = masks_of(rows, 3), {}
-    if how == "loss_mask":
-        others["loss_mask"] = pa.array(masks)
-    if how == "labels":
-        others["labels"] = pa.array(
-            [np.where(mask, row, -100).tolist() for row, mask in zip(rows, masks, strict=True)]
-        )
-    write_parquet(
-        path, pa.array(rows, lists(integers)), per_group, text=["x"] * len(rows), **others
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet, "_TOKENS_AT_ONCE", at_once)
-        store = documents(path)
-    read = pq.read_table(path).column("input_ids").to_pylist()
-    check(store, read, masks if how else None)
 
 
 def test_a_file_is_read_once_and_again_when_it_changes(
