@@ -129,10 +129,19 @@ def labels_as_mask(
     return np.asarray(mask)
 
 
+@runtime_checkable
+class NamingStore(Protocol):
+    """A store that says how errors call its documents."""
+
+    def name_of(self, document: int) -> str:
+        """Such as ``row 7 of corpus.arrow``."""
+
+
 def name_of(store: DocumentStore, document: int) -> str:
-    """How errors call a document: as its store does (``name_of``), or by number and store."""
-    own = getattr(store, "name_of", None)
-    return f"document {document} of {store!r}" if own is None else str(own(document))
+    """How errors call a document: as its store does, or by number and store."""
+    if isinstance(store, NamingStore):
+        return store.name_of(document)
+    return f"document {document} of {store!r}"
 
 
 class RenumberedDocuments(ABC):

@@ -122,7 +122,8 @@ def open_mixture(
                 f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
                 " and name."
             )
-        name = entry.get("name") or getattr(path_of(entry["documents"]), "stem", place)
+        path = path_of(entry["documents"])
+        name = entry.get("name") or (place if path is None else path.stem)
         weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
         repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
         taken.append(StoreShare(str(name), 0, weight, repeat))
