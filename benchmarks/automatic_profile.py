@@ -26,8 +26,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +33,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.measured import RankStep, train
 from benchmarks.ranks import run_ranks
-from benchmarks.slimpack_measured import CONFIG, chosen, documents, figures
+from benchmarks.slimpack_measured import CONFIG, chosen, documents, over_rounds
 from lightning_wlb.data.cache import cache_folders
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.mesh import Mesh
@@ -76,39 +74,19 @@ def train_rank(
 
 
 def measured(mesh: Mesh, packings: list[str], options: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Of each packing the medians over rounds, and the wall clock of every round."""
+    """Medians over rounds for each packing, and the wall clock of every round."""
     by_rank = run_ranks(train_rank, 2, mesh, packings, options, timeout=1800, process_group=False)
-    result = {}
-    for packing in packings:
-        rounds = [
-            figures([rank[packing][number] for rank in by_rank], mesh)
-            for number in range(options["rounds"])
-        ]
-        result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}
-        by_round = [each["wall_us_per_token"] for each in rounds]
-        result[packing]["wall_us_per_token_by_round"] = by_round
-    return result
+    return over_rounds(by_rank, mesh, options["rounds"])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("automatic_profile", __doc__)
+    numbers = {"rounds": 5, "tokens": 200_000, "window": 8192}
+    parser = report.measured_parser("automatic_profile", __doc__, **numbers)
     add = parser.add_argument
-    add("--rounds", type=int, default=5)
-    add("--tokens", type=int, default=200_000, help="of an epoch")
-    add("--window", type=int, default=8192)
-    add("--micro-batches", type=int, default=4, help="N of a global batch")
     add("--work", action="store_true", help="auto by work as well")
     add("--quick", action="store_true", help="a round of few tokens")
-    add(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("results") / "automatic_profile.json",
-        help="where to write the JSON object too",
-    )
     arguments = parser.parse_args(argv)
-    options = {
-        name: getattr(arguments, name) for name in ("rounds", "tokens", "window", "micro_batches")
-    }
+    options = report.numbers_of(arguments)
     if arguments.quick:
         options |= {"rounds": 1, "tokens": 16_000, "window": 2048}
     for folder in cache_folders():

@@ -24,7 +24,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -63,7 +62,7 @@ def request_of(ranks: int, profile: Profile, settings: DataSettings) -> MeshRequ
 def train_rank(
     rank: int, meshes: Sequence[Mesh], request: MeshRequest, rounds: int, steps: int
 ) -> list[dict[Mesh, list[RankStep]]]:
-    """Of every round the steps of each mesh on this rank."""
+    """The steps of each mesh on this rank, in every round."""
     result = []
     for _ in range(rounds):
         ran: dict[Mesh, list[RankStep]] = defaultdict(list)
@@ -82,7 +81,7 @@ def train_rank(
 
 
 class Times(NamedTuple):
-    """Of a turn, µs per token: from processor time, and by the wall clock."""
+    """µs per token of a turn: from processor time, and by the wall clock."""
 
     processor: float
     wall: float
@@ -156,20 +155,10 @@ def measured(ranks: int, profile: Profile, settings: DataSettings, options: Any)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("chosen_mesh", __doc__)
+    parser = report.measured_parser("chosen_mesh", __doc__, rounds=3, steps=3, window=2048)
     add = parser.add_argument
     add("--ranks", default="2,4", help="numbers of ranks")
     add("--profile", default="cpu", help="by which the mesh is chosen and steps are planned")
-    add("--rounds", type=int, default=3, help="in each every mesh trains twice")
-    add("--steps", type=int, default=3, help="of a turn; the first is left out")
-    add("--window", type=int, default=2048)
-    add("--micro-batches", type=int, default=4, help="N of a global batch")
-    add(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("results") / "chosen_mesh.json",
-        help="where to write the JSON object too",
-    )
     arguments = parser.parse_args(argv)
     settings = DataSettings(arguments.window, arguments.micro_batches)
     profile = Profile.load(arguments.profile)
@@ -194,10 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         "benchmark": "chosen_mesh",
         "cores": os.cpu_count(),
         "profile": profile.provenance,
-        "settings": {
-            name: getattr(arguments, name)
-            for name in ("rounds", "steps", "window", "micro_batches")
-        },
+        "settings": report.numbers_of(arguments),
         "runs": runs,
     }
     report.finish(made, arguments.output)

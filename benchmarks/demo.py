@@ -77,7 +77,7 @@ def by_round(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[Mapping[str, Any]], packings: Sequence[str]) -> dict[str, Any]:
-    """Of each packing and figure the median of every run, and the least and most of all rounds."""
+    """The median of every run for each packing and figure, and the extremes of all rounds."""
     result: dict[str, Any] = {}
     for packing in packings:
         result[packing] = {}

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 from unittest import mock
 
@@ -70,7 +69,7 @@ def train_rank(rank: int, options: dict[str, int]) -> list[list[list[RankStep]]]
 
 
 def ratios(rounds: list[list[list[RankStep]]]) -> dict[str, list[float]]:
-    """Of every step but the first of a fit, with the strategy over without."""
+    """Time with the strategy over time without, for every step but the first of a fit."""
     found: dict[str, list[float]] = {name: [] for name in FIGURES}
     for off, on in rounds:
         if [step.plan for step in off] != [step.plan for step in on]:
@@ -86,21 +85,9 @@ def ratios(rounds: list[list[list[RankStep]]]) -> dict[str, list[float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("dynamic_off", __doc__)
-    add = parser.add_argument
-    add("--rounds", type=int, default=10)
-    add("--steps", type=int, default=20, help="of each fit; the first does not count")
-    add("--window", type=int, default=2048)
-    add("--micro-batches", type=int, default=4, help="N of a global batch")
-    add(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("results") / "dynamic_off.json",
-        help="where to write the JSON object too",
-    )
+    parser = report.measured_parser("dynamic_off", __doc__, rounds=10, steps=20, window=2048)
     arguments = parser.parse_args(argv)
-    names = ("rounds", "steps", "window", "micro_batches")
-    options = {name: getattr(arguments, name) for name in names}
+    options = report.numbers_of(arguments)
     rounds, _ = run_ranks(train_rank, 2, options, timeout=1800, process_group=False)
     found = ratios(rounds)
     spread = {name: quantiles(each, n=4) for name, each in found.items()}

@@ -88,7 +88,7 @@ SETTINGS: dict[str, tuple[Mesh, tuple[Schemes, ...]]] = {
 
 
 def measured_profile(seconds: float) -> Profile:
-    """Of this machine, for ranks of one thread."""
+    """The profile of this machine, for ranks of one thread."""
     device, dtype, before = torch.device("cpu"), torch.float32, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -110,7 +110,7 @@ def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> Plan
 def train_rank(
     rank: int, mesh: Mesh, ways: Sequence[Schemes], profile: Profile, options: dict[str, int]
 ) -> list[list[list[RankStep]]]:
-    """Of every way the turns, of each its steps on this rank; no strategy: the mesh."""
+    """[ways][turns][steps] on this rank; a way without a strategy is the mesh."""
     Pool.choose = always
     turns: dict[int, list[list[RankStep]]] = defaultdict(list)
     order = list(range(len(ways)))

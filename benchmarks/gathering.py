@@ -154,7 +154,7 @@ def on_rank(rank: int, arguments: dict[str, Any]) -> dict[bool, list[tuple[float
 
 
 def summary(ranks: list[dict[bool, list[tuple[float, float, float]]]]) -> dict[str, Any]:
-    """Of the slower rank of every step."""
+    """Medians over steps, each as its slower rank had it."""
     old, new = (
         [max(each) for each in zip(*(rank[kind][WARM_UP:] for rank in ranks), strict=True)]
         for kind in (True, False)

@@ -59,11 +59,11 @@ SETTINGS = {
 """The first eight are of Figure 10, the others with the first of Figure 11."""
 
 ASSIGNED = "32B on 64, 32K CommonCrawl"
-"""Of Figures 12, 13 and 17 and Table 2, the last two with 200K tokens in a step."""
+"""The setting of Figures 12, 13 and 17 and Table 2, the last two with 200K tokens a step."""
 LARGER = 16
 """Times the devices and the tokens of Table 2's second row."""
 NODES = 200
-"""Of the branch-and-bound of Equation 3."""
+"""Most nodes of the branch-and-bound of Equation 3."""
 PARTS = ("auto", "static", "paper", "dynamic")
 
 

@@ -139,7 +139,7 @@ def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
 
 
 def fastest(rows: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Of rows of the same steps; None where there is none."""
+    """The fastest of rows of the same steps; None where there is none."""
     return min(filter(None, rows), key=lambda row: row["step_ms"], default=None)
 
 
@@ -172,7 +172,7 @@ class Sample:
 
     @property
     def scorer(self) -> ProfileScorer:
-        """Of the mesh."""
+        """The scorer of plans on the mesh."""
         return ProfileScorer(self.base, self.request.activation_checkpointing)
 
     @cached_property

@@ -33,7 +33,7 @@ OTHER_THAN_FIRST = 1.6
 UNEVEN = {"megatron": (0.36, 0.65), "two_stage": (0.02, 0.10)}
 """How much earlier the first rank ends than the last, Figure 12."""
 GREEDY_OVER_IDEAL = (0.9, 1.1)
-"""Of end-to-end latency, Figure 17."""
+"""End-to-end latency of greedy over ideal assignment, Figure 17."""
 SECONDS = {
     64: {"proposal": "2.03", "ideal": "40.21", "greedy": "5.46", "packing": "10.15"},
     1024: {"proposal": "107.21", "ideal": ">1000", "greedy": "38.56", "packing": "13.46"},

@@ -49,7 +49,7 @@ from lightning_wlb.prediction.predictor import Predictor
 PACKINGS = ("best_fit", "auto")
 VIRTUAL_STAGES = (1, 2, 4)
 SEED = 1
-"""Of the documents."""
+"""The seed of the documents."""
 
 MODELS = {
     **SHAPES,

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def others() -> list[dict[str, Any]]:
-    """Of verl and Megatron Core, on the global batches of Generator A."""
+    """Rows of verl and Megatron Core, on the global batches of Generator A."""
     sample = window_pieces(generator_a(documents_for(450, 4, WINDOW), WINDOW, 1), WINDOW)
     return compare(sample, WINDOW, WINDOW * 3 // 2, 400)
 

@@ -16,6 +16,16 @@ REMOVED = "removed"
 """Key in a file of results: what was measured last of methods that are no longer in the package."""
 
 
+NUMBERS = {
+    "rounds": "how often every way is measured, in turns",
+    "steps": "steps of a turn, of which the first does not count",
+    "tokens": "tokens of an epoch",
+    "window": "context window",
+    "micro_batches": "micro-batches of a global batch, N",
+}
+"""Options of scripts that measure steps."""
+
+
 def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """The parser of a script.
 
@@ -47,6 +57,32 @@ def settings_parser(
     add("--profile", default=profile, help=f"device profile (default {profile})")
     add("--output", type=Path, help="a .json that is gone on with; pages are written beside it")
     return made
+
+
+def measured_parser(module: str, doc: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """:func:`parser` of a script that measures steps; the result is kept unless told otherwise.
+
+    Args:
+        module: name of the script, without the package.
+        doc: its docstring.
+        defaults: defaults of its options in :data:`NUMBERS`.
+    """
+    made = parser(module, doc)
+    for name, value in {**defaults, "micro_batches": 4}.items():
+        option = "--" + name.replace("_", "-")
+        made.add_argument(option, type=int, default=value, help=f"{NUMBERS[name]} ({value})")
+    made.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") / f"{module}.json",
+        help="where to write the JSON object too",
+    )
+    return made
+
+
+def numbers_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """The options of :func:`measured_parser` that are whole numbers."""
+    return {name: value for name, value in vars(arguments).items() if type(value) is int}
 
 
 def gone_on_with(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -123,52 +122,43 @@ def measured(
     profile: str | None,
     counted: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Of each packing the medians over rounds."""
+    """Medians over rounds for each packing."""
     arguments = ranks, packings, options, counted, profile
     by_rank = run_ranks(train_rank, ranks, *arguments, timeout=1800, process_group=False)
-    result = {}
-    for packing in packings:
-        rounds = [
-            figures([rank[packing][number] for rank in by_rank], Mesh(pipeline=ranks))
-            for number in range(options["rounds"])
+    return over_rounds(by_rank, Mesh(pipeline=ranks), options["rounds"])
+
+
+def over_rounds(
+    by_rank: list[dict[str, list[list[RankStep]]]], mesh: Mesh, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Medians over rounds for each packing, and the wall clock of every round where it is timed."""
+    result: dict[str, dict[str, Any]] = {}
+    for packing in by_rank[0]:
+        every = [
+            figures([rank[packing][number] for rank in by_rank], mesh) for number in range(rounds)
         ]
-        result[packing] = {name: median(each[name] for each in rounds) for name in rounds[0]}
-        if not counted:
-            result[packing]["wall_us_per_token_by_round"] = [
-                each["wall_us_per_token"] for each in rounds
-            ]
+        result[packing] = {name: median(each[name] for each in every) for name in every[0]}
+        if "wall_us_per_token" in every[0]:
+            of_rounds = [each["wall_us_per_token"] for each in every]
+            result[packing]["wall_us_per_token_by_round"] = of_rounds
     return result
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.parser("slimpack_measured", __doc__)
+    numbers = {"rounds": 5, "tokens": 200_000, "window": 8192}
+    parser = report.measured_parser("slimpack_measured", __doc__, **numbers)
     add = parser.add_argument
     add("--packings", default="best_fit,wlb,auto", help="the first is the baseline")
     add(
         "--profile",
         help="of this machine and model (`lightning-wlb profile`): auto once more, choosing by it",
     )
-    add("--rounds", type=int, default=5)
-    add("--tokens", type=int, default=200_000, help="of an epoch")
-    add("--window", type=int, default=8192)
-    add("--micro-batches", type=int, default=4, help="N of a global batch")
-    add(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("results") / "slimpack_measured.json",
-        help="where to write the JSON object too",
-    )
     arguments = parser.parse_args(argv)
     packings, profile = arguments.packings.split(","), arguments.profile
     if profile:
         packings.append("auto" + BY_PROFILE)
     documents()  # tokenised once, before the ranks ask for it
-    options = {
-        "rounds": arguments.rounds,
-        "tokens": arguments.tokens,
-        "window": arguments.window,
-        "micro_batches": arguments.micro_batches,
-    }
+    options = report.numbers_of(arguments)
     once = {**options, "rounds": 1}
     held = measured(2, packings, once, profile, counted=True)
     runs = {

@@ -208,7 +208,7 @@ HEADINGS = ("case", "N", "gain", "M", "cuts", "GB", "recomputed", *SHARES)
 
 
 def cells(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Of each case, the shares and what has two figures as best-fit → slices."""
+    """A line for each case: the shares, and best-fit → slices where there are two figures."""
     made = []
     for name, row in rows.items():
         old, new = row["best_fit"], row["auto"]

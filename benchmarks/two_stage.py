@@ -44,7 +44,7 @@ MESHES = {
 PACKINGS = (("best_fit", False), ("hydraulis", False), ("auto", False), ("auto", True))
 """Packing, and whether its plans are chosen by the profile."""
 NODES = 200
-"""Of the branch-and-bound of Equation 3."""
+"""Most nodes of the branch-and-bound of Equation 3."""
 
 
 def dealing(request: MeshRequest, mesh: Mesh) -> dict[str, Any]:

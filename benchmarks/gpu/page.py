@@ -42,7 +42,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def tables(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Of rows by name, one for neighbours with the same figures."""
+    """Tables of rows by name, one for neighbours with the same figures."""
     lines = []
     flat = [(name, cells(row)) for name, row in rows.items()]
     for columns, group in groupby(flat, key=lambda each: tuple(each[1])):

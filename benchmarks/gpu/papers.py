@@ -47,7 +47,7 @@ SEED = 0  # of Generator A
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of both figures.
+    """Sizes of the segments in both figures.
 
     Args:
         queries: of Figure 10's segments.

@@ -193,7 +193,7 @@ class Predictor:
         if plan.schemes:
             raise ValueError(
                 f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Use lightning_wlb.heterogeneous.planning.prediction.predict_elsewhere."
+                f" {mesh}. Use lightning_wlb.heterogeneous.planning.pool.Pool.predict."
             )
         if len(plan.replicas) != mesh.data:
             raise ValueError(

@@ -49,7 +49,7 @@ def test_reference_cost() -> None:
 
 
 def test_standard_library_lengths() -> None:
-    """Of Python 3.11: median 6.8K, p99 163K, maximum 757K."""
+    """Lengths of Python 3.11: median 6.8K, p99 163K, maximum 757K."""
     lengths = stdlib_lengths()
     assert lengths.min() > 0
     assert np.median(lengths) == pytest.approx(6.8e3, rel=0.01)

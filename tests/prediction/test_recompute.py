@@ -29,7 +29,7 @@ H100 = Profile.load("h100")
 
 
 def predictor(mesh: Mesh, usable: int = H100.memory_bytes) -> Predictor:
-    """Of a device of which about so many bytes may be filled."""
+    """Predicts on a device of which about so many bytes may be filled."""
     profile = with_usable(H100, usable, mesh)
     stages = tuple(model_stages(SHAPE, mesh.stages, 1000))
     schedule = "1f1b" if mesh.virtual_stages == 1 else "interleaved"
