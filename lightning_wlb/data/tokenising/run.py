@@ -7,8 +7,8 @@ folder that was begun, or made, from other files, with another tokenizer or othe
 refused, naming what differs. Only one process works on a folder at a time; others that want it
 wait, and then find it whole.
 
-``Dataset.map`` of the ``datasets`` library does not do this: it writes one file for each process, so
-that a run that was ended begins anew (docs/design.md has what was measured).
+``Dataset.map`` of the ``datasets`` library does not do this: it writes one file for each process,
+so that a run that was ended begins anew (docs/design.md has what was measured).
 
 Cost: the tokenizer's, over the number of processes; memory of a few megabytes each.
 """
