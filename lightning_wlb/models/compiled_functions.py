@@ -39,7 +39,13 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.models.loss import EAGER_SOFTMAX, Softmax, log_sum_exp, slope, slope_at_once
+from lightning_wlb.models.loss import (
+    EAGER_SOFTMAX,
+    Softmax,
+    log_sum_exp,
+    logits_gradient,
+    logits_gradient_at_once,
+)
 
 Function = Callable[..., Tensor]
 
@@ -145,7 +151,7 @@ class BlockFunctions:
             CompiledFunction(swiglu, failures),
             Softmax(
                 CompiledFunction(_log_sum_exp_at_once, failures, 1, log_sum_exp),
-                CompiledFunction(slope_at_once, failures, 4, slope),
+                CompiledFunction(logits_gradient_at_once, failures, 4, logits_gradient),
             ),
         )
 

@@ -154,7 +154,7 @@ def initial_value(name: str, shape: torch.Size, seed: int, deviation: float) -> 
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for what goes by this name in a run with that seed."""
+    """A seed of its own for each name, from the run's seed."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

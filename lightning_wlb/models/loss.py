@@ -45,7 +45,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return logits.exp_().sum(-1).log_().add_(peak)
 
 
-def slope(
+def logits_gradient(
     logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The gradient of cross-entropy by the logits, which it overwrites.
@@ -68,10 +68,10 @@ def slope(
     return logits.to(dtype)
 
 
-def slope_at_once(
+def logits_gradient_at_once(
     logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """:func:`slope` without a change in place, for a compiler."""
+    """:func:`logits_gradient` without a change in place, for a compiler."""
     words = torch.arange(logits.shape[1], device=logits.device)
     target = (words == column[:, None]).to(logits.dtype)
     return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
@@ -81,7 +81,7 @@ class Softmax(NamedTuple):
     """The element-wise work on logits: the functions above, or compiled ones that equal them."""
 
     log_sum_exp: Callable[..., Tensor] = log_sum_exp
-    slope: Callable[..., Tensor] = slope
+    logits_gradient: Callable[..., Tensor] = logits_gradient
 
 
 EAGER_SOFTMAX = Softmax()
@@ -129,7 +129,7 @@ def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = Non
     return loss
 
 
-def chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
+def row_chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
     """The rows whose logits by ``weight`` [words, dim] exist at a time.
 
     They are as many as fit where a logit takes ``times`` the memory of one in the plain loss.
@@ -165,13 +165,13 @@ class _LogitsLoss(torch.autograd.Function):
         column = _column(labels, logits.shape[1], group)
         scale = (labels != IGNORE).to(wide)
         copy = logits.to(wide, copy=True)
-        ctx.save_for_backward(slope(copy, log_sum, column, scale, logits.dtype))
+        ctx.save_for_backward(logits_gradient(copy, log_sum, column, scale, logits.dtype))
         return terms.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (logits_gradient,) = ctx.saved_tensors
-        return logits_gradient * gradient.to(logits_gradient.dtype), None, None
+        (kept,) = ctx.saved_tensors
+        return kept * gradient.to(kept.dtype), None, None
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = hidden.new_zeros((), dtype=wide)
         log_sums = hidden.new_empty(hidden.shape[0], dtype=wide)
-        for chunk in chunks(hidden.shape[0], weight):
+        for chunk in row_chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
             terms, log_sums[chunk] = _terms(logits, labels[chunk], group, softmax)
             loss += terms.sum()
@@ -203,11 +203,13 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks add up in float32 even where the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for chunk in chunks(hidden.shape[0], weight):
+        for chunk in row_chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
             column = _column(labels[chunk], weight.shape[0], ctx.group)
             scale = gradient.to(wide) * (labels[chunk] != IGNORE)
-            narrow = ctx.softmax.slope(logits, log_sums[chunk], column, scale, hidden.dtype)
+            narrow = ctx.softmax.logits_gradient(
+                logits, log_sums[chunk], column, scale, hidden.dtype
+            )
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = narrow @ weight
             if weight_gradient is not None:

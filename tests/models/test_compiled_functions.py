@@ -166,7 +166,7 @@ def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compi
     (micro_batch, *_) = step_batch(documents()).micro_batches
     module.model(micro_batch).backward()
     names = {function.__name__ for function, _ in compiled}
-    of_loss = {"_log_sum_exp_at_once", "slope_at_once"}
+    of_loss = {"_log_sum_exp_at_once", "logits_gradient_at_once"}
     assert names == {"rms_norm", "_rotated_heads_real", "swiglu"} | of_loss
     # Both norms of both layers and the last one; queries and keys; the feed-forward networks.
     assert len(compiled) == 5 + 4 + 2 + 2

@@ -7,9 +7,9 @@ from benchmarks.activation_count import ActivationCount
 from lightning_wlb.models import loss as module
 from lightning_wlb.models.loss import (
     log_sum_exp,
+    logits_gradient,
+    logits_gradient_at_once,
     logits_loss,
-    slope,
-    slope_at_once,
     token_loss,
 )
 from tests.oracle import relative_error
@@ -116,10 +116,12 @@ def test_what_a_compiler_gets_is_what_runs_without():
     log_sums, column = logits.logsumexp(-1), torch.tensor([0, 4, -1, 2, -1, 3])
     scale = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     before = logits.clone()
-    at_once = slope_at_once(logits, log_sums, column, scale, torch.float64)
+    at_once = logits_gradient_at_once(logits, log_sums, column, scale, torch.float64)
     assert torch.equal(logits, before)
     torch.testing.assert_close(log_sum_exp(before.clone()), log_sums)
-    torch.testing.assert_close(slope(before, log_sums, column, scale, torch.float64), at_once)
+    torch.testing.assert_close(
+        logits_gradient(before, log_sums, column, scale, torch.float64), at_once
+    )
     torch.testing.assert_close(at_once.sum(-1)[:4], torch.tensor([0, 0, 2.0, 0]).double())
 
 

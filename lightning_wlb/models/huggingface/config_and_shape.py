@@ -158,7 +158,7 @@ def _note_attention(
     *_: Any,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: [1, heads, tokens, width] each."""
+    """Note a call of attention on [1, heads, tokens, width], and compute nothing."""
     window = others.get("sliding_window")
     call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], window)
     seen.attention.setdefault(module, []).append(call)
@@ -168,7 +168,7 @@ def _note_attention(
 def _note_experts(
     seen: _Seen, module: nn.Module, hidden: Tensor, *arguments: Any, **options: Any
 ) -> Tensor:
-    """The forward of a module that holds experts, whose work depends on data that is not there."""
+    """Note how many experts a token is sent to, in place of a forward that needs values."""
     for given in (*arguments, *options.values()):
         if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
             seen.experts[module] = given.shape[-1]  # the router's choice

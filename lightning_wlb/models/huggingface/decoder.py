@@ -37,10 +37,10 @@ from lightning_wlb.models.huggingface.model_parts import (
     FamilyHead,
     GivenHidden,
     StageLayers,
-    building,
-    built,
+    build_family_model,
     initial_values,
     part_names,
+    without_memory_on_meta,
 )
 from lightning_wlb.models.huggingface.tensor_parallel import (
     OWN_PLANS,
@@ -85,7 +85,7 @@ class HuggingFaceDecoder(Decoder):
     ) -> None:
         super().__init__()
         check_config(config)
-        causal = built(config)
+        causal = build_family_model(config)
         check_family(causal)
         if config.model_type not in CHECKED:
             rank_zero_warn(
@@ -99,7 +99,7 @@ class HuggingFaceDecoder(Decoder):
         words_name, layers_name, norm_name = part_names(base)
         self._lora = lora
         if lora is not None:
-            with building():
+            with without_memory_on_meta():
                 adapters.inject(causal, lora, f"{prefix}.{layers_name}")
             adapters.keep_adapters_only(self)
         projection = causal.get_output_embeddings()
@@ -126,7 +126,7 @@ class HuggingFaceDecoder(Decoder):
         check_parts(causal, known)
         check_parts(base, known)
         self._without_values = {name for name, each in self.named_parameters() if each.is_meta}
-        self._outline = (causal, base, words)
+        self._family = (causal, base, words)
         self._is_tied = projection.weight is words.weight
         self._family_names = {
             "embed.words.": f"{prefix}.{words_name}.",
@@ -164,7 +164,7 @@ class HuggingFaceDecoder(Decoder):
                 assert micro_batch.tokens is not None
                 hidden = self.embed(micro_batch.tokens, groups.tensor)
             run.received = hidden[None]
-            _, base, _ = self._outline
+            _, base, _ = self._family
             out = base(
                 inputs_embeds=hidden[None],
                 position_ids=micro_batch.positions[None],
@@ -209,7 +209,7 @@ class HuggingFaceDecoder(Decoder):
 
     def initialise(self, seed: int) -> None:
         """Fill the parameters by transformers' own rules, module by module, adapters by peft's."""
-        causal, _, words = self._outline
+        causal, _, words = self._family
         for prefix, module in self.named_modules():
             own = [
                 name
@@ -222,7 +222,7 @@ class HuggingFaceDecoder(Decoder):
             source, place = (words, "embed.words") if is_copy else (module, prefix)
             shapes = {name: self.family_shape(f"{place}.{name}") for name in own}
             values = initial_values(
-                source, shapes, causal._init_weights, seed, adapters.of_base(place)
+                source, shapes, causal._init_weights, seed, adapters.base_name(place)
             )
             for name in own:
                 parameter = module._parameters[name]
@@ -237,7 +237,7 @@ class HuggingFaceDecoder(Decoder):
         self.initialise_adapters(seed)
 
     def initialise_adapters(self, seed: int) -> None:
-        """Fill what no folder of weights has: the adapters, so that they change nothing yet."""
+        """Fill the adapters with first values under which they change nothing yet."""
         for name, parameter in self.named_parameters():
             if adapters.is_adapter(name):
                 assert self._lora is not None
@@ -248,7 +248,7 @@ class HuggingFaceDecoder(Decoder):
         """The name of a parameter or buffer in ``from_pretrained``'s model with peft's adapters."""
         for mine, theirs in self._family_names.items():
             if name.startswith(mine):
-                return theirs + adapters.of_base(name.removeprefix(mine))
+                return theirs + adapters.base_name(name.removeprefix(mine))
         raise KeyError(name)
 
     def family_shape(self, name: str) -> tuple[int, ...]:

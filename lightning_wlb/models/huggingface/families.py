@@ -108,7 +108,7 @@ def longrope_window(config: Any) -> int | None:
 
 
 def check_family(model: Any) -> None:
-    """Refuse a built ``ForCausalLM`` whose attention or layers are out of reach.
+    """Refuse a built model whose attention cannot be replaced, or whose parts cannot be found.
 
     Raises:
         ValueError: with the reason and the remedy.

@@ -2,9 +2,9 @@
 
 **Loading.** The decoder is whole, or one rank's share on any mesh. The rank reads the rectangle
 that it holds of each parameter straight into it, so that beside its share it needs memory for one
-rectangle of one tensor. Before anything is read, the folder's names and shapes are held against the
-model that the config describes: whatever is missing, too much or of another shape is refused, on
-every rank alike. For that every rank reads the headers of all files.
+rectangle of one tensor. Before anything is read, the folder's names and shapes are compared with
+the model that the config describes: whatever is missing, too much or of another shape is refused,
+on every rank alike. For that every rank reads the headers of all files.
 
 **Export.** Names and layout are the family's original ones, by transformers' own conversion
 (``revert_weight_conversion``), as ``save_pretrained`` writes them. The model is never whole in
@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import is_adapter, peft_config
-from lightning_wlb.models.huggingface.model_parts import skeleton
+from lightning_wlb.models.huggingface.model_parts import blank_model
 from lightning_wlb.models.huggingface.safetensors_folder import (
     Box,
     Folder,
@@ -56,7 +56,7 @@ def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
         ValueError: the folder has no safetensors, or its tensors are not those of the model.
     """
     files = Folder(Path(folder))
-    model = skeleton(decoder.config)
+    model = blank_model(decoder.config)
     sources = find_sources(files, model)
     _check(files, sources, model)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _family_boxes(
 
 
 def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
-    """Hold the folder's tensors against the model's.
+    """Compare the folder's tensors with the model's.
 
     Raises:
         ValueError: naming those that are missing, too much, of another shape, or quantised.
@@ -200,8 +200,8 @@ def write_model(
         The number of tensors in the folder.
     """
     config = copy.deepcopy(config)
-    model = skeleton(config)
-    decoder = _outline(config)
+    model = blank_model(config)
+    decoder = _blank_decoder(config)
     dtype = dtype or (
         getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     )
@@ -245,7 +245,7 @@ def write_adapted(
     the adapters belong to. The rest is as in :func:`write_model`; without a ``dtype`` adapters are
     written as they are read.
     """
-    decoder = _outline(config, lora)
+    decoder = _blank_decoder(config, lora)
     names = [name for name, _ in decoder.named_parameters() if is_adapter(name)]
     state = {}
     for name, value in read(names).items():
@@ -258,7 +258,7 @@ def write_adapted(
     return len(state)
 
 
-def _outline(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
+def _blank_decoder(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
     """A decoder without memory, for its names and shapes."""
     with torch.device("meta"):
         return HuggingFaceDecoder(config, lora=lora)

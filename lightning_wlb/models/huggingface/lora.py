@@ -43,12 +43,12 @@ def is_adapter(name: str) -> bool:
     return _ADAPTER.search(name) is not None
 
 
-def of_base(name: str) -> str:
+def base_name(name: str) -> str:
     """A frozen parameter's name in the model without adapters."""
     return name.replace(".base_layer", "")
 
 
-def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The user's fields of a ``LoraConfig``, if all are exact on any mesh.
 
     Raises:
@@ -98,7 +98,7 @@ def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
             f"lora needs {error.name}: pip install 'lightning-wlb[hf]'", name=error.name
         ) from error
 
-    return LoraConfig(**checked(given), task_type="CAUSAL_LM", **more)
+    return LoraConfig(**checked_fields(given), task_type="CAUSAL_LM", **more)
 
 
 def same_adapters(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -191,7 +191,7 @@ def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str
 
 
 def keep_adapters_only(decoder: nn.Module) -> None:
-    """Leave what is frozen out of the decoder's state dict, and do not miss it in one."""
+    """Keep frozen parameters out of the decoder's state dict, and load one without them."""
 
     def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in [each for each in state if each.startswith(prefix) and not is_adapter(each)]:

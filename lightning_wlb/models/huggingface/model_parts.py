@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
 from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
-from lightning_wlb.models.loss import chunks, logits_loss, token_loss
+from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
 from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
 
 _FEW = 64  # so small are an activation's learned constants
@@ -71,17 +71,17 @@ def parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def building() -> AbstractContextManager[None]:
+def without_memory_on_meta() -> AbstractContextManager[None]:
     """Modules made inside have no memory where the default device is meta."""
     meta = torch.get_default_device().type == "meta"
     return parameters_without_memory() if meta else nullcontext()
 
 
-def built(config: Any) -> Any:
+def build_family_model(config: Any) -> Any:
     """The family's model with this package's attention; without memory on the meta device."""
     config = copy.deepcopy(config)
     dtype = torch.get_default_dtype()
-    with building():
+    with without_memory_on_meta():
         causal = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=NAME,
@@ -94,7 +94,7 @@ def built(config: Any) -> Any:
     return causal
 
 
-def skeleton(config: Any) -> Any:
+def blank_model(config: Any) -> Any:
     """The family's ``ForCausalLM``, whose parameters have no memory."""
     with parameters_without_memory():
         # Whatever the folder asks for: some values of it fetch code.
@@ -241,7 +241,7 @@ class FamilyHead(nn.Module):
         # Zero, and tied to the hidden states also where there is no row.
         total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
         # What a family does to logits takes about as much memory again as the plain loss.
-        for chunk in chunks(hidden.shape[0], local(self.projection.weight), times=2):
+        for chunk in row_chunks(hidden.shape[0], local(self.projection.weight), times=2):
             total = total + recomputed(self._loss)(hidden[chunk], labels[chunk])
         return total
 

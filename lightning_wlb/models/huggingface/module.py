@@ -15,7 +15,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load
-from lightning_wlb.models.huggingface.lora import checked, same_adapters
+from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
 from lightning_wlb.models.huggingface.safetensors_folder import resolve
 from lightning_wlb.models.language_module import LanguageModule
 
@@ -60,7 +60,7 @@ class HuggingFaceModule(LanguageModule):
             # A config may be given by its file, which lies beside the weights.
             pretrained = str(Path(config).parent if Path(config).is_file() else config)
         self.pretrained = str(pretrained) if pretrained else None
-        self.lora = None if lora is None else checked(lora)
+        self.lora = None if lora is None else checked_fields(lora)
         if self.lora is not None and self.pretrained is None:
             raise ValueError(
                 "lora without pretrained: adapters belong to a model's weights, which a checkpoint"

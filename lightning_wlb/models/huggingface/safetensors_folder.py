@@ -218,7 +218,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
 
 
 def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]]) -> Tiles:
-    """Stacking along a new first dim, joining along another, or both."""
+    """A parameter that is stacked along a new first dim, joined along another, or both."""
     operations = list(converter.operations)
     stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacks else operations

@@ -7,8 +7,8 @@ a layer that holds split parameters or attends, it holds all rows, and its heads
 them. So rows are gathered in front of a block, whose backward adds up the ranks' gradients. Behind
 it:
 
-* where the block's output is a plain sum over ranks (:func:`is_sum`), it is reduced and scattered
-  by rows;
+* where the block's output is a plain sum over ranks (:func:`output_is_sum`), it is reduced and
+  scattered by rows;
 * else each row-wise module's output is summed on every rank, as transformers' plans mean it, what
   follows in the block is computed whole by each rank, and the rank takes its own rows at the end.
 
@@ -120,7 +120,7 @@ def without_adapters(name: str) -> str:
     return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.|$)", "", name)
 
 
-def general(name: str) -> str:
+def plan_name(name: str) -> str:
     """A parameter's or module's name as plans have it: ``layers.3.mlp`` is ``layers.*.mlp``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", without_adapters(name))
 
@@ -131,14 +131,14 @@ def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads:
     Args:
         name: as in this package's model, ``layers.0.self_attn.q_proj.weight``.
         shape: the family's shape of it.
-        plan: :func:`general` name of a module or parameter -> style. Others are replicated.
+        plan: :func:`plan_name` name of a module or parameter -> style. Others are replicated.
         kv_heads: key and value heads of the layer.
 
     Raises:
         ValueError: a style that is not known, or that does not say how to split the parameter.
     """
     dims = len(shape)
-    place = general(name)
+    place = plan_name(name)
     adapter = re.search(r"\.lora_([AB])\.[^.]+\.weight$", name)
     style = plan.get(place, plan.get(place.rpartition(".")[0], _REPLICATE))
     if adapter:
@@ -171,7 +171,7 @@ def _of_adapter(style: str, matrix: str) -> str:
     return style
 
 
-def is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int, ...]]]) -> bool:
+def output_is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int, ...]]]) -> bool:
     """Whether a block's output is nothing but the sum over ranks of what row-wise modules return.
 
     Then one reduce-scatter behind the block is enough. It is not where anything that every rank
@@ -266,7 +266,7 @@ def _family_view(split: Split, shape: tuple[int, ...], shard: Tensor) -> Tensor:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether attention is called in a part of a layer."""
+    """Whether a part of a layer holds the module that attends."""
     return any(hasattr(each, "layer_idx") for each in module.modules())
 
 
@@ -290,7 +290,7 @@ def add_hooks(
 
     Args:
         layers: the decoder layers by number.
-        plan: :func:`general` name of a module -> style.
+        plan: :func:`plan_name` name of a module -> style.
         splits: parameter name, from ``layers.`` on -> how it is split.
         shapes: parameter name -> the family's shape.
         hidden_size: width of the residual stream.
@@ -304,7 +304,7 @@ def add_hooks(
                 continue
             block.register_forward_pre_hook(_gather, with_kwargs=True)
             styles = [
-                (module, plan.get(general(f"{prefix}.{name}".rstrip("."))))
+                (module, plan.get(plan_name(f"{prefix}.{name}".rstrip("."))))
                 for name, module in block.named_modules()
                 # The parts of a projection with an adapter have its name too; it alone has hooks.
                 if without_adapters(f".{name}") == f".{name}"
@@ -314,12 +314,14 @@ def add_hooks(
                     module.register_forward_hook(_gather_columns)
                 if style == "rowwise_split_input":
                     module.register_forward_pre_hook(_own_columns)
-            if is_split and is_sum(hidden_size, [(splits[name], shapes[name]) for name in names]):
+            if is_split and output_is_sum(
+                hidden_size, [(splits[name], shapes[name]) for name in names]
+            ):
                 block.register_forward_hook(_scatter)
                 continue
             for module, style in styles:
                 if style in _ROWWISE:
-                    module.register_forward_hook(_complete)
+                    module.register_forward_hook(_sum_over_ranks)
             block.register_forward_hook(_own_rows)
 
 
@@ -356,7 +358,7 @@ def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Calla
 
 _scatter = _of_output(lambda out, group: scatter_rows(out[0], group)[None])
 _own_rows = _of_output(lambda out, group: out.chunk(group_size(group), 1)[group_rank(group)])
-_complete = _of_output(lambda out, group: _Complete.apply(out, group))
+_sum_over_ranks = _of_output(lambda out, group: _SumOverRanks.apply(out, group))
 _gather_columns = _of_output(
     lambda out, group: gather_rows(out.movedim(-1, 0).contiguous(), group).movedim(0, -1)
 )
@@ -368,7 +370,7 @@ def _own_columns(module: nn.Module, args: Any) -> Any:
     return (args[0].chunk(size, -1)[group_rank(group)], *args[1:]) if size > 1 else args
 
 
-class _Complete(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks, on every rank; the gradients, each a part, are summed too."""
 
     @staticmethod

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.lora import initial_value, is_adapter, of_base, peft_config
+from lightning_wlb.models.huggingface.lora import base_name, initial_value, is_adapter, peft_config
 from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
@@ -70,7 +70,7 @@ class Adapted(ByDocument):
     def init_weights(self) -> None:
         for name, parameter in self.model.named_parameters():
             with torch.no_grad():
-                parameter.copy_(value(of_base(name), parameter.shape))
+                parameter.copy_(value(base_name(name), parameter.shape))
 
 
 @cache
@@ -107,7 +107,7 @@ def test_adapters_train_on_meshes_as_peft_trains_them_in_one_process():
     for number, run in enumerate(RUNS):
         wanted = expected(run.family)
         after = {
-            of_base(name.removeprefix("model.")): p for name, p in wanted["parameters"].items()
+            base_name(name.removeprefix("model.")): p for name, p in wanted["parameters"].items()
         }
         for record in (each[number] for each in ranks):
             assert np.allclose(record["losses"], wanted["losses"], rtol=1e-10, atol=0), run
@@ -154,7 +154,7 @@ class StartedByDocument(Adapted):
             whole = (
                 initial_value(own[name], parameter.shape, 3, self.lora)
                 if is_adapter(name)
-                else base[of_base(name)]
+                else base[base_name(name)]
             )
             with torch.no_grad():
                 parameter.copy_(whole)

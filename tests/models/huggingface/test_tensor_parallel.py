@@ -8,7 +8,12 @@ pytest.importorskip("transformers")
 
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_wlb.models.huggingface.tensor_parallel import Split, general, is_sum, split_of
+from lightning_wlb.models.huggingface.tensor_parallel import (
+    Split,
+    output_is_sum,
+    plan_name,
+    split_of,
+)
 
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -61,7 +66,7 @@ def test_a_style_that_says_nothing_of_a_parameter_is_refused(name):
 
 
 def test_general_names():
-    assert general("layers.3.mlp.experts.7.down_proj") == "layers.*.mlp.experts.*.down_proj"
+    assert plan_name("layers.3.mlp.experts.7.down_proj") == "layers.*.mlp.experts.*.down_proj"
 
 
 def test_a_block_is_a_sum_unless_something_whole_writes_the_hidden_size():
@@ -70,5 +75,5 @@ def test_a_block_is_a_sum_unless_something_whole_writes_the_hidden_size():
     router = (Split("replicate"), (4, 16))
     shared = (Split("replicate"), (16, 24))
     behind = (Split("behind rowwise"), (16, 2))
-    assert is_sum(16, [rowwise, bias, router, behind])
-    assert not is_sum(16, [rowwise, shared])
+    assert output_is_sum(16, [rowwise, bias, router, behind])
+    assert not output_is_sum(16, [rowwise, shared])
