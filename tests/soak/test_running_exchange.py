@@ -12,7 +12,7 @@ import pytest
 
 from lightning_wlb.heterogeneous import transfer
 from lightning_wlb.plan import Scheme
-from lightning_wlb.strategy import scheme_choice
+from lightning_wlb.strategy import run_planning
 from lightning_wlb.supervision import heartbeat, watchdog
 from tests.soak.test_strategies import fit
 from tests.strategy.test_failures import SAID, outcomes
@@ -25,7 +25,7 @@ def fail(rank: int, victim: int, after: int, folder: Path) -> None:
     """Two nodes of two ranks; the victim's forwarder fails when it has posted so often."""
     sys.stderr = open(folder / f"{rank}.err", "w", buffering=1)  # noqa: SIM115
     heartbeat.PATIENCE, watchdog.GRACE = 1.0, 3.0
-    attach_pipelines, posts = scheme_choice.attach_pipelines, 0
+    attach_pipelines, posts = run_planning.attach_pipelines, 0
 
     def of_two_nodes(executor, strategies, module, per_node, *given) -> None:
         attach_pipelines(executor, strategies, module, per_node // 2, *given)
@@ -38,7 +38,7 @@ def fail(rank: int, victim: int, after: int, folder: Path) -> None:
                 raise MemoryError(SAID)
             super().__init__(*given)
 
-    scheme_choice.attach_pipelines = of_two_nodes
+    run_planning.attach_pipelines = of_two_nodes
     transfer.RunningExchange = Failing  # type: ignore[misc]
     fit(rank, (1, 2, 1, 2), (STRATEGY,), max_epochs=-1)
 
