@@ -149,7 +149,7 @@ class Request:
         scorer: ProfileScorer,
         step_chooser: StepChooser | None = None,
     ) -> Planner:
-        """Of the run's steps with a packing and a sharding; ``scorer`` simulates on the mesh."""
+        """The planner of the run's steps; ``scorer`` simulates plans on the mesh."""
         return Planner(
             self.lengths,
             self.settings[packing],

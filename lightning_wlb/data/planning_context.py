@@ -37,13 +37,13 @@ class PlanningContext:
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         stages: the layers of each pipeline stage.
         profile: predicts times and memory; None: plans go by exact work.
-        parameter_dtype: of parameters and optimizer state as a rank keeps them.
-        reduce_dtype: of what tensor- and context-parallel ranks add up.
+        parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         schemes: the heterogeneous pipelines that a step may run on in place of the mesh's, each a
             sequence of schemes on consecutive ranks.
         chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh, or the
             choice is not settled yet.
-        activation_checkpointing: of every micro-batch; ``"auto"``: the least that fits.
+        activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
     """
 
     shape: ModelShape

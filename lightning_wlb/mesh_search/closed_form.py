@@ -55,7 +55,7 @@ class Estimate(NamedTuple):
     """What the closed form says of a mesh.
 
     Attributes:
-        step_ns: of a step; 0 where nothing fits.
+        step_ns: what a step takes; 0 where nothing fits.
         state_bytes: parameters, gradients and optimizer state of the fullest rank.
     """
 
@@ -217,7 +217,7 @@ class ClosedForm:
         return {}
 
     def _attention(self, latency: LatencyModel) -> list[tuple[int, int]]:
-        """Of a layer of each kind, forward and backward of all pieces on one rank."""
+        """What attention to all pieces takes on one rank, ns: (forward, backward) of each kind."""
         tensor = latency.mesh.tensor
         if tensor not in self._by_tensor:
             self._by_tensor[tensor] = _attention_ns(latency, self._all)
@@ -244,11 +244,11 @@ def _cost_of(
     """A micro-batch of so many rows on a rank: as far as :meth:`.Predictor.action_ns` reads it.
 
     Args:
-        latency: of the mesh.
-        rows: of each rank.
-        attention: forward and backward of each kind of layer, on a rank.
-        keys: rows of them that a rank gets from others, and all that it puts in order.
-        mode: what it recomputes.
+        latency: times of a layer on the mesh.
+        rows: tokens on each rank.
+        attention: forward and backward of each kind of layer on a rank, in ns.
+        keys: the rows of keys that a rank gets from others, and those that it puts in order.
+        mode: what the micro-batch recomputes.
     """
     received, read = keys
     exchange = KeyExchange(received, latency.mesh.context, earlier=read, replicas=1)
@@ -278,7 +278,7 @@ def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
 
 
 def _busiest(stage_ns: list[int], ranks: int) -> int:
-    """Of the busiest rank, which has every so-many-th stage."""
+    """The time of the busiest rank, which has every ``ranks``-th stage."""
     return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))
 
 

@@ -43,17 +43,17 @@ class MeshRow:
 
     Args:
         mesh: with its virtual stages.
-        schedule: of the pipeline.
-        activation_checkpointing: as it was asked for: a name, or ``"auto"``, with which each
+        schedule: the pipeline's.
+        activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
             micro-batch has its own.
         recomputed: share of the tokens whose micro-batches compute anything again.
         by_profile: whether plans were chosen by the device profile; else by exact work.
         steps_ns: time of all simulated steps.
         steps: how many these are.
-        tokens: that they train on.
+        tokens: how many tokens they train on.
         flops: their model FLOPs, recomputation left out.
-        peak_bytes: of the fullest rank in the fullest step.
-        shares: of the ranks' time, by what it is spent on beside arithmetic; see
+        peak_bytes: what the fullest rank holds in the fullest step.
+        shares: parts of the ranks' time, by what it is spent on beside arithmetic, as in
             :data:`~lightning_wlb.mesh_search.evaluate.LOSSES`.
     """
 
@@ -76,7 +76,7 @@ class MeshRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens that all devices together train on in a second."""
         return self.tokens * 1e9 / self.steps_ns
 
     def times(self, other: MeshRow) -> float:
@@ -128,7 +128,7 @@ class MeshChoice:
         rows: planned by the device profile, best first; at least one.
         others: planned by exact work only, best first; perhaps on fewer steps.
         left_out: not simulated, or too large for memory when simulated.
-        digest: of the request, :attr:`.MeshRequest.digest`.
+        digest: the request's, :attr:`.MeshRequest.digest`.
     """
 
     rows: tuple[MeshRow, ...]
@@ -262,7 +262,7 @@ def _recomputed_tokens(plan: StepPlan) -> float:
 
 
 def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, float]:
-    """Of the time of all pipeline ranks, what is spent on each of :data:`LOSSES`."""
+    """The share of all pipeline ranks' time that is spent on each of :data:`LOSSES`."""
     latency = predictor.latency
     counts, layers = latency.shape.kinds.values(), latency.shape.layers
 

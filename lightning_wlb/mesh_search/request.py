@@ -40,23 +40,23 @@ class MeshRequest:
 
     Args:
         lengths: int64 [documents], tokens of each document.
-        shape: of the model.
+        shape: the sizes of the model's layers.
         data: the data settings, packing included; ``max_tokens`` is not looked at.
-        profile: of the device, with its memory; its devices per node are replaced by
+        profile: what the device takes, and its memory; its devices per node are replaced by
             ``devices_per_node``.
         devices: number of ranks of the mesh.
         devices_per_node: how many of them share a node's link; None: as the profile says.
         fixed: sizes that are given, by the names of :data:`~lightning_wlb.mesh.AXES`.
-        schedule: of the pipeline, a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None:
-            whichever is fastest of 1F1B and interleaved.
-        virtual_stages: stages of each rank of a pipeline; None: 1, 2 or 4 where ``schedule`` runs
+        schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None: whichever is
+            fastest of 1F1B and interleaved.
+        virtual_stages: stages of each pipeline rank; None: 1, 2 or 4 where ``schedule`` runs
             several.
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: for
             each the least that fits.
-        rest_dtype: of parameters and optimizer state at rest.
-        reduce_dtype: as of :class:`.LatencyModel`.
-        sharding: of micro-batches over context-parallel ranks, as for the planner.
-        mixture: of several stores, as for the planner.
+        rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
+        sharding: how tokens are spread over context-parallel ranks, as for the planner.
+        mixture: what is taken of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
 
     Raises:

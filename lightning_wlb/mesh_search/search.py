@@ -52,10 +52,10 @@ SHOWN = 5
 """Meshes that are planned by profile, beside the best of each size of an axis."""
 
 COMPARED_AXES = ("pipeline", "virtual_stages", "context", "tensor")
-"""Of each size of these the best is simulated, and planned by profile."""
+"""The best mesh with each size of these is simulated, and planned by profile."""
 
 FIRST = 3
-"""Of the closed form's order so many are planned by profile, whatever planning by work says."""
+"""How many of the closed form's best are planned by profile, whatever planning by work says."""
 
 LARGE = 256
 """On more devices meshes are simulated by work on one step, which has many documents there, and
@@ -220,7 +220,7 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
 
 
 def _worth_planning(by_work: list[Evaluation], large: bool) -> list[Mesh]:
-    """Of meshes planned by work, the best by the closed form first, those to plan by profile.
+    """The meshes to plan by profile, of those planned by work (the closed form's best first).
 
     Of those that fit the fastest, and unless that takes too long the fastest of each size of an
     axis and the first by the closed form, which is wrong in other ways; and of those that do not

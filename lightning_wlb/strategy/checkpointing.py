@@ -158,7 +158,7 @@ class Checkpointer:
         """Write a sharded checkpoint folder; collective over all ranks.
 
         Args:
-            path: of the folder, the same on all ranks.
+            path: the folder to write, the same on all ranks.
             checkpoint: what Lightning saves, the same on all ranks.
             module: whose parameters and buffers are saved.
             optimizers: those whose state is saved, unless Lightning saves weights only.
@@ -289,7 +289,7 @@ class Checkpointer:
             module: whose parameters and buffers are read.
             optimizers: those whose state is read in a fit.
             renamed: names of parameters in checkpoints, by other names in the module.
-            weights_only: as for ``torch.load``.
+            weights_only: whether to load plain types only, as ``torch.load`` has it.
 
         Raises:
             Damaged: it is, and no other may take its place (:mod:`.resuming`).

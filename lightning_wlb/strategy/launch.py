@@ -52,12 +52,12 @@ class RunDevices:
     """The devices that a run has, and what it computes in on them.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
         count: devices of all nodes.
         per_node: devices of each node.
-        compute_dtype: of activations.
-        parameter_dtype: of parameters and optimizer state as a rank keeps them.
-        reduce_dtype: of what tensor- and context-parallel ranks add up.
+        compute_dtype: the dtype of activations.
+        parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
     """
 
     device: torch.device

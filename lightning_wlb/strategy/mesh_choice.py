@@ -124,7 +124,7 @@ def choose_run_mesh(
 
     Args:
         options: sizes that are given.
-        devices: of the run.
+        devices: the run's devices.
         trainer: with the module and the documents.
         profiles: begins a run.
         facts: what else all ranks have to be given alike, in words.
@@ -181,10 +181,10 @@ def searched_mesh(
 
     Args:
         options: sizes that are given.
-        devices: of the run.
+        devices: the run's devices.
         data: the documents and their settings.
         module: builds the model.
-        profile: of the devices, the same on all ranks.
+        profile: what the devices take, the same on all ranks.
 
     Raises:
         MisconfigurationException: ranks would choose for different documents, models, settings or

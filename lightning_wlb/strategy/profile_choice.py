@@ -74,13 +74,13 @@ class Measurement:
 
     Args:
         config: a model of one layer.
-        device: of this rank.
-        dtype: that the model computes in.
-        backend: of attention.
+        device: the device of this rank.
+        dtype: the model computes in it.
+        backend: the kernel backend of attention, or ``"auto"``.
         ranks: processes on each node.
         link: between ranks of a node; None: to be measured, as there is only one node.
         network: between nodes, if there are several.
-        memory_bytes: of each rank's device; None: the ranks share what is measured.
+        memory_bytes: the memory of each rank's device; None: the ranks share what is measured.
     """
 
     config: TransformerConfig
@@ -109,7 +109,7 @@ class ProfileChoice:
     """What the runs of a strategy are planned by, one run after another.
 
     Attributes:
-        profile: of the run; None: the data module's, if it has one.
+        profile: plans the run's steps; None: the data module's does, if it has one.
         unmeasured: what ``profile`` is where nothing is measured.
     """
 
@@ -123,8 +123,8 @@ class ProfileChoice:
         """Begin a run by what is known of its devices; collective over all ranks.
 
         Args:
-            devices: of the run.
-            backend: of attention.
+            devices: the run's devices.
+            backend: the kernel backend of attention, or ``"auto"``.
             given: the data module's profile.
             searched: whether the run's mesh is searched for.
         """
@@ -159,9 +159,9 @@ class ProfileChoice:
         links are others for each. Collective over all ranks.
 
         Args:
-            devices: of the run.
-            mesh: of the run.
-            data: the documents; the measurement is kept there, and in checkpoints.
+            devices: the run's devices.
+            mesh: the run's mesh.
+            data: the data module, which keeps the measurement, in checkpoints too.
             module: builds the model.
             leaves_mesh: whether steps may run on other pipelines than the mesh's.
         """

@@ -76,8 +76,8 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
     """In an evaluation: keep Lightning from reading an ``hpc_ckpt_N.ckpt`` that nobody asked for.
 
     Args:
-        trainer: that evaluates.
-        arguments: of its method; changed where there is no module.
+        trainer: the Trainer that evaluates.
+        arguments: those of its method; changed where there is no module.
     """
     connector = trainer._checkpoint_connector
     asked = arguments.get("ckpt_path") is not None or connector._user_managed

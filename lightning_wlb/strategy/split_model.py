@@ -87,13 +87,13 @@ class SplitModel:
         Args:
             module: with its model, whole and perhaps without values.
             rank: where this rank stands in the mesh.
-            schedule: of the pipeline.
+            schedule: the pipeline's.
             groups: the mesh's process groups.
             precision: says the dtypes.
-            device: of this rank.
+            device: the device of this rank.
             mean_context: tokens that a token attends to on average: what a layer costs, and so how
                 layers are split into stages, depends on it. 0: not known.
-            planned_by_profile: as of the class.
+            planned_by_profile: whether the run has a device profile of its own to plan by.
 
         Raises:
             MisconfigurationException: a model that cannot be split.
