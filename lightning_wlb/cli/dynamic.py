@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from lightning_wlb.cli.request import Request
@@ -44,19 +45,10 @@ def pool_request(request: Request) -> MeshRequest:
     if request.steps < 2:
         raise ValueError("--dynamic auto needs --steps 2 or more.")
     packing, sharding = able[0]
-    return MeshRequest(
-        lengths=request.lengths,
-        shape=request.shape,
-        data=request.settings[packing],
-        profile=request.profile,
-        devices=request.mesh.devices,
-        schedule=request.schedule,
-        activation_checkpointing=request.checkpointing,
-        rest_dtype=request.rest_dtype,
-        reduce_dtype=request.reduce_dtype,
-        sharding=sharding,
-        steps=min(request.steps, SAMPLE),
-    )
+    run = {each.name: getattr(request, each.name) for each in fields(MeshRequest) if each.init}
+    open_mesh: dict[str, Any] = {"fixed": {}, "virtual_stages": None, "sharding": sharding}
+    steps = min(request.steps, SAMPLE)
+    return MeshRequest(**run | open_mesh | {"data": request.settings[packing], "steps": steps})
 
 
 def _able(request: Request) -> list[tuple[str, str]]:
@@ -82,8 +74,11 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simula
     if not choice.tried:
         return {}
     base, (packing, sharding) = request.predictor(), _able(request)[0]
-    pool = Pool.of(choice.tried, base, request.checkpointing, sharding)
-    scorer, steps = ProfileScorer(base, request.checkpointing), min(request.steps, SAMPLE)
+    pool = Pool.of(choice.tried, base, request.activation_checkpointing, sharding)
+    scorer, steps = (
+        ProfileScorer(base, request.activation_checkpointing),
+        min(request.steps, SAMPLE),
+    )
     on_mesh, chosen = (
         plan_steps(request.planner(packing, sharding, scorer, each), steps) for each in (None, pool)
     )

@@ -166,7 +166,7 @@ def compare(request: Request) -> Comparison:
             f" optimizer state take {state / 1e9:.1f} GB of a device, and"
             f" {_usable(request)} may be filled. {_what_fits(request)}"
         )
-    scorer = ProfileScorer(predictor, request.checkpointing)
+    scorer = ProfileScorer(predictor, request.activation_checkpointing)
     made = []
     for packing, sharding in request.candidates:
         plans = plan_steps(request.planner(packing, sharding, scorer), request.steps)
@@ -176,10 +176,11 @@ def compare(request: Request) -> Comparison:
         return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
     least = min(made, key=lambda forecast: forecast.peak_bytes)
     tokens = request.longest_micro_batch(predictor)
-    other = "; or --activation-checkpointing auto may" if request.checkpointing != "auto" else ""
+    asked = request.activation_checkpointing
+    other = "" if asked == "auto" else "; or --activation-checkpointing auto may"
     raise ValueError(
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
-        f" {request.checkpointing!r}, packing {least.packing!r} with sharding {least.sharding!r}"
+        f" {asked!r}, packing {least.packing!r} with sharding {least.sharding!r}"
         f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
         f" {_usable(request)} may be filled. Micro-batches of up to {tokens} tokens would fit here,"
         f" all as long{other}. {_what_fits(request)}"
@@ -221,7 +222,7 @@ def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
         predictor = request.predictor(mesh)
     except ValueError:
         return False
-    count = -(-request.micro_batches // mesh.data)
+    count = -(-request.data.micro_batches // mesh.data)
     return predictor.longest_micro_batch(count, "full") >= cap
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.arguments import model_shape, names_of, packing_options, report_head
+from lightning_wlb.cli.arguments import names_of, packing_options, report_head
 from lightning_wlb.cli.forecast import WORTH, attention_share
 from lightning_wlb.cli.pictures import draw_meshes
 from lightning_wlb.cli.request import (
@@ -29,8 +29,7 @@ from lightning_wlb.cli.request import (
     REFERENCE,
     SHARDING_NAMES,
     check_counts,
-    lengths_of,
-    profile_of,
+    run_of,
     settings_of,
 )
 from lightning_wlb.mesh import AXES
@@ -154,22 +153,14 @@ def request_of(arguments: argparse.Namespace) -> MeshRequest:
             )
     (packing,), (sharding,) = packings, shardings
     options = packing_options(arguments.packing_option, packings).get(packing, {})
-    profile, rest = profile_of(arguments)
-    steps = arguments.steps or MESH_STEPS
+    data = settings_of(arguments, arguments.micro_batches, packing, options)
     return MeshRequest(
-        lengths=lengths_of(arguments, arguments.micro_batches, steps),
-        shape=model_shape(arguments.model),
-        data=settings_of(arguments, arguments.micro_batches, packing, options),
-        profile=profile,
+        **run_of(arguments, data, arguments.steps or MESH_STEPS),
         devices=arguments.devices,
         fixed=_fixed(arguments.mesh),
         schedule=arguments.schedule,
         virtual_stages=arguments.virtual_stages,
-        activation_checkpointing=arguments.activation_checkpointing,
-        rest_dtype=rest,
-        reduce_dtype=arguments.reduce_dtype or "float32",
         sharding=sharding,
-        steps=steps,
     )
 
 

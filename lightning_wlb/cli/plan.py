@@ -289,9 +289,9 @@ def _table(comparison: Comparison) -> Table:
         caption=(
             f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
-            f" checkpointing: {request.checkpointing}; micro-batches of up to"
+            f" checkpointing: {request.activation_checkpointing}; micro-batches of up to"
             f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as"
-            f" long{' and recompute all' if request.checkpointing == 'auto' else ''}."
+            f" long{' and recompute all' if request.activation_checkpointing == 'auto' else ''}."
             " Imbalance degrees are aggregates, 1 is balanced. Speed-up over"
             f" {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model FLOP (cutting"
             " a document saves attention, so packings that cut differently differ here)."
@@ -327,10 +327,10 @@ def _report(
     return report_head(arguments, request.profile, request.lengths) | {
         "mean_length": float(np.mean(request.lengths)),
         "context_window": arguments.context_window,
-        "micro_batches": request.micro_batches,
+        "micro_batches": request.data.micro_batches,
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
-        "activation_checkpointing": request.checkpointing,
+        "activation_checkpointing": request.activation_checkpointing,
         "longest_micro_batch": comparison.longest_micro_batch,
         "rows": comparison.rows,
         "verdict": verdict.figures,

@@ -17,17 +17,16 @@ from lightning_wlb.cli.arguments import (
     packing_options,
 )
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
+from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import ActivationCheckpointing
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.step_chooser import StepChooser
-from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
 BASELINE = "original"
@@ -50,21 +49,17 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What is compared, and for which run."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request(MeshRequest):
+    """Packings that are compared on one mesh: all of its sizes are given.
 
-    lengths: Lengths  # of the documents
-    shape: ModelShape
-    mesh: Mesh  # with its virtual stages
-    profile: Profile
-    rest_dtype: str  # of parameters and optimizer state at rest
-    reduce_dtype: str  # of sums over tensor- and context-parallel ranks
-    schedule: str
-    steps: int  # to plan with each packing
-    checkpointing: ActivationCheckpointing
-    settings: Mapping[str, DataSettings]  # by packing, those of the baseline among them
-    candidates: Sequence[tuple[str, str]]  # packing and sharding of each row, the baseline first
+    Args:
+        settings: by packing, those of the baseline among them.
+        candidates: packing and sharding of each row, the baseline first.
+    """
+
+    settings: Mapping[str, DataSettings]
+    candidates: Sequence[tuple[str, str]]
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Request:
@@ -76,15 +71,12 @@ class Request:
         check_counts(arguments)
         mesh = mesh_of(arguments.mesh)
         shape = model_shape(arguments.model)
-        profile, rest = profile_of(arguments)
         if arguments.devices not in (None, mesh.devices):
             raise ValueError(
                 f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
                 f" {arguments.devices}: leave --devices out, or give --mesh auto."
             )
         shape.check_tensor_parallel(mesh.tensor)
-        steps = arguments.steps or STEPS
-        schedule = arguments.schedule or "1f1b"
         packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))
         shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
         if HEADS in shardings and mesh.context > 1:
@@ -96,7 +88,7 @@ class Request:
             name: settings_of(arguments, micro_batches, name, options.get(name, {}))
             for name in [BASELINE, REFERENCE, *packings]
         }
-        lengths = lengths_of(arguments, micro_batches, steps)
+        schedule = arguments.schedule or "1f1b"
         virtual = arguments.virtual_stages or (2 if schedule == "interleaved" else 1)
         rows = [
             (BASELINE, shardings[0]),
@@ -104,27 +96,23 @@ class Request:
             *((name, each) for each in shardings for name in packings),
         ]
         return Request(
-            lengths=lengths,
-            shape=shape,
-            mesh=replace(mesh, virtual_stages=virtual),
-            profile=profile,
-            rest_dtype=rest,
-            reduce_dtype=arguments.reduce_dtype or "float32",
+            **run_of(arguments, settings[BASELINE], arguments.steps or STEPS),
+            devices=mesh.devices,
+            fixed=dict(zip(AXES, mesh.shape, strict=True)),
             schedule=schedule,
-            steps=steps,
-            checkpointing=arguments.activation_checkpointing,
+            virtual_stages=virtual,
             settings=settings,
             candidates=list(dict.fromkeys(rows)),
         )
 
     @property
-    def micro_batches(self) -> int:
-        """N, of a global batch over all replicas."""
-        return self.settings[BASELINE].micro_batches
+    def mesh(self) -> Mesh:
+        """The mesh, with its virtual stages."""
+        return Mesh(**self.fixed, virtual_stages=self.virtual_stages or 1)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled."""
+        """Bytes of a device that may be filled on this mesh."""
         return usable_bytes(self.profile, self.mesh)
 
     def predictor(self, mesh: Mesh | None = None) -> Predictor:
@@ -133,14 +121,7 @@ class Request:
         Raises:
             ValueError: a mesh that the model or the schedule cannot run on.
         """
-        mesh = mesh or self.mesh
-        context = mean_context_of(self.lengths, self.settings[BASELINE].context_window)
-        return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
-            tuple(model_stages(self.shape, mesh.stages, context)),
-            self.schedule,
-            self.rest_dtype,
-        )
+        return super().predictor(mesh or self.mesh)
 
     def planner(
         self,
@@ -156,10 +137,10 @@ class Request:
             Work.of(self.shape),
             self.mesh,
             sharding=sharding,
-            schedule=self.schedule,
+            schedule=self.schedule_of(self.mesh),
             kernel_cost=scorer.predictor.latency.segment_cost,
             scorer=scorer,
-            activation_checkpointing=self.checkpointing,
+            activation_checkpointing=self.activation_checkpointing,
             step_chooser=step_chooser,
         )
 
@@ -168,8 +149,9 @@ class Request:
 
         They recompute everything, unless what they recompute is given.
         """
-        recompute = "full" if self.checkpointing == "auto" else self.checkpointing
-        count = -(-self.micro_batches // predictor.latency.mesh.data)
+        asked = self.activation_checkpointing
+        recompute = "full" if asked == "auto" else asked
+        count = -(-self.data.micro_batches // predictor.latency.mesh.data)
         return predictor.longest_micro_batch(count, recompute)
 
 
@@ -182,6 +164,25 @@ def check_counts(arguments: argparse.Namespace) -> None:
     for option in ("steps", "micro_batches", "virtual_stages", "devices", "devices_per_node"):
         if (given := getattr(arguments, option)) is not None:
             whole(f"--{option.replace('_', '-')}", given, 1)
+
+
+def run_of(arguments: argparse.Namespace, data: DataSettings, steps: int) -> dict[str, Any]:
+    """What a request takes from the arguments whether its mesh is given or searched for.
+
+    Raises:
+        ValueError: a mistake in them, with the remedy.
+    """
+    profile, rest = profile_of(arguments)
+    return {
+        "lengths": lengths_of(arguments, data.micro_batches, steps),
+        "shape": model_shape(arguments.model),
+        "data": data,
+        "profile": profile,
+        "activation_checkpointing": arguments.activation_checkpointing,
+        "rest_dtype": rest,
+        "reduce_dtype": arguments.reduce_dtype or "float32",
+        "steps": steps,
+    }
 
 
 def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
