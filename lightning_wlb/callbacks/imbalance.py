@@ -151,7 +151,11 @@ def slots(plan: StepPlan, counts: Sequence[int] | None = None) -> float:
 
 
 def micro_batch_seconds(timings: Timings) -> np.ndarray:
-    """Seconds that a micro-batch takes on one rank of each stage: [pipelines, micro_batches]."""
+    """Seconds of each micro-batch on its slowest ranks, over stages and passes.
+
+    Returns:
+        [pipelines, micro_batches].
+    """
     return np.array([each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings])
 
 

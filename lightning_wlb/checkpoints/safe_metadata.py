@@ -101,6 +101,10 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+# Each of the functions below returns what a record, or a plain value, stands for. It raises
+# ValueError, KeyError or another error if that is not what its name says.
+
+
 def _metadata(folder: Path, found: Any) -> Metadata:
     state = _state(found, "Metadata")
     stored = {

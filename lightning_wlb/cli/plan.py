@@ -245,7 +245,7 @@ def run(arguments: argparse.Namespace) -> None:
     shown: dict[str, Simulation] = {}
     if arguments.picture is not None or arguments.trace is not None:
         steps = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
-        shown = {name: _latest(each) for name, each in steps.items()}
+        shown = {name: _last_to_end(each) for name, each in steps.items()}
     if arguments.picture is not None:
         draw_gantt(
             arguments.picture,
@@ -271,7 +271,7 @@ def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
     }
 
 
-def _latest(simulations: Sequence[Simulation]) -> Simulation:
+def _last_to_end(simulations: Sequence[Simulation]) -> Simulation:
     """The replica whose last action ends last."""
 
     def end(simulation: Simulation) -> int:
