@@ -55,11 +55,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def cpu_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
+    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
     """The :class:`.Kernel` of the CPU.
 

@@ -95,11 +95,7 @@ def dense_attention(
 
 
 def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
+    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
     """A :class:`.Kernel` that has every option, for any floating dtype and device.
 

@@ -64,11 +64,7 @@ def load_torch() -> Kernel:
         )
 
     def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: AttentionMetadata,
-        options: AttentionOptions,
+        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         if options.softcap is not None:
             raise ValueError(
@@ -105,11 +101,7 @@ def load_flash() -> tuple[str, Kernel]:
     function, version = flash_library()
 
     def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: AttentionMetadata,
-        options: AttentionOptions,
+        q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         if options.sinks is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What travels between context-parallel ranks: when, in which dtype, and what is kept of it."""
+"""The exchange of keys between ranks: its order, its dtype, and what is kept for backward."""
 
 from typing import Any
 from unittest import mock
@@ -76,7 +76,7 @@ def kept_keys(rank: int, recomputed: bool, options: AttentionOptions) -> list[bo
     context_parallel.all_gather_into = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
     out.sum().backward()
     context_parallel.all_gather_into = gather
-    # Keys travel before attention is timed.
+    # Keys are exchanged before attention is timed.
     assert events == ["start", "stop"] + ["gather"] * (not recomputed) + ["start", "stop"]
     return kept
 
@@ -178,13 +178,15 @@ EXCHANGES: list[tuple[list[int], str, tuple[str, str] | None]] = [
 
 def orders(rank: int) -> list[list[str]]:
     return [
-        order_of(rank, lengths, sharding, recomputed, inside=True)
+        order_of(rank, lengths, sharding, recomputed, inside)
         for lengths, sharding, _ in EXCHANGES
         for recomputed in (False, True)
+        for inside in (True, False)
     ]
 
 
-def test_projections_run_while_keys_travel() -> None:
+def test_projections_run_during_the_exchange_where_attention_is_given_them() -> None:
+    """Else nothing is hidden, but what one rank posts all post, and wait for."""
     wanted = []
     for _, _, posted in EXCHANGES:
         for recomputed in (False, True):
@@ -194,26 +196,10 @@ def test_projections_run_while_keys_travel() -> None:
                 if not recomputed:
                     refetch = [posted[0], "output", "wait"]
             wanted.append([*forward, "output", "|", *refetch, *backward])
-    assert run_ranks(orders, 2) == [wanted] * 2
-
-
-def orders_between_projections(rank: int) -> list[list[str]]:
-    return [
-        order_of(rank, lengths, sharding, recomputed, inside=False)
-        for lengths, sharding, _ in EXCHANGES
-        for recomputed in (False, True)
-    ]
-
-
-def test_every_rank_exchanges_in_one_order_where_others_project() -> None:
-    """Then nothing is hidden, but what is posted on one rank is posted on all, and waited for."""
-    wanted = []
-    for _, _, posted in EXCHANGES:
-        for recomputed in (False, True):
             send, back = ([post, "wait"] for post in posted) if posted else ([], [])
             again = [] if recomputed else send
             wanted.append(["queries", *send, "output", "|", "output", *again, *back, "queries"])
-    assert run_ranks(orders_between_projections, 2) == [wanted] * 2
+    assert run_ranks(orders, 2) == [wanted] * 2
 
 
 def orders_of_three_tokens(rank: int) -> tuple[bool, list[list[str]]]:

@@ -100,7 +100,11 @@ def test_one_rank_equals_dense_attention(
 
 
 def slices_of(
-    cuts: list[int], rank: int, ranks: int, window: int | None, in_graph: bool
+    cuts: list[int],
+    rank: int = 0,
+    ranks: int = 1,
+    window: int | None = None,
+    in_graph: bool = False,
 ) -> Iterator[tuple[AttentionMetadata, Tensor]]:
     """One piece, each of its slices a micro-batch: metadata, and which tokens the rows hold."""
     members = [[Slice(0, 0, *edges)] for edges in pairwise(cuts)]

@@ -6,19 +6,13 @@ That outputs and gradients are right, on any mesh, is tested where whole steps a
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.plan import Slice
-from lightning_wlb.sharding import layout
-from lightning_wlb.sharding.sliced_indices import Run, SlicedReplica
+from lightning_wlb.sharding.sliced_indices import Run
+from tests.attention.test_packed import slices_of
 
 
 class Seen(VarlenAttention):
@@ -29,22 +23,8 @@ class Seen(VarlenAttention):
         return super().__call__(q, k, v, *arguments)  # type: ignore[arg-type]
 
 
-def metadata_of_slices(cuts: list[int]) -> list[AttentionMetadata]:
-    """One piece, each of its slices a micro-batch, and one cache."""
-    members = [[Slice(0, 0, *edges)] for edges in pairwise(cuts)]
-    layouts = [layout("hybrid", [part.tokens], 1, 1) for (part,) in members]
-    replica, cache = SlicedReplica(layouts, members), KeyValueCache()
-    every = []
-    for number, made in enumerate(layouts):
-        indices = replica.indices(number, 0)
-        slices = replace(SliceMetadata.from_indices(indices, number), cache=cache)
-        metadata = AttentionMetadata.from_indices(indices.own, made.rows, 1)
-        every.append(replace(metadata, slices=slices).for_layer(0))
-    return every
-
-
 def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() -> None:
-    first, second = metadata_of_slices([0, 3, 5])
+    first, second = (each.for_layer(0) for each, _ in slices_of([0, 3, 5]))
     attention = Seen("cpu")
     q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
     sliced_attention(q, k, v, first, attention, None)
@@ -67,7 +47,7 @@ def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() 
 
 def test_gradients_of_half_types_are_summed_in_float32() -> None:
     """One token's value is read by three slices: 256 and twice 1, which bfloat16 cannot add up."""
-    every = metadata_of_slices([0, 1, 2, 3])
+    every = [each.for_layer(0) for each, _ in slices_of([0, 1, 2, 3])]
     attention = VarlenAttention("cpu")
     zero = torch.zeros(1, 1, 8, dtype=torch.bfloat16)  # every key in sight weighs the same
     values = [torch.zeros_like(zero).requires_grad_() for _ in every]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training import parameter_buckets as gathering
+from lightning_wlb.training import parameter_buckets
 from lightning_wlb.training import tied_weights as gradients
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
@@ -32,7 +32,7 @@ def events(rank: int, mesh: tuple[int, ...], tied: bool) -> list[str]:
             # The kernel of a CPU reads its segments, that of a GPU does not. What the host makes
             # for the device is copied, for which it waits too.
             copies = function is not make or "device" in options
-            if copies and not sys._getframe(1).f_code.co_filename.endswith("segments.py"):
+            if copies and not sys._getframe(1).f_code.co_filename.endswith("kernel_interface.py"):
                 seen.append(name)
             return function(*args, **options)
 
@@ -57,7 +57,9 @@ def events(rank: int, mesh: tuple[int, ...], tied: bool) -> list[str]:
             patch.setattr(Tensor, name, noting("read", getattr(Tensor, name)))
         patch.setattr(torch, "allclose", noting("read", torch.allclose))
         patch.setattr(
-            gathering, "reduce_scatter_into", noting("reduce", gathering.reduce_scatter_into)
+            parameter_buckets,
+            "reduce_scatter_into",
+            noting("reduce", parameter_buckets.reduce_scatter_into),
         )
         patch.setattr(dist, "all_reduce", noting("reduce", dist.all_reduce))
         swap = noting("reduce", dist.batch_isend_irecv)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.training import action_overhead as overhead
-from lightning_wlb.training import parameter_buckets as gathering
 from lightning_wlb.training.action_overhead import measure_overhead
 from lightning_wlb.training.executor import Step
+from lightning_wlb.training.parameter_buckets import _BucketInStep
 from tests.ranks import run_ranks
 
 CONFIG = TransformerConfig(dim=16, heads=1, kv_heads=1, ffn_dim=32)
@@ -50,7 +50,9 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     with (
         mock.patch.object(Step, "run", slower(Step.run, 2e-3)),
         mock.patch.object(
-            gathering._BucketInStep, "_add", slower(gathering._BucketInStep._add, 0.5e-3)
+            _BucketInStep,
+            "_add",
+            slower(_BucketInStep._add, 0.5e-3),
         ),
     ):
         found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)

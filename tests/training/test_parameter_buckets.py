@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.training import parameter_buckets as gathering
+from lightning_wlb.training import parameter_buckets
 from lightning_wlb.training.parameter_buckets import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 from tests.ranks import run_ranks
@@ -63,21 +63,21 @@ def inputs(seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def run(
-    model: nn.Module, gathering: ParameterBuckets, batches: list[torch.Tensor], shared=()
+    model: nn.Module, buckets: ParameterBuckets, batches: list[torch.Tensor], shared=()
 ) -> None:
     """All forwards and backwards of a step."""
     actions = [Action(0, kind, at) for at in range(len(batches)) for kind in (FORWARD, BACKWARD)]
-    with gathering.step(actions, shared):
+    with buckets.step(actions, shared):
         for forward, backward in zip(actions[::2], actions[1::2], strict=True):
-            with gathering.action(forward):
+            with buckets.action(forward):
                 loss = model(batches[forward.micro_batch])
-            with gathering.action(backward):
+            with buckets.action(backward):
                 loss.backward()
 
 
-def step(model: nn.Module, gathering: ParameterBuckets, batches: list[torch.Tensor]) -> None:
-    run(model, gathering, batches)
-    gathering.finish()
+def step(model: nn.Module, buckets: ParameterBuckets, batches: list[torch.Tensor]) -> None:
+    run(model, buckets, batches)
+    buckets.finish()
 
 
 def gradients(model: nn.Module) -> dict[str, np.ndarray]:
@@ -96,15 +96,15 @@ def whole_gradients(batches: list[torch.Tensor], dtype: torch.dtype) -> dict[str
 
 def sums(rank: int, dtype: torch.dtype) -> list[dict[str, np.ndarray]]:
     """Three steps: both ranks work, rank 1 alone, rank 0 alone. Rank by rank other batches."""
-    model, gathering = sharded(dtype)
+    model, buckets = sharded(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     results = []
     for counts in ((3, 2), (0, 4), (1, 0)):
-        run(model, gathering, inputs(rank, counts[rank], dtype))
+        run(model, buckets, inputs(rank, counts[rank], dtype))
         # Lightning calls training_step, zero_grad, backward: what accumulated must survive, and
         # the gradients of the step before must not.
         optimizer.zero_grad()
-        gathering.finish()
+        buckets.finish()
         results.append(gradients(model))
     return results
 
@@ -146,9 +146,9 @@ def low_inputs(rank: int) -> list[torch.Tensor]:
 
 def few_rows(rank: int) -> tuple[dict[str, int], dict[str, np.ndarray]]:
     model = Low()
-    gathering = gathered(model, torch.float64)
+    buckets = gathered(model, torch.float64)
     held = {name: p.to_local().numel() for name, p in model.named_parameters()}
-    step(model, gathering, low_inputs(rank))
+    step(model, buckets, low_inputs(rank))
     return held, gradients(model)
 
 
@@ -167,32 +167,32 @@ def test_parameters_of_few_rows_are_sharded_over_all_ranks():
 
 
 def life_of_gradients(rank: int) -> None:
-    model, gathering = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = optimizer.param_groups[0]["params"]
-    run(model, gathering, inputs(rank, 2, torch.float64))
+    run(model, buckets, inputs(rank, 2, torch.float64))
     assert [p.grad for p in parameters] == [None] * 4, "set only by finish"
     optimizer.zero_grad()
-    gathering.finish()
+    buckets.finish()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in parameters)
     optimizer.zero_grad()
     assert [p.grad for p in parameters] == [None] * 4
     # A step in which no rank has a micro-batch: every parameter has a gradient, and it is zero.
-    step(model, gathering, [])
+    step(model, buckets, [])
     assert all(torch.count_nonzero(p.grad.full_tensor()) == 0 for p in parameters)
 
 
 def evaluation_sees_the_optimizer_step(rank: int) -> tuple[float, float, float]:
-    model, gathering = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = inputs(5, 1, torch.float64)[0]
 
     def evaluate() -> float:
-        with torch.no_grad(), gathering.step([Action(0, FORWARD, 0)]):
+        with torch.no_grad(), buckets.step([Action(0, FORWARD, 0)]):
             return float(model(batch))
 
     losses = [evaluate()]
-    step(model, gathering, [batch])
+    step(model, buckets, [batch])
     optimizer.step()
     optimizer.zero_grad()
     losses.append(evaluate())
@@ -207,17 +207,17 @@ def evaluation_sees_the_optimizer_step(rank: int) -> tuple[float, float, float]:
 def accumulation(rank: int, count: int) -> list[dict[str, np.ndarray]]:
     """The same step twice."""
     model = toy(torch.float32)
-    gathering = gathered(model, torch.bfloat16)
+    buckets = gathered(model, torch.bfloat16)
     results = []
     for _ in range(2):
-        step(model, gathering, inputs(rank, count, torch.bfloat16))
+        step(model, buckets, inputs(rank, count, torch.bfloat16))
         results.append(gradients(model))
     return results
 
 
 def posted(rank: int) -> list[list[str]]:
     """What is posted, and when each bucket's forward and backward run, in a step each."""
-    model, gathering_ = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     log: list[str] = []
 
     def noting(kind: str, operation):
@@ -227,9 +227,9 @@ def posted(rank: int) -> list[list[str]]:
 
         return post
 
-    before = gathering.all_gather_into, gathering.reduce_scatter_into
-    gathering.all_gather_into = noting("gather", before[0])
-    gathering.reduce_scatter_into = noting("reduce", before[1])
+    before = parameter_buckets.all_gather_into, parameter_buckets.reduce_scatter_into
+    parameter_buckets.all_gather_into = noting("gather", before[0])
+    parameter_buckets.reduce_scatter_into = noting("reduce", before[1])
     for name in ("first", "second"):
         module = getattr(model, name)
         module.register_forward_pre_hook(lambda *_, name=name: log.append(f"forward {name}"))
@@ -237,10 +237,10 @@ def posted(rank: int) -> list[list[str]]:
     logs = []
     for counts in ((2, 0), (1, 2)):
         # Rank by rank other counts, and inputs whose gradient is asked for.
-        step(model, gathering_, [each.requires_grad_() for each in batches(rank, counts)])
+        step(model, buckets, [each.requires_grad_() for each in batches(rank, counts)])
         logs.append(log.copy())
         log.clear()
-    gathering.all_gather_into, gathering.reduce_scatter_into = before
+    parameter_buckets.all_gather_into, parameter_buckets.reduce_scatter_into = before
     return logs
 
 
@@ -250,30 +250,30 @@ def batches(rank: int, counts: tuple[int, int]) -> list[torch.Tensor]:
 
 def frozen_and_thawed(rank: int) -> list[list[str]]:
     """Names of the parameters with a gradient: without a weight, without any, with all."""
-    model, gathering = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     named = []
     for frozen in (["second.weight", "first.bias"], list(dict(model.named_parameters())), []):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
             parameter.grad = None
         batch = inputs(rank, 1, torch.float64)[0].requires_grad_()
-        step(model, gathering, [batch])
+        step(model, buckets, [batch])
         named.append([name for name, p in model.named_parameters() if p.grad is not None])
     return named
 
 
 def a_failed_step(rank: int) -> float:
-    """It leaves parameters at rest, and the next step has gradients of its own alone."""
-    model, gathering = sharded(torch.float64)
+    """It leaves parameters sharded, and the next step has gradients of its own alone."""
+    model, buckets = sharded(torch.float64)
     (batch,) = inputs(rank, 1, torch.float64)
     fails = model.second.register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run(model, gathering, [batch])
+        run(model, buckets, [batch])
     fails.remove()
-    run(model, gathering, [batch])  # whose gradients nobody takes
+    run(model, buckets, [batch])  # whose gradients nobody takes
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
-    step(model, gathering, [batch])
+    step(model, buckets, [batch])
     expected = whole_gradients(
         [*inputs(0, 1, torch.float64), *inputs(1, 1, torch.float64)], batch.dtype
     )
@@ -282,32 +282,32 @@ def a_failed_step(rank: int) -> float:
 
 def not_called(rank: int) -> str:
     """A forward that computes with a module's parameters and does not call it; one too early."""
-    model, gathering = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     bypassed = nn.Sequential(model.first)
     with pytest.raises(RuntimeError, match="outside of a step"):
         model.second(torch.ones(WIDTH, dtype=torch.float64))
     with pytest.raises(ValueError, match="without calling") as info:
-        run(bypassed, gathering, [each.requires_grad_() for each in inputs(rank, 1, torch.float64)])
+        run(bypassed, buckets, [each.requires_grad_() for each in inputs(rank, 1, torch.float64)])
     return str(info.value)
 
 
 def freed(rank: int) -> list[bool]:
     """Whether a bucket's parameters are gone when its last backward is over, by no collector."""
-    model, gathering = sharded(torch.float64)
+    model, buckets = sharded(torch.float64)
     actions = [Action(0, FORWARD, 0), Action(0, BACKWARD, 0)]
     gc.disable()
     try:
-        with gathering.step(actions):
-            with gathering.action(actions[0]):
+        with buckets.step(actions):
+            with buckets.action(actions[0]):
                 loss = model(inputs(rank, 1, torch.float64)[0])
             held = [weakref.ref(p) for p in model.parameters()]
-            with gathering.action(actions[1]):
+            with buckets.action(actions[1]):
                 loss.backward()
             del loss
             return [each() is None for each in held]
     finally:
         gc.enable()
-        gathering.finish()
+        buckets.finish()
 
 
 def various(rank: int) -> dict:

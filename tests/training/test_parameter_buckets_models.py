@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_wlb.models.tensor_parallel import local
-from lightning_wlb.training import parameter_buckets as gathering
+from lightning_wlb.training import parameter_buckets
 from tests.ranks import run_ranks
 from tests.training.test_parameter_buckets import WIDTH, gathered, inputs, run, step, toy
 
@@ -57,13 +57,13 @@ def behind_shared(rank: int) -> list[list[str]]:
     model.first.register_full_backward_hook(lambda *_: log.append("backward"))
     logs = []
     with pytest.MonkeyPatch.context() as patch:
-        reduce_scatter = gathering.reduce_scatter_into
+        reduce_scatter = parameter_buckets.reduce_scatter_into
 
         def noting(*args, **options):
             log.append("reduce")
             return reduce_scatter(*args, **options)
 
-        patch.setattr(gathering, "reduce_scatter_into", noting)
+        patch.setattr(parameter_buckets, "reduce_scatter_into", noting)
         for shared in ({1}, {0}):
             batches = [each.requires_grad_() for each in inputs(rank, 2, torch.float64)]
             run(model, split, batches, shared)

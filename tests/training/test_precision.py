@@ -127,7 +127,7 @@ def test_process_groups_pass_where_arguments_are_cast():
 
 
 def test_bfloat16_is_reduced_in_float32():
-    """What that is worth is in test_gathering.py."""
+    """What that is worth is in test_parameter_buckets.py."""
     for precision in ("bf16-true", "bf16-mixed"):
         plugin = WLBPrecision(precision)
         assert (plugin.compute_dtype, plugin.sum_dtype) == (torch.bfloat16, torch.float32)

@@ -29,14 +29,14 @@ def alone(rank: int) -> list[bool]:
     found = []
     for dtype in (torch.float64, torch.bfloat16):
         model = toy(torch.float64)
-        gathering = gathered(model, dtype)
+        buckets = gathered(model, dtype)
         sharded = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
-        with torch.no_grad(), gathering.step([Action(0, FORWARD, 0)]):
-            gathering.wait()
+        with torch.no_grad(), buckets.step([Action(0, FORWARD, 0)]):
+            buckets.wait()
             live = {name: p.data_ptr() for name, p in model.named_parameters()}
         found.append(live == sharded)
-    run(model, gathering, inputs(0, 1, torch.bfloat16))
-    gathering.finish()
+    run(model, buckets, inputs(0, 1, torch.bfloat16))
+    buckets.finish()
     found.append(all(p.grad.dtype == torch.float64 for p in model.parameters()))
     return found
 
