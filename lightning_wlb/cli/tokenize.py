@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_wlb.data.tokenising import COLUMNS, Kind, TokeniseRequest, tokenise
+from lightning_wlb.data.tokenising.run import COLUMNS, Kind, TokeniseRequest, tokenise
 
 _BAR = 40
 

@@ -22,7 +22,7 @@ from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronD
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
 from lightning_wlb.data.stores.stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising import TokeniseRequest, tokenised_once
+from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenised_once
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.global_batches import document_numbers
 

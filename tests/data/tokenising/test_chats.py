@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.data.tokenising import TokeniseRequest, tokenise
 from lightning_wlb.data.tokenising.chats import ChatEncoder
+from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenise
 from lightning_wlb.data.tokenising.sources import Row
 from tests.data.tokenising.support import (
     MARKED,
