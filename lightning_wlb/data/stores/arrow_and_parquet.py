@@ -80,10 +80,6 @@ class ListDocuments(MappedDocuments):
         vocab_size: int | None = None,
         empty: Empty = "refuse",
     ) -> None:
-        arguments = {
-            "source": source, "column": column, "mask_column": mask_column,
-            "vocab_size": vocab_size, "empty": empty,
-        }  # fmt: skip
         name = f"{type(self).__name__}({_name_of_files(source)})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
         files, facts = self._find(given, name, column, mask_column)
@@ -109,7 +105,7 @@ class ListDocuments(MappedDocuments):
         self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
-        super().__init__(name, lengths, vocab_size, empty, arguments)
+        super().__init__(name, lengths, vocab_size, empty)
 
     @staticmethod
     def _find(

@@ -14,9 +14,9 @@ its tokens twice; counting targets reads the mask of the range, where there is o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -236,7 +236,6 @@ class MappedDocuments(ABC):
         lengths: tokens of every row of the source, int64 [rows].
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
         empty: ``"refuse"`` rows without tokens, or ``"drop"`` them and say how many.
-        arguments: what the subclass was made with, by name; another process makes it anew.
 
     Raises:
         ValueError: no documents, an empty one, or an argument of another kind.
@@ -248,10 +247,8 @@ class MappedDocuments(ABC):
         lengths: npt.NDArray[np.int64],
         vocab_size: int | None,
         empty: Empty,
-        arguments: dict[str, Any],
     ) -> None:
         self.name = name
-        self._arguments = arguments
         self._rows: npt.NDArray[np.int64] | None = None
         if choice(f"{name}: empty", empty, get_args(Empty)) == "drop":
             lengths = self._without_empty(lengths)
@@ -260,6 +257,8 @@ class MappedDocuments(ABC):
         self.vocab_size = (
             None if vocab_size is None else whole(f"{name}: vocab_size", vocab_size, 1)
         )
+
+    _make: Callable[[], MappedDocuments]
 
     @abstractmethod
     def _tokens(self, row: int, start: int, stop: int) -> Array:
@@ -317,9 +316,15 @@ class MappedDocuments(ABC):
             f" vocab_size={self.vocab_size}"
         )
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments: a store in another process is made anew of them."""
+        made = super().__new__(cls)
+        made._make = partial(cls, *args, **kwargs)
+        return made
+
     # Memory maps would be pickled with all their tokens: another process opens the files itself.
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._arguments), ()
+        return self._make, ()
 
     def _row(self, document: int) -> int:
         return document if self._rows is None else int(self._rows[document])

@@ -63,10 +63,6 @@ class FlatDocuments(MappedDocuments):
         empty: Empty = "refuse",
     ) -> None:
         name = f"FlatDocuments({tokens})"
-        arguments = {
-            "tokens": tokens, "offsets": offsets, "end_of_document": end_of_document, "mask": mask,
-            "dtype": dtype, "vocab_size": vocab_size, "empty": empty,
-        }  # fmt: skip
         self._array = array_of(Path(tokens), "iu", dtype)
         if (offsets is None) == (end_of_document is None):
             raise ValueError(
@@ -84,7 +80,7 @@ class FlatDocuments(MappedDocuments):
                 f"{mask} has {len(self._mask)} entries, {tokens} has {len(self._array)} tokens."
                 " Give one entry for each token."
             )
-        super().__init__(name, lengths, vocab_size, empty, arguments)
+        super().__init__(name, lengths, vocab_size, empty)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         begin = int(self._offsets[row])
@@ -198,8 +194,7 @@ class MegatronDocuments(MappedDocuments):
         self._index = _index(index)
         self._array = array_of(tokens, "iu", self._index.dtype)
         lengths = _document_lengths(self._index, self._array, index, tokens)
-        arguments = {"source": source, "vocab_size": vocab_size, "empty": empty}
-        super().__init__(name, lengths, vocab_size, empty, arguments)
+        super().__init__(name, lengths, vocab_size, empty)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         first = self._index.documents[row]

@@ -87,9 +87,6 @@ class StdlibDocuments(FlatDocuments):
             wanted = self._model.get_vocab_size()
         super().__init__(folder / "tokens.npy", folder / "offsets.npy", vocab_size=wanted)
         self.name = f"StdlibDocuments(unit={unit!r}, tokenizer={tokenizer!r})"
-        self._arguments = {
-            "unit": unit, "tokenizer": tokenizer, "vocab_size": vocab_size, "directory": directory,
-        }  # fmt: skip
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> str:
         """The text of a sequence of tokens; bytes that are not UTF-8 are replaced."""
