@@ -78,41 +78,37 @@ def laid_out(
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
     """
-    keys = [
+    numbers: dict[tuple[tuple[Slice, ...], int], int] = {}
+    numbered = [
         {
-            each: (replica.slices_of(each), len(each.replicas))
+            each: numbers.setdefault((replica.slices_of(each), len(each.replicas)), len(numbers))
             for each in dict.fromkeys((*replica.forward, *replica.backward))
         }
         for replica in replicas
     ]
-    distinct = list(dict.fromkeys(key for own in keys for key in own.values()))
     tokens = [
         Tokens(
             [part.tokens for part in slices],
             [part.context for part in slices],
             mesh.context * members,
         )
-        for slices, members in distinct
+        for slices, members in numbers
     ]
-    names = [open_sharding(sharding, *key) for key in distinct]
+    names = [open_sharding(sharding, *key) for key in numbers]
     adaptive = [at for at, name in enumerate(names) if name == ADAPTIVE]
-    chosen = dict(
-        zip(
-            adaptive,
-            choose_each([tokens[at] for at in adaptive], mesh.tensor, kernel_cost),
-            strict=True,
-        )
-    )
-    found = {
-        key: chosen.get(at) or (name, layout(name, each.lengths, each.ranks, mesh.tensor).rows)
-        for at, (key, name, each) in enumerate(zip(distinct, names, tokens, strict=True))
-    }
+    choices = iter(choose_each([tokens[at] for at in adaptive], mesh.tensor, kernel_cost))
+    found = [
+        next(choices)
+        if name == ADAPTIVE
+        else (name, layout(name, each.lengths, each.ranks, mesh.tensor).rows)
+        for name, each in zip(names, tokens, strict=True)
+    ]
     result = []
-    for replica, own in zip(replicas, keys, strict=True):
-        made = {
-            each: replace(each, sharding=found[key][0], rows=found[key][1])
-            for each, key in own.items()
-        }
+    for replica, own in zip(replicas, numbered, strict=True):
+        made = {}
+        for each, number in own.items():
+            name, rows = found[number]
+            made[each] = replace(each, sharding=name, rows=rows)
         forward, backward = ([made[each] for each in of_pass] for _, of_pass in replica.passes)
         result.append(ReplicaPlan(replica.slices, tuple(forward), tuple(backward)))
     return result
