@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.sharding_latency import predicted_latency
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.sharding import choose, predicted_latency
+from lightning_wlb.sharding import choose
 from lightning_wlb.sharding.tuning import CANDIDATES
 
 WINDOW = 131_072

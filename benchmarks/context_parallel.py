@@ -31,6 +31,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.sharding_latency import predicted_latency
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
@@ -45,7 +46,6 @@ from lightning_wlb.sharding import (
     Layout,
     choose,
     layout,
-    predicted_latency,
     rank_indices,
     traffic,
     uses_all_to_all,

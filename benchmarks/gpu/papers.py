@@ -27,6 +27,7 @@ from benchmarks.context_parallel import PAPER, sequences
 from benchmarks.gpu.kernels import Kernel, Segments
 from benchmarks.gpu.profile import profile_for, profile_row
 from benchmarks.gpu.recording import Figures, Row, Run
+from benchmarks.sharding_latency import predicted_latency
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
@@ -38,7 +39,6 @@ from lightning_wlb.sharding import (
     Layout,
     choose,
     layout,
-    predicted_latency,
     rank_indices,
 )
 

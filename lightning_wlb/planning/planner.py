@@ -43,7 +43,11 @@ Targets = Callable[[int, int, int], int]
 
 
 class Release(NamedTuple):
-    """What enters optimiser step ``step``, whatever the mesh; see :class:`.Released`."""
+    """What enters optimiser step ``step``, whatever the mesh.
+
+    ``drain``: whether the step empties what waits after the epoch's last arrival. A packing that
+    slices pieces has all of them in one micro-batch here.
+    """
 
     step: int
     epoch: int

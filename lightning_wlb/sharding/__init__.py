@@ -26,7 +26,6 @@ from lightning_wlb.sharding.adaptive import (
     Tokens,
     choose,
     choose_each,
-    predicted_latency,
 )
 from lightning_wlb.sharding.layout import NAMES, SHARDINGS, Layout, layout
 from lightning_wlb.sharding.methods import HEADS, check_heads
@@ -51,7 +50,6 @@ __all__ = [
     "choose_each",
     "head_indices",
     "layout",
-    "predicted_latency",
     "rank_indices",
     "traffic",
     "uses_all_to_all",

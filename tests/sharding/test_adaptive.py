@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.context_parallel import sequences
+from benchmarks.sharding_latency import predicted_latency
 from lightning_wlb.cost.attention_tiles import Integers, reference_kernel_cost
 from lightning_wlb.sharding import (
     SHARDINGS,
@@ -15,7 +16,6 @@ from lightning_wlb.sharding import (
     choose,
     choose_each,
     layout,
-    predicted_latency,
     traffic,
     uses_all_to_all,
 )

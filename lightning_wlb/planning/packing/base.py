@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,19 +71,6 @@ class Rules:
     cap_is_given: bool = True
 
 
-class Released(NamedTuple):
-    """What enters a step.
-
-    Attributes:
-        micro_batches: some may be empty; if there are none or all are empty, the epoch is over.
-            A method that slices pieces has all of them in one.
-        drain: whether the step empties what waits after the epoch's last arrival.
-    """
-
-    micro_batches: MicroBatches
-    drain: bool
-
-
 class Packer:
     """One packing method over a run; a subclass defines :meth:`.Packer.pack`."""
 
@@ -117,18 +104,22 @@ class Packer:
         """Start an epoch, in which nothing waits."""
         self.carried = []
 
-    def next_step(self, arrivals: GlobalBatches, step: int) -> Released:
-        """What enters optimiser step ``step``."""
+    def next_step(self, arrivals: GlobalBatches, step: int) -> tuple[MicroBatches, bool]:
+        """What enters optimiser step ``step``, and whether it drains what waits.
+
+        Some micro-batches may be empty; if there are none or all are empty, the epoch is over. A
+        method that slices pieces has all of them in one.
+        """
         while (batch := arrivals.draw(step)) is not None:
             admitted = self.carried + self.admit(batch, step)
             if admitted:
                 self.carried = []
-                return Released(self._pack_in_time(admitted, step, self.rules.micro_batches), False)
+                return self._pack_in_time(admitted, step, self.rules.micro_batches), False
         held = self.held
         self.reset()
         bins = self.rules.micro_batches
         admitted, self.carried = oldest_first(held, bins * self.rules.window)
-        return Released(self._pack_in_time(admitted, step, bins), True)
+        return self._pack_in_time(admitted, step, bins), True
 
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
         """Let a global batch arrive; what may enter of it, and of the pieces that wait."""

@@ -37,7 +37,6 @@ from lightning_wlb.planning.packing.base import (
     MicroBatches,
     Packer,
     PackingOptions,
-    Released,
     Rules,
     as_lists,
     as_pieces,
@@ -121,7 +120,7 @@ class WindowedPacker(Packer):
         super().reset()
         self._ready = []
 
-    def next_step(self, arrivals: GlobalBatches, step: int) -> Released:
+    def next_step(self, arrivals: GlobalBatches, step: int) -> tuple[MicroBatches, bool]:
         """The next step of the window, or the first of the next window."""
         most: int = self.rules.options.packing_window
         while not self._ready:
@@ -134,7 +133,7 @@ class WindowedPacker(Packer):
             self.carried = []
             micro_batches = self._pack_in_time(pieces, step, batches * self.rules.micro_batches)
             self._ready = self._steps(micro_batches, batches)
-        return Released(self._ready.pop(0), False)
+        return self._ready.pop(0), False
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces, and the steps that are packed but not yet run."""
