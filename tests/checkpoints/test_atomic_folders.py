@@ -10,7 +10,7 @@ import pytest
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.atomic_folders import PartialFolder
-from tests.checkpoints.strangers import load, save
+from tests.checkpoints.small_checkpoints import load, save
 
 
 def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> PartialFolder:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.checkpoints import manifest, sharded
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
-from tests.checkpoints.strangers import Hostile, list_anew, load, model, save
+from tests.checkpoints.small_checkpoints import Hostile, list_anew, load, model, save
 from tests.ranks import run_ranks
 
 FILES = ("__0_0.distcp", ".metadata", "meta.pt", "manifest.json")

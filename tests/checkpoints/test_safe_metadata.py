@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
-from tests.checkpoints.strangers import save
+from tests.checkpoints.small_checkpoints import save
 
 NAME = "model.0.weight"  # of 2 x 3
 

@@ -19,7 +19,7 @@ from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.strangers import Hostile, list_anew, list_wrongly
+from tests.checkpoints.small_checkpoints import Hostile, list_anew, list_wrongly
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.checkpoints import atomic_folders, manifest, sharded, writing
-from tests.checkpoints.strangers import load, save
+from tests.checkpoints.small_checkpoints import load, save
 from tests.ranks import run_ranks
 
 
@@ -245,7 +245,7 @@ def test_a_rank_that_breaks_off_takes_nothing_from_what_rank_0_finishes(tmp_path
 
 
 def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):
-    from tests.checkpoints.strangers import model
+    from tests.checkpoints.small_checkpoints import model
 
     layers, optimizer = model(1.0)
     rest = {"callbacks": {"Mine": {"folder": [tmp_path]}}}

@@ -19,7 +19,7 @@ from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.strangers import Hostile, list_anew
+from tests.checkpoints.small_checkpoints import Hostile, list_anew
 from tests.ranks import RankFailed, run_ranks
 from tests.soak.processes import run
 from tests.soak.training import Run
