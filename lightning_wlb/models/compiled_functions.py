@@ -106,15 +106,9 @@ def rotate_real(heads: Tensor, table: Tensor) -> Tensor:
 
 
 def rotated_heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
-    """Queries or keys: ``hidden`` [rows, dim] times ``weight``, by heads, rotated by ``table``.
+    """Queries or keys, rotated as by :func:`rotate`, [rows, heads, head_dim].
 
-    Args:
-        hidden: [rows, dim].
-        table: cosines and sines, [rows, head_dim / 2, 2].
-        weight: [heads · head_dim, dim].
-
-    Returns:
-        [rows, heads, head_dim].
+    They are ``hidden`` [rows, dim] times ``weight`` [heads · head_dim, dim].
     """
     return rotate(_heads(hidden, table, weight), table)
 

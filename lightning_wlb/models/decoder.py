@@ -162,10 +162,8 @@ def seed_of(seed: int, name: str) -> int:
 def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
     """Refuse a model that does not do what was asked for, or cannot be trained exactly.
 
-    Args:
-        model: the whole model.
-        asked: the user's ``activation_checkpointing``; with ``"auto"`` plans ask for what the model
-            does.
+    ``asked`` is the user's ``activation_checkpointing``; with ``"auto"`` plans ask for what the
+    model does.
 
     Raises:
         ValueError: the model recomputes something else, or has dropout, with the remedy.

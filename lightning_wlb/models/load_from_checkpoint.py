@@ -100,11 +100,9 @@ def _load_stored(
 def numbered(
     module: L.LightningModule, states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Optimizer states with numbers for parameters; those that have them already as they are.
+    """A checkpoint's optimizer states with numbers for parameters in place of names, if it has any.
 
-    Args:
-        module: attached to a Trainer, with its whole model.
-        states: a checkpoint's, one for each optimizer.
+    The module must be attached to a Trainer and have its whole model.
     """
     if all("state" in each for each in states):
         return [dict(each) for each in states]

@@ -116,14 +116,11 @@ def token_loss(
 def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum over rows of the cross-entropy of logits that a model has made by code of its own.
 
-    Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
-    (:func:`chunks`), under a checkpoint.
+    Logits are [rows, vocabulary]; with a group this rank's columns, in rank order and equally many
+    on each rank, and their gradient is complete there. The rest is as in :func:`token_loss`.
 
-    Args:
-        logits: [rows, vocabulary]; with a group this rank's columns of it, in rank order and
-            equally many on each rank. Their gradient is complete on each rank.
-        labels: as in :func:`token_loss`, like ``group`` and the result.
-        group: the tensor-parallel group.
+    Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
+    (:func:`row_chunks`), under a checkpoint.
     """
     loss: Tensor = _LogitsLoss.apply(logits, labels, group if group_size(group) > 1 else None)
     return loss

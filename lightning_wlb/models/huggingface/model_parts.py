@@ -121,11 +121,9 @@ def part_names(base: Any) -> tuple[str, str, str]:
 class StageLayers:
     """A base model's list of layers: as long as the family's, but only some layers compute.
 
-    Args:
-        layers: the layers that are here, by global number as a string.
-        count: layers of the whole model.
-
     Attributes:
+        layers: the layers that are here, by global number as a string.
+        count: the number of layers of the whole model.
         span: global numbers of the layers that the next forward runs.
     """
 
@@ -217,11 +215,8 @@ class FamilyEmbedding(nn.Module):
 class FamilyHead(nn.Module):
     """Final norm, output projection, and whatever the family does to logits behind it.
 
-    Args:
-        norm: the base model's last norm.
-        projection: the output projection.
-        causal: the ``ForCausalLM`` that holds the projection, its base model replaced by
-            :class:`.GivenHidden`. It is not registered as a part.
+    ``causal`` is the ``ForCausalLM`` that holds the projection, its base model replaced by
+    :class:`.GivenHidden`. It is not registered as a part.
     """
 
     def __init__(self, norm: nn.Module, projection: nn.Linear, causal: nn.Module) -> None:
@@ -288,15 +283,9 @@ def initial_values(
 ) -> dict[str, Tensor]:
     """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
 
-    Args:
-        module: looked at, not changed; its parameters may be split or without memory.
-        shapes: the family's shape of each parameter.
-        rule: fills the parameters of one module; transformers' ``_init_weights``.
-        seed: the run's, the same on every rank.
-        name: the module's name, on any mesh the same.
-
-    Returns:
-        The values of the parameters that the rule fills.
+    ``rule`` is transformers' ``_init_weights``; parameters that it leaves out are left out.
+    ``shapes`` are the family's, since the module's parameters may be split or without memory. The
+    values are drawn from the run's seed and the module's name, the same on any mesh.
     """
     # The rule works on a copy of the module alone, whose parameters are whole and not a number.
     twin = copy.copy(module)

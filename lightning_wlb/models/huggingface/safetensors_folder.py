@@ -185,12 +185,8 @@ class Tiles:
 def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     """What the parameters and buffers of a family's model are read from, by their names.
 
-    A name that the folder has nothing for is left out; one that the model does not have is under
-    its own name.
-
-    Args:
-        folder: written by any version of transformers.
-        model: the family's ``ForCausalLM``, on the meta device or not.
+    The folder may be of any version of transformers. A name that it has nothing for is left out;
+    one that the model, a ``ForCausalLM``, does not have is under its own name.
 
     Raises:
         ValueError: the family's folders need a conversion that is not made here.

@@ -126,13 +126,10 @@ def plan_name(name: str) -> str:
 
 
 def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads: int) -> Split:
-    """How a parameter is split.
+    """How a parameter is split, by the style that the plan gives it or its module.
 
-    Args:
-        name: as in this package's model, ``layers.0.self_attn.q_proj.weight``.
-        shape: the family's shape of it.
-        plan: :func:`plan_name` name of a module or parameter -> style. Others are replicated.
-        kv_heads: key and value heads of the layer.
+    The plan goes by :func:`plan_name`; what it does not name is replicated. ``shape`` is the
+    family's, and ``kv_heads`` the layer's.
 
     Raises:
         ValueError: a style that is not known, or that does not say how to split the parameter.
@@ -177,10 +174,7 @@ def output_is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int,
     Then one reduce-scatter behind the block is enough. It is not where anything that every rank
     computes whole also writes the hidden size: a shared expert that the plan leaves out would be
     added once for each rank, and a norm inside the block would see a part of the sum.
-
-    Args:
-        hidden_size: width of the residual stream.
-        parameters: split and the family's shape of each parameter in the block.
+    ``parameters`` has the split and the family's shape of each parameter in the block.
     """
     return not any(
         split.dim is None
@@ -288,12 +282,7 @@ def add_hooks(
 ) -> None:
     """Put the hooks around the blocks of layers, which do nothing on a single rank.
 
-    Args:
-        layers: the decoder layers by number.
-        plan: :func:`plan_name` name of a module -> style.
-        splits: parameter name, from ``layers.`` on -> how it is split.
-        shapes: parameter name -> the family's shape.
-        hidden_size: width of the residual stream.
+    ``splits`` and the family's ``shapes`` go by parameter names from ``layers.`` on.
     """
     for number, layer in layers.items():
         for child_name, block in layer.named_children():
