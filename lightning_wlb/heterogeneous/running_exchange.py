@@ -97,13 +97,6 @@ def _work(jobs: _Jobs) -> None:
         del given, future, job  # or what they hold would live until the next call
 
 
-def done(value: _T) -> Future[_T]:
-    """The result of a call that needed no forwarder."""
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future
-
-
 @dataclass(frozen=True, eq=False)
 class ExchangeGroups:
     """The process groups of a rank's exchanges, over which nothing else is sent.
@@ -115,6 +108,13 @@ class ExchangeGroups:
 
     made: Mapping[range, dist.ProcessGroup]
     forwarder: Forwarder | None = None
+
+    def after(self, job: Callable[[], _T]) -> Callable[[], _T]:
+        """Make a call beside the step where there are two hops, else now; waits for its result."""
+        if self.forwarder is not None:
+            return self.forwarder.submit(job).result
+        made = job()
+        return lambda: made
 
     def settle(self) -> None:
         """Wait until the forwarder posts nothing, so that this thread may."""

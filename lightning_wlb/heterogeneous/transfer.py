@@ -23,8 +23,7 @@ Cost: that of the running exchanges, and a stage's sums until they have been sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -37,7 +36,6 @@ from lightning_wlb.heterogeneous.running_exchange import (
     ForwardedTensors,
     PieceTensors,
     RunningExchange,
-    done,
 )
 
 
@@ -69,22 +67,19 @@ class Pull:
             RunningExchange(own.exchange(turn, 0), groups, source, dtype, device)
             for turn in range(own.turns)
         ]
-        if groups.forwarder is None:
-            self._running = list(map(done, running))
-            return
         middle = ForwardedTensors(dtype, device, zeros=False)
 
         def hand_out(turn: int, first: RunningExchange) -> RunningExchange:
+            if own.hops == 1:
+                return first
             first.arrive(middle)
             return RunningExchange(own.exchange(turn, 1), groups, middle, dtype, device)
 
-        self._running = [
-            groups.forwarder.submit(partial(hand_out, *each)) for each in enumerate(running)
-        ]
+        self._running = [groups.after(partial(hand_out, *each)) for each in enumerate(running)]
 
     def arrive(self, turn: int) -> dict[str, Tensor]:
         """Wait for a turn of this rank; its parameters by name in the whole model."""
-        running, bucket = self._running[turn].result(), self._buckets[turn]
+        running, bucket = self._running[turn](), self._buckets[turn]
         self._values.make(bucket, *self._given, zeros=False)
         running.arrive(self._values)
         return self._values.of_bucket(bucket)
@@ -92,14 +87,14 @@ class Pull:
     def finish(self) -> None:
         """Wait for the turns in which this rank only sends."""
         for running in self._running[len(self._buckets) :]:
-            running.result().arrive(self._values)
+            running().arrive(self._values)
 
 
 class Push:
     """One step's gradients, from this rank to the shards; collective over all ranks.
 
     Args:
-        redistribution: of this rank.
+        redistribution: of this rank, as ``groups`` and ``device`` for :class:`Pull`.
         groups: for the ranks of each of its exchanges.
         sums: the gradients of this rank's own micro-batches, by name in the whole model, complete
             when their turn is posted.
@@ -121,7 +116,7 @@ class Push:
             redistribution, self._buckets, shard=False, trained=True, given=sums
         )
         self._middle = ForwardedTensors(dtype, device, zeros=True)
-        self._running: list[Future[RunningExchange]] = []
+        self._running: list[Callable[[], RunningExchange]] = []
         groups.settle()
 
     @property
@@ -131,15 +126,11 @@ class Push:
 
     def post(self) -> None:
         """Send the gradients of the next turn, which are not held from then on."""
-        turn, forwarder = self.next, self._groups.forwarder
+        turn = self.next
         running = self._send(turn, self._own.hops - 1, self._sums)
         if turn < len(self._buckets):
             self._sums.drop(self._buckets[turn])
-        self._running.append(
-            done(running)
-            if forwarder is None
-            else forwarder.submit(partial(self._hand_on, turn, running))
-        )
+        self._running.append(self._groups.after(partial(self._hand_on, turn, running)))
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for the sums of all ranks; those of each trained shard that this rank has."""
@@ -148,12 +139,14 @@ class Push:
         for bucket in buckets:
             totals.make(bucket, *self._given, zeros=True)
         for running in self._running:
-            running.result().arrive(totals, add=True)
+            running().arrive(totals, add=True)
         return {
             name: total for bucket in buckets for name, total in totals.of_bucket(bucket).items()
         }
 
     def _hand_on(self, turn: int, running: RunningExchange) -> RunningExchange:
+        if self._own.hops == 1:
+            return running
         running.arrive(self._middle, add=True)
         return self._send(turn, 0, self._middle)
 

@@ -38,6 +38,7 @@ from lightning_wlb.plan import (
     StepPlan,
     alike,
     schemes_of,
+    symmetric_backward,
 )
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import MODES
@@ -168,7 +169,8 @@ def _plan(draw: Random, step: int, strategy: Schemes, lengths: Sequence[int]) ->
         if shared and number in members:
             packs = _packs(draw, own, lengths)
             shard = partial(_laid_out, Random(seed), scheme)
-            (made,) = recomputing([replica_plan(packs, number, shard, shared)], "selective")
+            plan = with_rows(replica_plan(packs, number, "", shared), shard)
+            (made,) = recomputing([plan], "selective")
             replicas.append(made)
         else:
             replicas.append(_replica(draw, number, scheme, own, lengths))
@@ -176,6 +178,17 @@ def _plan(draw: Random, step: int, strategy: Schemes, lengths: Sequence[int]) ->
     targets = sum(documents(lengths).targets(each.document, 0, each.stop) for each in pieces)
     cap = sum(lengths)
     return StepPlan(step, 0, tuple(replicas), pieces, targets, cap, 1, cap)
+
+
+def with_rows(
+    plan: ReplicaPlan, shard: Callable[[Sequence[Slice], int], tuple[str, int]]
+) -> ReplicaPlan:
+    """A symmetric plan with shardings and rows; ``shard`` is told who share a micro-batch."""
+    made = []
+    for each in plan.forward:
+        name, rows = shard(plan.slices_of(each), len(each.replicas))
+        made.append(replace(each, sharding=name, rows=rows))
+    return ReplicaPlan(plan.slices, tuple(made), symmetric_backward(plan.slices, tuple(made)))
 
 
 def _replica(

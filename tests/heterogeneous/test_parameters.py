@@ -28,6 +28,7 @@ from tests.heterogeneous.random_runs import (
     documents,
     reference,
     train,
+    with_rows,
     worst_error,
 )
 from tests.ranks import run_ranks
@@ -79,7 +80,8 @@ def plan_of(step: int) -> StepPlan:
             name, lengths = "per_document_contiguous", [each.tokens for each in slices]
             return name, layout(name, lengths, scheme.context * members, scheme.tensor).rows
 
-        replicas.append(replica_plan(packs.get((number,), []), number, shard, shared))
+        plan = replica_plan(packs.get((number,), []), number, "", shared)
+        replicas.append(with_rows(plan, shard))
     store = documents(LENGTHS)
     targets = sum(store.targets(n, 0, LENGTHS[n]) for n in pieces)
     return StepPlan(

@@ -69,9 +69,6 @@ class PipelineKind:
         activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
         sharding: of every micro-batch.
         count: of these pipelines.
-
-    Raises:
-        ValueError: the predictor is of another mesh or of other stages.
     """
 
     scheme: Scheme
@@ -79,14 +76,6 @@ class PipelineKind:
     activation_checkpointing: ActivationCheckpointing = "auto"
     sharding: str = ADAPTIVE
     count: int = 1
-
-    def __post_init__(self) -> None:
-        mesh, stages = self.predictor.latency.mesh, self.predictor.stages
-        if replace(mesh, data=1) != self.scheme.mesh() or stages != self.scheme.layers:
-            raise ValueError(
-                f"the predictor is of the mesh {mesh} with stages of {[*map(len, stages)]} layers,"
-                f" not of the pipeline on {self.scheme}."
-            )
 
     @cached_property
     def scorer(self) -> ProfileScorer:
@@ -168,20 +157,15 @@ def arrange(
         packer: makes the packing that arranges the pieces of a kind.
 
     Raises:
-        ValueError: a piece that no pipelines can hold, kinds of other numbers of pipelines, or a
-            packing whose micro-batches are made for all pipelines at once.
+        ValueError: a piece that no pipelines can hold, or a packing whose micro-batches are made
+            for all pipelines at once.
     """
     check_packing(packer(rules))
     numbers = alike(schemes)
     own_kinds = [kinds[shape] for shape in numbers]
     ranks = sum(scheme.size for scheme in schemes)
     packers = []
-    for each, own in zip(own_kinds, numbers.values(), strict=True):
-        if each.count != len(own):
-            raise ValueError(
-                f"a kind of {each.count} pipelines like that on {each.scheme}, but the step has"
-                f" {len(own)} of them. Give it count={len(own)}."
-            )
+    for each in own_kinds:
         share = rules.micro_batches * each.count * each.scheme.size // ranks
         packers.append(packer(replace(rules, micro_batches=max(share, 1))))
     best = _StepDealing(longest_first(pieces), own_kinds, packers).best()

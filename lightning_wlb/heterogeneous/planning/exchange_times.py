@@ -20,7 +20,6 @@ second of processor time for 32 layers on 1,024 ranks.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,18 +35,6 @@ from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.predictor import Predictor
 
 Floats = NDArray[np.float64]
-
-
-class Volume(NamedTuple):
-    """Elements that the busiest rank sends or receives in each turn, in either direction.
-
-    Attributes:
-        between: over the network, by the first of two hops; zeros where there is one hop.
-        within: over the other hop.
-    """
-
-    between: Floats
-    within: Floats
 
 
 def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, ParameterTraffic]:
@@ -67,7 +54,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
             f"{devices} devices are not whole nodes of {per_node}. Say how many devices a node has."
         )
     nodes = devices // per_node
-    moved = volume(base, schemes, per_node)
+    first, second = volume(base, schemes, per_node)
     turns = _turns(base.latency.shape, schemes)
     width = DTYPE_BYTES[profile.dtype]
 
@@ -80,10 +67,10 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         """The time of each turn over the two hops; the first one's are zeros where there is one."""
         links = profile.links
         if nodes > 1 and per_node > 1:
-            between = turns_ns(moved.between, nodes, links["network"], size)
-            return between, turns_ns(moved.within, per_node, links["node"], size)
+            between = turns_ns(first, nodes, links["network"], size)
+            return between, turns_ns(second, per_node, links["node"], size)
         link = links["node" if nodes == 1 else "network"]
-        return moved.between, turns_ns(moved.within, devices, link, size)
+        return first, turns_ns(second, devices, link, size)
 
     pulled, pushed = both(width), both(max(width, 4))
     before, after = (round(float(between[0])) for between, _ in (pulled, pushed))
@@ -112,13 +99,16 @@ def _through(first: Floats, second: Floats) -> int:
     return round(end)
 
 
-def volume(base: Predictor, schemes: Schemes, per_node: int) -> Volume:
-    """What moves in each turn.
+def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Floats]:
+    """The elements that the busiest rank sends or receives in each turn, in either direction.
 
     Args:
         base: as for :func:`exchange_traffic`.
         schemes: as for :func:`exchange_traffic`.
         per_node: ranks of a node.
+
+    Returns:
+        Over the network, by the first of two hops, zeros where there is one hop; over the other.
     """
     shape, mesh = base.latency.shape, base.latency.mesh
     # The parts into which all tensor-parallel sizes together cut a weight.
@@ -130,7 +120,7 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> Volume:
     share = _held(shape, schemes_of(mesh, base.stages), cuts) / (mesh.data * mesh.context)
     ranks, turns = len(need), int(turn.max()) + 1
     if per_node in (1, ranks):
-        return Volume(np.zeros(turns), _busiest(need, share[:, None], turn, turns))
+        return np.zeros(turns), _busiest(need, share[:, None], turn, turns)
     by_node = (ranks // per_node, per_node)
     share = share.reshape(*by_node, *share.shape[1:])
     rail = share.sum(axis=0)  # what comes into a node through each of its ranks
@@ -142,7 +132,7 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> Volume:
         _busiest(need[own], rail[:, None], turn[own], turns)
         for own in (slice(rank, rank + per_node) for rank in range(0, ranks, per_node))
     ]
-    return Volume(_busiest(of_node, share, enters, turns), np.max(within, axis=0))
+    return _busiest(of_node, share, enters, turns), np.max(within, axis=0)
 
 
 def _busiest(need: Floats, share: Floats, turn: Integers, turns: int) -> Floats:

@@ -46,20 +46,9 @@ class Pool:
 
     Args:
         kinds: of each choice those of its pipelines.
-
-    Raises:
-        ValueError: there is no choice, or a pipeline of a shape that is not among the kinds.
     """
 
     kinds: Mapping[Schemes, Kinds]
-
-    def __post_init__(self) -> None:
-        if not self.kinds or not all(self.kinds):
-            raise ValueError("a pool without a strategy, or one without a pipeline. Give some.")
-        for schemes, kinds in self.kinds.items():
-            for scheme in schemes:
-                if scheme.shape not in kinds:
-                    raise ValueError(f"a pool without a predictor for the pipeline on {scheme}.")
 
     @staticmethod
     def of(
@@ -71,21 +60,18 @@ class Pool:
         """The pool of a run.
 
         Args:
-            choices: for each its pipelines, on consecutive ranks.
+            choices: for each its pipelines, on all ranks of the mesh.
             base: of the run's mesh, over which parameters are sharded.
             activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
             sharding: of every micro-batch.
 
         Raises:
-            ValueError: there is no choice, or one is the mesh's, is for other ranks or layers,
-                lies across nodes as no mesh does, or has context ranks over which the sharding
-                cannot spread the model's heads.
+            ValueError: a choice is the mesh's, lies across nodes as no mesh does, or has context
+                ranks over which the sharding cannot spread the model's heads.
         """
         made: dict[Schemes, Kinds] = {}
         for schemes in choices:
-            _check(schemes, base)
-            if sharding == HEADS:
-                _check_heads(schemes, base)
+            _check(schemes, base, sharding)
             traffic = exchange_traffic(base, schemes)
             kinds: dict[Any, PipelineKind] = {}
             for shape, numbers in alike(schemes).items():
@@ -172,27 +158,15 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
     return best
 
 
-def _check(schemes: Schemes, base: Predictor) -> None:
+def _check(schemes: Schemes, base: Predictor, sharding: str) -> None:
     """Refuse pipelines that cannot be chosen, see :meth:`Pool.of`."""
-    mesh, profile = base.latency.mesh, base.latency.profile
-    ranks = sum(scheme.size for scheme in schemes)
-    if ranks != mesh.devices:
-        raise ValueError(
-            f"a strategy for {ranks} ranks, the mesh has {mesh.devices}. Give each rank a"
-            " place in one of its pipelines."
-        )
-    if schemes == schemes_of(mesh, base.stages):
+    per_node = base.latency.profile.devices_per_node
+    if schemes == schemes_of(base.latency.mesh, base.stages):
         raise ValueError(
             f"a strategy that is the mesh's own, {schemes[0]} and so on, which every step"
             " may take anyway. Leave it out."
         )
-    per_node, layers = profile.devices_per_node, base.latency.shape.layers
     for scheme in schemes:
-        if sum(scheme.stages) != layers:
-            raise ValueError(
-                f"the pipeline on {scheme} has {sum(scheme.stages)} layers, the model"
-                f" {layers}. Give each layer a stage."
-            )
         # Whether ranks share a node is predicted for pipelines that begin at multiples of their
         # size, or with a node.
         begins = scheme.first % scheme.size and scheme.first % per_node
@@ -201,9 +175,6 @@ def _check(schemes: Schemes, base: Predictor) -> None:
                 f"the pipeline on {scheme} lies across nodes of {per_node} devices. Put"
                 " larger pipelines first."
             )
-
-
-def _check_heads(schemes: Schemes, base: Predictor) -> None:
-    for scheme in schemes:
-        for layer in base.latency.shape.kinds if scheme.context > 1 else ():
-            check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)
+        if sharding == HEADS and scheme.context > 1:
+            for layer in base.latency.shape.kinds:
+                check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)

@@ -176,19 +176,14 @@ def choose_pool(
     """The pipelines that are worth having beside a mesh; none where the gain is too small.
 
     Args:
-        request: documents, model, settings and device; its ``steps`` are the sample.
+        request: documents, model, settings and device; its ``steps``, two or more, are the sample.
         mesh: of the run.
         progress: is told how far the choice is.
 
     Raises:
-        ValueError: a sample of one step, a mesh with virtual stages, or a packing that cannot deal
-            to pipelines that differ.
+        ValueError: a mesh with virtual stages, or a packing that cannot deal to pipelines that
+            differ.
     """
-    if request.steps < 2:
-        raise ValueError(
-            f"steps={request.steps}: a pool is chosen by some steps and judged by others. Give 2 or"
-            " more."
-        )
     base = request.predictor(mesh)
     scorer = ProfileScorer(base, request.activation_checkpointing)
     own = schemes_of(mesh, base.stages)

@@ -279,16 +279,11 @@ def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> Regions:
     Args:
         weights: of the model.
         bucket: one of its buckets.
-        base: the pipelines of the mesh.
+        base: the pipelines of the mesh, which are all alike.
 
     Raises:
-        ValueError: pipelines that differ, or a weight that their ranks cannot split.
+        ValueError: a weight that their ranks cannot split.
     """
-    if len({scheme.shape for scheme in base}) > 1:
-        raise ValueError(
-            "Parameters are sharded over pipelines that are all alike, but there are"
-            f" {'; '.join(map(str, base))}. Give the pipelines of a mesh."
-        )
     found = in_step(weights, bucket, base)
     places = Places.of(base)
     ranks = len(base) * base[0].context

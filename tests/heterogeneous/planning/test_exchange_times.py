@@ -65,7 +65,7 @@ def test_the_busiest_ranks_elements_are_those_of_the_links(mesh, strategy, per_n
     own = schemes_of(mesh, predictor.stages)
     found = volume(predictor, strategy, per_node)
     links = [Redistribution(of_model, own, strategy, rank, per_node) for rank in range(8)]
-    for hop, given in enumerate((found.between, found.within)[2 - links[0].hops :]):
+    for hop, given in enumerate(found[2 - links[0].hops :]):
         want = np.zeros((links[0].turns, 8, 2))
         for slot, number in np.ndindex(want.shape[:2]):
             exchange = links[number].exchange(slot, hop)
@@ -111,7 +111,7 @@ def test_a_stage_waits_for_its_own_slots_only() -> None:
     strategy = (Scheme(0, (4,)), Scheme(1, (4,)), Scheme(2, (2, 2)))
     own = base(Mesh(4))
     found = exchange_traffic(own, strategy)
-    slots = volume(own, strategy, 4).within
+    slots = volume(own, strategy, 4)[1]
     assert found[strategy[2]].buckets == (3, 3)
     first = round(3 * 3 * 1000 + slots[:3].sum() * 2)
     assert found[strategy[2]].gather == (first, first)

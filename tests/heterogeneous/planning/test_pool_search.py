@@ -148,8 +148,6 @@ def test_the_figure_is_said_either_way() -> None:
 
 
 def test_what_cannot_be_judged_is_refused() -> None:
-    with pytest.raises(ValueError, match="steps=1: a pool is chosen by some steps"):
-        choose_pool(asked(steps=1), MESH)
     with pytest.raises(ValueError, match="virtual_stages=2, but pipelines that differ"):
         choose_pool(asked(), Mesh(2, 2, virtual_stages=2))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
