@@ -133,7 +133,7 @@ def cases(draw):
     return lengths, data, mesh
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(case=cases(), stop=st.integers(0, 12))
 def test_conservation_determinism_and_resume(case, stop) -> None:
     lengths, data, mesh = case

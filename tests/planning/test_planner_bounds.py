@@ -60,7 +60,7 @@ def test_state_of_other_settings_is_refused(name, other) -> None:
 
 
 def test_state_of_other_documents_or_model_is_refused() -> None:
-    data = DataSettings(30, 2, {"method": "wlb", "thresholds": (20,)})
+    data = DataSettings(30, 2, "slim")
     state = Planner(LENGTHS, data, work).state_dict()
     with pytest.raises(ValueError, match="documents=4 in the saved state, 3 here"):
         Planner(LENGTHS[:3], data, work).load_state_dict(state)

@@ -61,7 +61,7 @@ def test_options_belong_to_their_method() -> None:
         ({"packing": {"method": "tetris"}}, r"packing='tetris' is not one of"),
         (
             {"packing": {"method": "wlb", "queue": 3}},
-            "packing 'wlb' has no option 'queue'. It takes queues, thresholds, max_age",
+            "packing 'wlb' has no option 'queue'. It takes queues, max_age",
         ),
         (
             {"packing": {"method": "original", "queues": 3}},

@@ -27,8 +27,8 @@ def test_the_optimum_of_an_instance_by_hand():
         ([2048, 900, 600, 300, 250], 4, 2048, STEEP, 1.06),
         ([1500, 1500, 300, 200], 3, 4096, STEEP, 1.06),
         ([1200, 1000, 800, 600, 150, 90, 40], 3, 1500, STEEP, 1.12),
-        ([2000, 400, 400, 400, 400], 3, 1500, STEEP, 1.06),
-        ([2048, 1024, 512, 256, 128, 64], 3, 2048, WORK, 1.06),
+        pytest.param([2000, 400, 400, 400, 400], 3, 1500, STEEP, 1.06, marks=pytest.mark.soak),
+        pytest.param([2048, 1024, 512, 256, 128, 64], 3, 2048, WORK, 1.06, marks=pytest.mark.soak),
     ],
 )
 def test_the_fast_construction_is_near_the_optimum(lengths, packs, cap, work, bound):
