@@ -101,10 +101,7 @@ class Rank:
 
     Args:
         mesh: the mesh that the rank belongs to.
-        data: its replica, in ``[0, mesh.data)``; the other axes likewise.
-        pipeline: its place in the pipeline.
-        context: its place among the ranks that share a micro-batch's tokens.
-        tensor: its place among the ranks that share each weight.
+        data, pipeline, context, tensor: its place on each axis, from 0 to the axis' size less one.
 
     Raises:
         ValueError: the mesh has no such place.

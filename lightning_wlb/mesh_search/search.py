@@ -191,7 +191,7 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     large = request.devices > LARGE
     sample = replace(request, steps=1) if large else request
     # Packings that try one plan of a step plan the same either way.
-    once = not large and not request.data.packer.judges
+    once = not large and not request.data.packer.compares_plans
     for number, mesh in enumerate(kept):
         tell("simulating meshes", number, len(kept))
         by_work.append(evaluate(sample, mesh, by_profile=once))

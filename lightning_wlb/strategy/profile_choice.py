@@ -138,8 +138,8 @@ class ProfileChoice:
 
     def decides(self, mesh: Mesh, data: WLBDataModule) -> bool:
         """Whether times decide about plans of steps on the mesh."""
-        judges = data.settings.packer.judges
-        return (judges and (mesh.pipeline > 1 or self.unmeasured is not None)) or (
+        compares = data.settings.packer.compares_plans
+        return (compares and (mesh.pipeline > 1 or self.unmeasured is not None)) or (
             data.sharding == ADAPTIVE and mesh.context > 1
         )
 

@@ -270,7 +270,7 @@ class _Kinds:
         """
         stages, context, tensor = kind.scheme.shape
         times, sharers = np.full(len(lengths), np.inf), np.ones(len(lengths), np.int64)
-        ranks, shares = 1, self.request.data.packer.judges
+        ranks, shares = 1, self.request.data.packer.compares_plans
         while other := self._by_shape.get((stages, context * ranks, tensor)):
             # As many hold more, and so may recompute less.
             each = ranks * other.times(lengths, ranks * kind.longest)

@@ -95,7 +95,7 @@ class PipelineKind:
 
     def longest_shared(self, packer: Packer) -> int:
         """Tokens of the longest piece that the pipelines can hold, as this packing shares them."""
-        shares = packer.judges and self.place.slices
+        shares = packer.compares_plans and self.place.slices
         return self.longest << (self.count.bit_length() - 1 if shares else 0)
 
     def costs(self, tokens: Sequence[int]) -> list[int]:
@@ -279,7 +279,7 @@ class _StepDealing:
             depths = [len(every[kind].scheme.stages) for kind in kinds]
             apart = [_Columns(table, kinds, stages) for stages in (depths, [1] * len(kinds))]
         counts = [each.count for each in every]
-        if apart and not (self.packers[0].judges and max(counts) > 1):
+        if apart and not (self.packers[0].compares_plans and max(counts) > 1):
             return apart, None
         table = list(zip(*map(column, numbers, longest, counts), strict=True))
         return apart, _Columns(table, numbers, [1] * len(numbers))

@@ -73,7 +73,7 @@ from lightning_wlb.planning.tuning import (
 class AutoPacker(Packer):
     """Slices and whole pieces, chosen by simulation."""
 
-    judges: ClassVar[bool] = True
+    compares_plans: ClassVar[bool] = True
     arranges: ClassVar[bool] = True
     cap_percent: ClassVar[int] = 100
 

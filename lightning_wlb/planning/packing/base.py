@@ -78,7 +78,7 @@ class Packer:
     """Dataclass of the method's own options."""
     cuts_stream: ClassVar[bool] = False
     """Whether a global batch is the next N·C tokens of the documents, cut every C tokens."""
-    judges: ClassVar[bool] = False
+    compares_plans: ClassVar[bool] = False
     """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
     """Whether :meth:`.Packer.replicas` makes the micro-batches, from the pieces in one."""
