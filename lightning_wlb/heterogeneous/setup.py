@@ -136,16 +136,6 @@ def pool_of(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
 
-def blank_model(module: LanguageModule) -> Decoder:
-    """The whole model, without values, as the module's own was before it was split."""
-    # As Lightning lets configure_model build it, in the dtype of the run.
-    with module.trainer.precision_plugin.module_init_context(), torch.device("meta"):
-        model = module.build_model()
-        if module.compiles_blocks:
-            model.compile_blocks()
-    return model
-
-
 def attach_pipelines(
     executor: Executor,
     choices: Sequence[Schemes],
@@ -171,7 +161,7 @@ def attach_pipelines(
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
     mesh, rank = pipeline.rank.mesh, pipeline.rank.index
-    whole = blank_model(module)
+    whole = module.build_blank_model()
     try:
         check_buffers(whole)
         sizes = {mesh.tensor, *(scheme.tensor for schemes in choices for scheme in schemes)}
@@ -185,7 +175,7 @@ def attach_pipelines(
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
     Ranks().each(lambda: check_rebuilt(module, whole))
     settings = StageSettings(
-        partial(blank_model, module),
+        module.build_blank_model,
         pipeline.hidden_size,
         pipeline.schedule,
         pipeline.dtype,
@@ -372,7 +362,7 @@ def _obstacle(mesh: Mesh, packer: type[Packer], profile: Profile | None) -> str 
 
 def _obstacle_of(module: LanguageModule) -> str | None:
     """Why this rank's model cannot run on other pipelines; None: it can."""
-    whole = blank_model(module)
+    whole = module.build_blank_model()
     try:
         check_buffers(whole)
         weights_of(whole, [])

@@ -178,6 +178,15 @@ class LanguageModule(L.LightningModule):
         """
         return Transformer(self.config, attention_backend=self.attention_backend)
 
+    def build_blank_model(self) -> Decoder:
+        """The whole model, without values, as this module's own was before it was split."""
+        # As Lightning lets configure_model build it, in the dtype of the run.
+        with self.trainer.precision_plugin.module_init_context(), torch.device("meta"):
+            model = self.build_model()
+            if self.compiles_blocks:
+                model.compile_blocks()
+        return model
+
     @property
     def planned_checkpointing(self) -> ActivationCheckpointing:
         """The ``activation_checkpointing`` that plans for this module are made with."""

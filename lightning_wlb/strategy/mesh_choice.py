@@ -41,7 +41,6 @@ from lightning_wlb.data.planning_context import shape_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.distributed.device_mesh import Size, checked_sizes, is_settled, resolve_mesh
-from lightning_wlb.heterogeneous.setup import blank_model
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -217,7 +216,7 @@ def mesh_request(
     profile: Profile,
 ) -> MeshRequest:
     """The request of a run; the arguments are those of :func:`searched_mesh`."""
-    store, model = data.store, blank_model(module)
+    store, model = data.store, module.build_blank_model()
     fixed = {axis: n for axis, n in zip(AXES, options.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not can_split(model):
         fixed["tensor"] = 1

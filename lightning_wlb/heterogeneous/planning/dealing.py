@@ -13,7 +13,7 @@ them alone: it deals anew, and may let several share a piece (DP-Merge). Times a
 of the dealings the one stays whose latest kind ends first, and what each kind takes beside its
 predicted costs corrects these for another dealing, while that helps.
 
-When parameters are there, and gradients where they rest, the predictors of the kinds say
+The predictors of the kinds know when parameters have arrived, and gradients at their shards
 (:mod:`.exchange_times`).
 
 Cost: two to four times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
@@ -65,7 +65,7 @@ class PipelineKind:
     Args:
         scheme: of such a pipeline, on any ranks.
         predictor: of the model on a mesh of pipelines that are all like this one, as many as there
-            are ranks for: over so many what is at rest is spread.
+            are ranks for, since parameters are sharded over all ranks.
         activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
         sharding: of every micro-batch.
         count: of these pipelines.
@@ -99,7 +99,7 @@ class PipelineKind:
         return self.longest << (self.count.bit_length() - 1 if shares else 0)
 
     def costs(self, tokens: Sequence[int]) -> list[int]:
-        """Of pieces, on one pipeline: ns of forward and backward on one stage.
+        """The ns of forward and backward of pieces on one stage of a pipeline.
 
         Predicted for half-powers of two from 64 on, up to the longest that all pipelines hold
         together, and interpolated between them for each token.
