@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from statistics import median
 
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.cost.profile import ActionOverhead
-from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import NO_GROUPS
@@ -58,11 +57,13 @@ def measure_overhead(
     backend: str = "auto",
     until: float = inf,
 ) -> ActionOverhead:
-    """What actions take on this device beside those of the bare model. Not collective.
+    """Time that actions of a run take on this device beyond those of the bare model.
+
+    Not collective.
 
     Args:
-        config: of the model; its layers are run.
-        device: to measure.
+        config: of the model whose layers are run.
+        device: the one to measure.
         dtype: that the model computes in.
         backend: of attention.
         until: when to give up, by ``time.monotonic``.
@@ -74,7 +75,7 @@ def measure_overhead(
     with _one_rank(device) as mesh:
         for layers in (1, 3):
             small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
-            pair = _Pair.of(small, device, dtype, backend, mesh)
+            pair = _Pair(small, device, dtype, backend, mesh)
             counts.append(sum(each.numel() for each in pair.bare.parameters()))
             there, back = pair.more_ns(until)
             forward.append(there)
@@ -87,24 +88,17 @@ def measure_overhead(
     )
 
 
-@dataclass(frozen=True, eq=False)
 class _Pair:
-    """The same model as a rank of a run has it, and bare."""
+    """The same model twice: as a rank of a run has it, and bare."""
 
-    pipeline: PipelineRank
-    batch: StepBatch
-    run: Transformer
-    buckets: ParameterBuckets
-    bare: Transformer
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         config: TransformerConfig,
         device: torch.device,
         dtype: torch.dtype,
         backend: str,
         mesh: DeviceMesh,
-    ) -> _Pair:
+    ) -> None:
         def model() -> Transformer:
             with device:  # a host takes seconds to draw a billion parameters
                 made = Transformer(config, attention_backend=backend).to(dtype)
@@ -112,24 +106,21 @@ class _Pair:
                 torch.nn.init.normal_(parameter, std=0.02)
             return made
 
-        bare, run = model(), model()
-        shard_over(run, mesh)
-        parts = [each for each in (run.embed, *run.layers.values(), run.head) if each is not None]
+        self.bare, self.run = model(), model()
+        shard_over(self.run, mesh)
+        ends = self.run.embed, *self.run.layers.values(), self.run.head
+        parts = [each for each in ends if each is not None]
         buckets = [Bucket.of([part], [0], list(part.modules())) for part in parts]
         wide = torch.promote_types(dtype, torch.float32)
+        self.buckets = ParameterBuckets(buckets, mesh.get_group(), None, dtype, wide)
         layers, rows = range(config.layers), ROWS[device.type]
+        self.pipeline = PipelineRank(Rank(), (layers,), "1f1b", {}, config.dim, dtype, device)
         documents = InMemoryDocuments([np.zeros(rows, np.int64)] * MICRO_BATCHES)
         data = DataSettings(rows, MICRO_BATCHES, packing="best_fit")
-        return _Pair(
-            PipelineRank(Rank(), (layers,), "1f1b", {}, config.dim, dtype, device),
-            next(iter(StepDataset.for_model(documents, data, config.shape))).to(device),
-            run,
-            ParameterBuckets(buckets, mesh.get_group(), None, dtype, wide),
-            bare,
-        )
+        self.batch = next(iter(StepDataset.for_model(documents, data, config.shape))).to(device)
 
     def more_ns(self, until: float) -> tuple[float, float]:
-        """By how much a forward and a backward of a run take longer, in ns."""
+        """How many ns longer a forward and a backward take in a run."""
         samples: dict[tuple[bool, str], list[float]] = {}
         for number in range(STEPS):
             if time.monotonic() > until:

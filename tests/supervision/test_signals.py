@@ -125,10 +125,8 @@ def requeued(rank: int, folder: Path, mesh) -> dict[str, Any]:
     os.environ.update(SLURM, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     _, unbroken, _ = run(rank, folder / "unbroken", mesh)
-    begin = time.monotonic()
     callbacks = [Sends(signal.SIGUSR1, step=2)] if rank == 1 else []
     first, before, ended = run(rank, folder, mesh, callbacks)
-    seconds = time.monotonic() - begin
     assert isinstance(first.strategy.cluster_environment, SLURMEnvironment)
     assert ended
     assert callable(signal.getsignal(signal.SIGUSR1)), "it must not end the job after the run"
@@ -144,7 +142,6 @@ def requeued(rank: int, folder: Path, mesh) -> dict[str, Any]:
         "steps": (first.global_step, second.global_step),
         "losses": before.losses + after.losses,
         "unbroken": unbroken.losses,
-        "seconds": seconds,
     }
 
 
@@ -174,7 +171,6 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path):
     for result in run_ranks(requeued, 2, tmp_path, MESH, process_group=False):
         assert result["steps"] == (3, 6)
         assert result["losses"] == result["unbroken"]
-        assert result["seconds"] < 60
         whole, ended = result["evaluations"][None]
         assert (whole > 1, ended) == (True, False)
         # Nothing to save, so nothing to requeue: it goes on.

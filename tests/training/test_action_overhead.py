@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.schedule.actions import Action
 from lightning_wlb.training import action_overhead as overhead
 from lightning_wlb.training.action_overhead import measure_overhead
 from lightning_wlb.training.executor import Step
@@ -24,16 +26,30 @@ PER_LAYER = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
 MILLISECOND = 1e6
 
 
-def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """The same function, after so much of the processor's time."""
+class Stopwatch:
+    """Counts the seconds of functions that are said to take some, and nothing else."""
 
-    def call(*args: Any) -> Any:
-        begin = time.thread_time()
-        while time.thread_time() - begin < seconds:
-            pass
-        return function(*args)
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    return call
+    def slower(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.now += seconds
+            return function(*args)
+
+        return call
+
+    def begin_step(self) -> None:
+        self.timed: list[SimpleNamespace] = []
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        begin = self.now
+        yield
+        self.timed.append(SimpleNamespace(action=action, compute=self.now - begin))
+
+    def timings(self) -> list[SimpleNamespace]:
+        return self.timed
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +61,14 @@ def _one_thread():
 
 
 def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "MICRO_BATCHES", 4)
-    monkeypatch.setattr(overhead, "STEPS", 3)
-    with (
-        mock.patch.object(Step, "run", slower(Step.run, 2e-3)),
-        mock.patch.object(
-            _BucketInStep,
-            "_add",
-            slower(_BucketInStep._add, 0.5e-3),
-        ),
-    ):
-        found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)
+    watch = Stopwatch()
+    monkeypatch.setattr(overhead, "make_stopwatch", lambda device: watch)
+    monkeypatch.setattr(Step, "run", watch.slower(Step.run, 2e-3))
+    monkeypatch.setattr(_BucketInStep, "_add", watch.slower(_BucketInStep._add, 0.5e-3))
+    found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)
     # Nine gradients of a layer, half a millisecond each; three more of the ends.
-    assert found.parameter_ns * PER_LAYER == pytest.approx(4.5 * MILLISECOND, rel=0.4)
-    assert found.ns[0] == pytest.approx(2 * MILLISECOND, rel=0.4)
+    assert found.parameter_ns * PER_LAYER == pytest.approx(4.5 * MILLISECOND, rel=1e-3)
+    assert found.ns[0] == pytest.approx(2 * MILLISECOND)
     assert found.row_ns == (0.0, 0.0)
     assert not dist.is_initialized(), "a process group is left"
 

@@ -1,5 +1,4 @@
 import re
-import time
 from random import Random
 
 import lightning.pytorch as L
@@ -93,13 +92,12 @@ def test_sends_are_held_until_they_have_certainly_arrived():
     assert run_ranks(held, 2, (4, 10), process_group=False) == [[2, 2], [2, 2]]
 
 
-def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple[str, float, int]:
-    """The error of a run whose ranks have different data settings, and when it came."""
+def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple[str, int]:
+    """The error of a run whose ranks have different data settings, and the steps before it."""
     runner = trainer(WLBStrategy(*mesh), 2, max_steps=6)
-    begin = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         runner.fit(module(CASES[0]), data(CASES[0], **options[rank]))
-    return str(error.value), time.monotonic() - begin, runner.global_step
+    return str(error.value), runner.global_step
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1)], ids=["data", "pipeline"])
@@ -115,7 +113,7 @@ def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple
 )
 def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options, step):
     results = run_ranks(disagreement, 2, mesh, options, process_group=False)
-    messages = {message for message, _, _ in results}
+    messages = {message for message, _ in results}
     assert len(messages) == 1, "every rank says the same"
     text = messages.pop()
     assert f"The ranks hold different plans for step {step}: digest " in text
@@ -124,9 +122,7 @@ def test_ranks_with_different_plans_all_raise_and_name_the_digests(mesh, options
     assert found, text
     assert found[1] != found[2]
     assert "the same document lengths, seed and data settings" in text
-    for _, seconds, steps in results:
-        assert seconds < 60
-        assert steps <= step
+    assert all(steps <= step for _, steps in results)
 
 
 class Mask(InMemoryDocuments):
