@@ -160,7 +160,7 @@ def row(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
         "each_its_mesh_percent": percent(sum(times[best]) / sum(least)),
         "promised_percent": percent(choice.gain),
         "later_percent": percent(later),
-        "pays": bool(choice.strategies),
+        "pays": bool(choice.schemes),
         "strategies": [
             [described(strategy), count]
             for strategy, count in zip(choice.tried, choice.chosen, strict=True)

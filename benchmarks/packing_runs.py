@@ -56,7 +56,6 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
     )
     number = 0
     while True:
-        arrivals.step = number
         begin = time.process_time()
         groups, drain = packer.next_step(arrivals, number)
         # The last global batch of an epoch is short.

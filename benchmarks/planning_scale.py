@@ -49,7 +49,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.prediction.step_totals import step_totals
+from lightning_wlb.prediction.step_totals import orders_of, step_times
 
 K = 1024
 RESULTS = Path(__file__).with_name("results") / "planning_scale.json"
@@ -170,8 +170,9 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
     counted = rows[1:] or rows
     row = {name: min(each[name] for each in counted) for name in rows[0]}
     row["plan_ms_of_the_first"] = rows[0]["plan_ms"]
-    executed = predictor.executed(plan.replicas, estimated=True)
-    row["predicted_step_ms"] = step_totals(predictor, *executed).total_ns / 1e6
+    executed, costs = predictor.executed(plan.replicas, estimated=True)
+    times = step_times(predictor, executed, costs, orders_of(executed))
+    row["predicted_step_ms"] = times.total_ns / 1e6
     return {"case": str(case), "ranks": case.mesh.devices, "by": by, "steps": steps, **row}
 
 

@@ -118,7 +118,7 @@ class ReplicaPlan:
         forward: micro-batches in the order in which their forward runs.
         backward: micro-batches in the order in which their backward runs. They are those of
             ``forward`` (see :func:`symmetric_backward`), unless the plan is asymmetric; such a
-            plan runs in units (``prediction.executed``).
+            plan runs in units (``prediction.asymmetric_units``).
     """
 
     slices: tuple[Slice, ...]
