@@ -24,12 +24,12 @@ class SliceMetadata:
 
     Args:
         micro_batch: index in the replica's forward order.
-        runs: as of :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`, like the next
-            two.
-        rows: rows that each rank puts one after another.
+        runs: the rows whose keys are read, in order
+            (:class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`).
+        rows: how many rows each rank puts one after another.
         keeps: whether other slices read this one's keys.
-        cache: of the step; see ``MicroBatchTensors.with_cache``.
-        layer: global number of the layer that is running; see ``AttentionMetadata.for_layer``.
+        cache: the step's, which ``MicroBatchTensors.with_cache`` fills in.
+        layer: global number of the running layer, which ``AttentionMetadata.for_layer`` fills in.
     """
 
     micro_batch: int
