@@ -151,6 +151,7 @@ class BlockFunctions:
 
 
 EAGER = BlockFunctions()
+"""The functions as they are."""
 
 _uncompiled = False  # of the process: on CUDA backward recomputes in a thread of autograd's
 

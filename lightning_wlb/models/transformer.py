@@ -58,7 +58,7 @@ Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
 
 
 class Transformer(Decoder):
-    """A decoder, or one pipeline stage of it, whose parameters :meth:`initialise` fills.
+    """A decoder, or one pipeline stage of it, whose parameters :meth:`.Decoder.initialise` fills.
 
     Args:
         config: sizes of the whole model.

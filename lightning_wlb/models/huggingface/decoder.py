@@ -54,7 +54,7 @@ from lightning_wlb.models.tensor_parallel import assign
 
 
 class HuggingFaceDecoder(Decoder):
-    """A decoder made of transformers' modules, which :meth:`initialise` or weights fill.
+    """A decoder made of transformers' modules, which :meth:`.Decoder.initialise` or weights fill.
 
     Args:
         config: a transformers ``PretrainedConfig`` of a causal language model.
