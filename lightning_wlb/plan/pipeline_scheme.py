@@ -63,7 +63,7 @@ class Scheme:
 
     @property
     def shape(self) -> Shape:
-        """All but where it is: pipelines that are alike have equal shapes."""
+        """Everything but its place among the ranks: pipelines that are alike have equal shapes."""
         return self.stages, self.context, self.tensor
 
     @property

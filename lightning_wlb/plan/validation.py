@@ -74,7 +74,7 @@ def _check_schemes(step: int, schemes: Sequence[Scheme], replicas: int) -> None:
 def _check_fits(
     where: str, schemes: Sequence[Scheme], replica: ReplicaPlan, micro_batch: MicroBatch
 ) -> None:
-    """Those that share a micro-batch are alike, and its rows were laid out for them."""
+    """Replicas that share a micro-batch are alike, and its rows were laid out for them."""
     first, *others = micro_batch.replicas
     scheme = schemes[first]
     unlike = [n for n in others if schemes[n].shape != scheme.shape]
@@ -195,7 +195,7 @@ def _check_micro_batches(
 
 
 def _check_recomputation(where: str, replica: ReplicaPlan) -> None:
-    """Every mode is known, and what forward drops of a slice is what its backward makes again."""
+    """Every mode is known, and a slice has the same one in forward and backward."""
     modes: dict[int, tuple[Recompute, int]] = {}
     for pass_name, micro_batches in replica.passes:
         for index, micro_batch in enumerate(micro_batches):

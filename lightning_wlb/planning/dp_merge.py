@@ -94,7 +94,7 @@ def merge_pieces(
 
 
 def shared_work(work: int, members: int) -> int:
-    """Work of each of the replicas that share a piece, the overhead of sharing included."""
+    """One replica's part of a shared piece's work, the overhead of sharing included."""
     return work * (100 + SHARING_OVERHEAD_PERCENT) // (100 * members)
 
 

@@ -245,7 +245,7 @@ class ProfileScorer:
 
     @cached_property
     def longest(self) -> Sequence[int]:
-        """With the recomputation that micro-batches may have; empty where the state fills all."""
+        """One for each recomputation that is allowed; empty where the state fills the memory."""
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
@@ -260,7 +260,7 @@ class ProfileScorer:
         return self._totals(replicas)[0].ends_ns
 
     def _totals(self, replicas: Sequence[ReplicaPlan]) -> tuple[StepTimes, int]:
-        """Times, and bytes of the fullest rank."""
+        """When the replicas end, and the bytes of the fullest rank."""
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
@@ -283,7 +283,7 @@ class ProfileScorer:
         return step_times(predictor, executed, costs, orders), peak
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The same replicas with the least recomputation that fits, or with the one of all."""
+        """The replicas with the least recomputation that fits, or with the one that is given."""
         predictor = self.predictor
         if self.activation_checkpointing != "auto":
             return recomputing(replicas, self.activation_checkpointing)

@@ -141,7 +141,7 @@ class Planner:
 
     @property
     def rules(self) -> Rules:
-        """What the packing is told of data and model."""
+        """The data settings, resolved, as the packing sees them."""
         return self._packer.rules
 
     @property
@@ -170,7 +170,7 @@ class Planner:
         return None if release is None else self.place(release)
 
     def release(self) -> Release | None:
-        """What enters the next step, and the planner stands after it; None as :meth:`next_step`.
+        """Advance by a step without planning it: what enters it, or None as :meth:`next_step`.
 
         It takes a small part of the time of a plan, and whoever needs no plan of a step can leave
         it at that.

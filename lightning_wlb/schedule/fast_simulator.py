@@ -72,7 +72,7 @@ def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
 
 
 class _PipelineRun:
-    """How far a replica has come."""
+    """How far the simulation of one replica has come."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -84,11 +84,11 @@ class _PipelineRun:
         self.ready = 0  # when the rank before has ended the backward that is passing through
 
     def stop(self, place: int, rank: int) -> int:
-        """Forwards of the rank before the backward at this place."""
+        """How many forwards the rank runs before the backward at ``place``."""
         return min(self.count, self.pipeline.planned[place] + self.ranks - 1 - rank)
 
     def finish(self, place: int) -> list[int]:
-        """Run everything from the backward at this place on; when each rank's last has ended."""
+        """Run everything from the backward at ``place`` on; returns when each rank has ended."""
         forward, backward, transfer, order, planned = self.pipeline[:5]
         count, ranks, clock, arrived, done = (
             self.count,
@@ -150,7 +150,7 @@ class _PipelineRun:
 def _together(
     runs: Sequence[_PipelineRun], shared: Sequence[tuple[int, tuple[int, ...]]], place: int
 ) -> None:
-    """Run the forwards before the backward at this place, and it, where it is shared."""
+    """Run a shared backward, and the forwards before it, on all replicas that share."""
     active = [run for run in runs if len(run.pipeline.members) > place]
     for rank in range(active[0].ranks):
         for index, members in shared:

@@ -131,7 +131,9 @@ def planned_warm_up(needs: Sequence[int]) -> list[int]:
 
 
 def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
-    """``backward`` and ``needs`` of :func:`packflow`; without slices 0, 1, ... and 1, 2, ...
+    """The arguments ``backward`` and ``needs`` of :func:`packflow` for a replica's plan.
+
+    Without slices they are 0, 1, ... and 1, 2, ...
 
     Raises:
         ValueError: the plan is asymmetric: a backward micro-batch equals no forward one.
@@ -152,7 +154,7 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
 
 
 def _places(replica: ReplicaPlan) -> list[int]:
-    """Where each backward micro-batch stands in forward order."""
+    """For each backward micro-batch its place in forward order."""
     forward, backward = ([each.slices for each in each_pass] for _, each_pass in replica.passes)
     if not set(forward).issuperset(backward):
         # In another order they may still be the same slices.

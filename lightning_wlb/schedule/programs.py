@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
 def gpipe(
     rank: int, ranks: int, backward: Sequence[int], needs: Sequence[int], virtual_stages: int
 ) -> list[Action]:
-    """:func:`.packflow` with every forward before the first backward."""
+    """GPipe: :func:`.packflow` with every forward before the first backward."""
     return packflow(rank, ranks, backward, [len(needs)] * len(needs), virtual_stages)
 
 

@@ -214,7 +214,7 @@ def _run(
     freed_bytes: _Function | None,
     begins: _Function | None,
 ) -> _SimulatedRun:
-    """The run of a replica that meets no other."""
+    """Simulate one replica as if it shared no action with others."""
     graph = graph_of(tuple(map(tuple, programs)))
     durations = _integers("duration", duration, replica, graph, range(len(graph.actions)))
     transfers = _integers("transfer", transfer, replica, graph, graph.received)
@@ -250,7 +250,7 @@ def _last_backwards(runs: Sequence[_SimulatedRun]) -> dict[int, list[tuple[int, 
 def _integers(
     name: str, function: _Function | None, replica: int, graph: Graph, numbers: Sequence[int]
 ) -> list[int]:
-    """By action number, what the function returns; 0 for actions that it is not called for."""
+    """What the function returns, by action number; 0 for actions that it is not called for."""
     result = [0] * len(graph.actions)
     if function is None:
         return result

@@ -32,7 +32,7 @@ ADAPTIVE = "adaptive"
 
 
 class Tokens(NamedTuple):
-    """A micro-batch, as far as its sharding depends on it.
+    """What the choice of a sharding needs to know of a micro-batch.
 
     Attributes:
         lengths: in tokens of each piece, each at least 1.

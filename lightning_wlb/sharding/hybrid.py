@@ -103,7 +103,7 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
 
 
 def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Deal:
-    """All chunks, where a piece stays whole up to 1/``share`` of a rank's work."""
+    """Deal all chunks; a piece stays whole up to 1/``share`` of a rank's work."""
     tokens, total = sum(lengths), sum(costs)
     deal = _Deal(
         room=[tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)],

@@ -213,7 +213,7 @@ def _first_read(layout: Layout, sliding_window: int | None) -> Integers:
 
 
 def _sent(layout: Layout, rank: int, first_read: Integers) -> Integers:
-    """Local rows that a rank sends, by receiving rank; ``first_read`` is of its own chunks."""
+    """The local rows that a rank sends, by receiver; ``first_read`` has the rank's chunks only."""
     own = layout.chunks_of(rank)
     start, stop = layout.table[own, 2:, None].transpose(1, 0, 2)
     rows = (stop - first_read).T

@@ -83,7 +83,7 @@ class AutoPacker(Packer):
         return [admitted], carried
 
     def cap(self, place: Placement) -> int:
-        """On one stage what fits in memory, where that is known and the user gave no cap."""
+        """The user's cap or C; on one stage, without a cap of the user's, what memory holds."""
         scorer, cap = place.scorer, self.rules.cap
         if scorer is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
             return cap
@@ -110,7 +110,7 @@ class AutoPacker(Packer):
         return best.plans
 
     def work_scorer(self, mesh: Mesh) -> WorkScorer:
-        """Simulations of exact work, which the method chooses by where no device is known."""
+        """The scorer by exact work, for planners without a device profile."""
         work, stages, each = self.rules.work, mesh.pipeline, mesh.virtual_stages
         # Passes that are open on the first rank in 1F1B, plain or interleaved.
         most_open = stages if each == 1 else (each + 1) * stages - 1
@@ -120,7 +120,7 @@ class AutoPacker(Packer):
     def _dealings(
         self, pieces: list[Piece], place: Placement, scorer: PlanScorer
     ) -> Iterator[_Dealing]:
-        """With the fewest shared pieces; where that is not balanced, others that share more."""
+        """The dealing with the fewest shared pieces; if unbalanced, others that share more."""
         mesh, work = place.mesh, self.rules.work.total
         if mesh.virtual_stages > 1 or not place.slices:
             # The schedule cannot run shared pieces.
@@ -159,7 +159,7 @@ class AutoPacker(Packer):
         return min(made, key=lambda each: each.score)
 
     def _refined(self, made: _Made, place: Placement, scorer: PlanScorer) -> _Made:
-        """With fewer or more micro-batches beside the shared ones, while the step gets shorter."""
+        """The same plans with fewer or more unshared micro-batches, while the step gets shorter."""
         for stride in (-1, 1):
             while True:
                 own = [chosen and chosen.neighbour(stride) for chosen in made.own]
@@ -216,14 +216,14 @@ class _Dealing:
         return merge_pieces(*given, self.most_tokens, self.begun)
 
     def again(self, ends: Sequence[int]) -> _Dealing:
-        """With work added to replicas that ended late for their work, and taken from others."""
+        """A new dealing that gives less work to the replicas that ended late."""
         loads = self.merged.loads
         late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
         return replace(self, begun=late)
 
 
 class _Made(NamedTuple):
-    """What became of a dealing."""
+    """The plans made of a dealing, and their score."""
 
     score: Score
     dealing: _Dealing

@@ -122,7 +122,7 @@ class Packer:
         return self._pack_in_time(admitted, step, bins), True
 
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
-        """Let a global batch arrive; what may enter of it, and of the pieces that wait."""
+        """Let a global batch arrive; returns the pieces, new or waiting, that may enter a step."""
         return batch
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:

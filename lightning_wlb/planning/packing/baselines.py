@@ -146,7 +146,7 @@ class WindowedPacker(Packer):
         self._ready = [list(map(as_pieces, step)) for step in state["ready"]]
 
     def _steps(self, micro_batches: MicroBatches, batches: int) -> list[MicroBatches]:
-        """Micro-batches of like work together, at most ``batches`` steps, none empty."""
+        """Group micro-batches of like work into at most ``batches`` steps, none empty."""
         work = self.rules.work.total
         filled = sorted(
             filter(None, micro_batches),
@@ -169,7 +169,7 @@ class FixedGreedyPacker(WindowedPacker):
 
 
 def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
-    """Pieces in ``bins`` micro-batches of at most ``window`` tokens with like attention work.
+    """Pack pieces into micro-batches of at most ``window`` tokens and equal attention work.
 
     Args:
         pieces: at most ``bins`` times ``window`` tokens together, each at most ``window``.
@@ -197,7 +197,7 @@ def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatch
 
 
 def _cut(piece: Piece, room: Sequence[int]) -> list[tuple[int, Piece]]:
-    """Pieces of a piece, each as long as the room of a micro-batch, most room first."""
+    """Cut a piece for the micro-batches with the most room; (micro-batch, part) of each part."""
     parts = []
     origin = piece.origin
     for index in sorted(range(len(room)), key=lambda index: (-room[index], index)):

@@ -115,7 +115,7 @@ class VarlenIlpPacker(_IlpPacker):
     """Equation 2 over the windows of W global batches."""
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """Micro-batches of at most the cap; carried is what the greedy answer carries."""
+        """Micro-batches of at most the cap; what the greedy answer carries is carried."""
         cap, work = self.rules.cap, self.rules.work.total
         check_fits(pieces, cap)
         greedy, carried = deal_capped(pieces, bins, cap, work)

@@ -167,14 +167,14 @@ class _Backward:
         self._rest_tokens = sum(part.tokens for part in slices)
 
     def packs(self) -> list[list[Slice]]:
-        """At most as many as forward has, none empty."""
+        """The backward packs: at most as many as forward packs, none empty."""
         return [pack for left in range(self._packs, 0, -1) if (pack := self._fill(left))]
 
     def _work_of(self, part: Slice) -> int:
         return self._work(part.tokens, part.context)
 
     def _fill(self, left: int) -> list[Slice]:
-        """The next pack, of ``left`` that are to be filled."""
+        """Fill the next pack, when ``left`` packs are still to be filled."""
         target = self._rest_work // left
         slack = target // OPEN_GAPS
         # What the packs after this one cannot hold.
