@@ -1,4 +1,4 @@
-"""Whole runs on one CUDA device against the same on a CPU: steps, optimizer, checkpoints."""
+"""Whole runs on one CUDA device against the same on a CPU: steps, checkpoints, two NCCL ranks."""
 
 from __future__ import annotations
 
@@ -117,6 +117,19 @@ def test_a_checkpoint_of_the_gpu_is_resumed_by_two_cpu_ranks(
     ran(GPU, steps=2, saved=path)
     for found in ran("cpu", 2, mesh=(1, 2, 1, 1), resumed=path):
         assert found["losses"] == pytest.approx(on_cpu["losses"][2:], rel=1e-12)
+        error = worst(found["parameters"], on_cpu["parameters"])
+        record_property("error", error)
+        assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)], ids=str)
+def test_two_ranks_over_nccl_are_one_on_a_cpu(
+    mesh: tuple[int, ...],
+    on_cpu: dict[str, Any],
+    record_property: Callable[[str, object], None],
+) -> None:
+    for found in ran(GPU, 2, mesh=mesh):
+        assert found["losses"] == pytest.approx(on_cpu["losses"], rel=1e-12)
         error = worst(found["parameters"], on_cpu["parameters"])
         record_property("error", error)
         assert error <= TOLERANCE
