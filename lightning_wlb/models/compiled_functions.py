@@ -24,7 +24,7 @@ be in another order in another process, unless ``torch.use_deterministic_algorit
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -41,13 +41,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import (
     EAGER_SOFTMAX,
+    Function,
     Softmax,
     log_sum_exp,
     logits_gradient,
     logits_gradient_at_once,
 )
-
-Function = Callable[..., Tensor]
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -37,6 +37,8 @@ from lightning_wlb.cost.loss_chunks import chunk_rows
 from lightning_wlb.data.batch import IGNORE
 from lightning_wlb.distributed.process_groups import group_size
 
+Function = Callable[..., Tensor]
+
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Logarithm of the sum of exponentials, [rows]; overwrites the logits [rows, words]."""
@@ -80,8 +82,8 @@ def logits_gradient_at_once(
 class Softmax(NamedTuple):
     """The element-wise work on logits: the functions above, or compiled ones that equal them."""
 
-    log_sum_exp: Callable[..., Tensor] = log_sum_exp
-    logits_gradient: Callable[..., Tensor] = logits_gradient
+    log_sum_exp: Function = log_sum_exp
+    logits_gradient: Function = logits_gradient
 
 
 EAGER_SOFTMAX = Softmax()
