@@ -180,12 +180,12 @@ def arrange(
 
 
 class _Columns(NamedTuple):
-    """To what pieces are dealt: the pipelines, or the kinds.
+    """A table for dealing pieces: one column for each pipeline, or one for each kind.
 
     Attributes:
-        costs: of each piece in each column.
+        costs: of each piece in each column; None where it does not fit.
         kinds: number of each column's kind.
-        stages: of each column.
+        stages: of the pipelines of each column; 1 where slices leave little to wait for.
     """
 
     costs: Costs
@@ -206,9 +206,9 @@ class _Dealt(NamedTuple):
     """A dealing.
 
     Attributes:
-        columns: to what.
+        columns: the table by which pieces were dealt.
         latest: the largest sum of costs in a column.
-        own: of each kind the indices of its pieces.
+        own: for each kind the indices of its pieces.
     """
 
     columns: _Columns
@@ -235,7 +235,7 @@ class _StepDealing:
     _planned: dict[tuple[int, tuple[int, ...]], _Planned] = field(default_factory=dict)
 
     def best(self) -> _Tried:
-        """The best of what the module tries."""
+        """The dealing after which the latest kind ends first, of those that the module names."""
         apart, together = self._columns()
         dealings = [self._dealt(columns) for columns in apart]
         if together is not None:
@@ -251,7 +251,7 @@ class _StepDealing:
         return best
 
     def _columns(self) -> tuple[list[_Columns], _Columns | None]:
-        """The pipelines, the last time as if of one stage; and the kinds.
+        """Two tables of all pipelines, the second as if they had one stage; and that of the kinds.
 
         No pipelines where a piece fits in none of them, or there is one kind; None for the kinds
         where nothing would be shared.
@@ -314,7 +314,7 @@ class _StepDealing:
 
 
 def _corrected(tried: _Tried) -> _Columns:
-    """Costs on each kind so that those of its pieces add up to what it took; for one stage."""
+    """The table with each kind's costs scaled so that those of its pieces add up to its time."""
     costs, kinds, _ = tried.dealing.columns
     factors = []
     for kind, (own, made) in enumerate(zip(tried.dealing.own, tried.made, strict=True)):

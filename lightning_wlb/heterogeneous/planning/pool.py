@@ -89,10 +89,6 @@ class Pool:
             made[schemes] = kinds
         return Pool(made)
 
-    def only(self, choices: Sequence[Schemes]) -> Pool:
-        """The pool of some of its choices."""
-        return Pool({each: self.kinds[each] for each in choices})
-
     def arranged(
         self,
         pieces: Sequence[Piece],

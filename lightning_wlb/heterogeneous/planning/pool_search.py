@@ -112,7 +112,7 @@ class PoolChoice:
 
     @property
     def lines(self) -> list[str]:
-        """The figure in words, and the strategies, each a line."""
+        """The figure in words, and the pipelines of the pool, each a line."""
         on_mesh = (
             f"simulated, {self.steps} steps take {self.mesh_ns / 1e6:,.1f} ms on the mesh"
             f" {name_of(self.mesh)}"
@@ -224,7 +224,7 @@ def choose_pool(
     if not tried:
         mesh_ns = sum(scorer(plans[release.step].replicas).time for release in judged)
         return PoolChoice((), (), len(proposed), mesh, mesh_ns, mesh_ns, (), len(judged))
-    rest = sampled(pool.only(tried), judged)
+    rest = sampled(Pool({each: pool.kinds[each] for each in tried}), judged)
     times = [step.time(tried, scorer.limit) for step in rest]
     mesh_ns, pool_ns = sum(step.on_mesh.time for step in rest), sum(time for time, _ in times)
     taken = [schemes for _, schemes in times]
