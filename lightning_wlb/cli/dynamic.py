@@ -74,11 +74,9 @@ def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simula
     if not choice.tried:
         return {}
     base, (packing, sharding) = request.predictor(), _able(request)[0]
-    pool = Pool.of(choice.tried, base, request.activation_checkpointing, sharding)
-    scorer, steps = (
-        ProfileScorer(base, request.activation_checkpointing),
-        min(request.steps, SAMPLE),
-    )
+    checkpointing, steps = request.activation_checkpointing, min(request.steps, SAMPLE)
+    pool = Pool.of(choice.tried, base, checkpointing, sharding)
+    scorer = ProfileScorer(base, checkpointing)
     on_mesh, chosen = (
         plan_steps(request.planner(packing, sharding, scorer, each), steps) for each in (None, pool)
     )
