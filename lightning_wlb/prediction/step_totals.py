@@ -28,7 +28,7 @@ from lightning_wlb.sharding.integer_ranges import Integers
 
 
 class ActionOrder(NamedTuple):
-    """In which order a replica's actions run, whatever they take.
+    """The order in which a replica's actions run, whatever they take.
 
     Attributes:
         order: micro-batches in the order of their backwards.
