@@ -356,6 +356,7 @@ class Predictor:
                 cost._replace(
                     rows=placed.rows,
                     keys=keys,
+                    segments=int(np.diff(placed.first).max()),
                     indexed=keys if placed.ranks > 1 else 0,
                     kept_rows=placed.rows if cost.kept_rows else 0,
                 )
