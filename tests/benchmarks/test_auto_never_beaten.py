@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.auto_never_beaten import ALLOWED, Case, K, main
+from benchmarks.auto_never_beaten import ALLOWED, Case, K
 
 LOST = [
     Case("equal", 64 * K, 5, 1, 4, 0),
@@ -20,10 +18,3 @@ def test_it_is_not_beaten_where_it_was(case: Case) -> None:
     row = case.run(None)
     assert row["fits"]
     assert row["ratio"] <= ALLOWED, row["best"]
-
-
-def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--cases", "2", "--all"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["rows"]) == result["cases"] == 2
-    assert not result["beaten"]

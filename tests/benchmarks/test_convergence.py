@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 
 import lightning_wlb as wlb
 from benchmarks import convergence_runs
-from benchmarks.convergence import kept, main, save, summarise
+from benchmarks.convergence import summarise
 from benchmarks.convergence_runs import Curves, Run, Settings, train
 
 SMALL = Settings(
@@ -82,22 +80,3 @@ def test_differences_are_those_of_the_same_seed() -> None:
     assert delayed["final_training_percent"] == pytest.approx(5.0)  # +10 % and 0 %
     assert delayed["final_training_percent_spread"] == pytest.approx(50**0.5)
     assert delayed["final_held_out_percent"] == pytest.approx(5.0)
-
-
-def test_finished_runs_are_kept_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "deep/convergence.json"
-    save(file, Settings(), RESULTS)
-    assert kept(file, Settings()) == RESULTS
-    with pytest.raises(ValueError, match=r"tokens=524288 there, 600000 asked for.*--output"):
-        kept(file, Settings(tokens=600_000))
-    asked = ["--packings", "original", "fixed_greedy", "--seeds", "0", "--normalisations", "step"]
-    main([*asked, "--output", str(file)])
-    assert file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    printed = capsys.readouterr().out.strip().split("\n")
-    assert json.loads(printed[-1])["summary"] == summarise(RESULTS)
-    with pytest.raises(SystemExit, match="600000 asked for"):
-        main(["--tokens", "600000", "--output", str(file)])
-    with pytest.raises(SystemExit, match=r"tokens=1000, but 16 points of a curve need 131072"):
-        main(["--tokens", "1000"])

@@ -1,8 +1,6 @@
-"""The demo's results and picture: what is kept of a run, and what is drawn."""
+"""The demo's results: what is kept of a run, and what the README says of it."""
 
-import json
-
-from benchmarks.demo import by_round, caption, main, summary
+from benchmarks.demo import by_round, caption, summary
 
 
 def figures() -> dict:
@@ -82,30 +80,3 @@ def test_the_sentences_of_the_readme():
     assert said.endswith(
         "Other programs were running: a process was without a core 2 to 25 % of its time."
     )
-
-
-# Stands for the demo, which tests/test_examples.py runs: leaves its figures where it is told to.
-DEMO = """
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
-assert sys.argv[-2:] == ["--rounds", "2"]
-(folder / "figures.json").write_text(json.dumps({figures!r}))
-"""
-
-
-def test_a_run_is_kept_and_drawn_again(tmp_path, capfd, monkeypatch):
-    script, result, picture = (tmp_path / name for name in ("demo.py", "demo.json", "gain.png"))
-    script.write_text(DEMO.format(figures=figures()))
-    monkeypatch.setattr("benchmarks.demo.DEMO", script)
-    kept = ["--result", str(result), "--picture", str(picture)]
-    main(["--runs", "2", *kept, "--rounds", "2"])
-    written = json.loads(result.read_text())
-    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == written
-    assert written["command"] == "python -m benchmarks.demo --runs 2 --rounds 2"
-    assert written["packings"] == ["original", "auto"]
-    assert written["runs"] == [RUN, RUN]
-    assert written["summary"] == summary(written["runs"], written["packings"])
-    picture.unlink()
-    main(["--runs", "0", *kept])
-    assert picture.exists()
-    assert json.loads(result.read_text()) == written

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import kernels, right
-from benchmarks.gpu.__main__ import PARTS, main, part
 from benchmarks.gpu.kernels import bare_call
-from benchmarks.gpu.page import page
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
-from benchmarks.gpu.recording import Run, machine, record
+from benchmarks.gpu.recording import Run, record
 from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.attention.kernel_interface import PLAIN
@@ -27,7 +25,6 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.sharding import SHARDINGS
 from tests.attention.support import metadata_of, random_inputs
-from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -73,27 +70,6 @@ def test_no_row_begins_after_the_limit(tmp_path: Path) -> None:
     assert over.left == 0
     result = record("part", [("one", dict), ("two", dict)], over)
     assert (result["rows"], result["left_out"]) == ({}, ["one", "two"])
-
-
-def hang(rank: int, folder: str) -> None:
-    machine(CPU)  # imports of the first look at it are not the part's time
-    rows = [
-        ("first", lambda: {"figure": 1}),
-        ("hangs", lambda: time.sleep(60) or {}),
-        ("last", dict),
-    ]
-    record("part", rows, run_of(Path(folder), 1.0))
-
-
-def test_a_row_that_hangs_ends_with_the_limit_and_the_process(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    with pytest.raises(RankFailed, match="died without a word"):
-        run_ranks(hang, 1, str(tmp_path), process_group=False)
-    assert time.monotonic() - begin < 30
-    result = kept(tmp_path, "part")
-    assert result["rows"]["first"]["figure"] == 1
-    assert result["rows"]["hangs"]["error"] == "cut at the part's limit of 1 s"
-    assert result["left_out"] == ["last"]
 
 
 class CountingKernel:
@@ -167,52 +143,6 @@ def test_shares_of_kernels() -> None:
     ]
 
 
-def test_rows_as_tables() -> None:
-    rows = {
-        "one": {"ms": {"a": 1.23456, "b": 2}, "list": [1.0, 2.5], "steps": [{"x": 1, "y": "s|t"}]},
-        "two": {"ms": {"a": 3.0, "b": 4}, "list": []},
-        "bad": {"error": "ValueError: no\nsuch thing"},
-    }
-    shown = page(
-        {
-            "part": "train",
-            "device": "GPU",
-            "kernel": "k",
-            "versions": {"torch": "2"},
-            "small": False,
-        }
-        | {"rows": rows, "left_out": ["three"], "summary": {"best": {"x": 0.5}, "all": 7}}
-    )
-    assert shown.splitlines()[2:] == [
-        "GPU, attention by k; torch 2.",
-        "",
-        "|  | x |",
-        "|---|---:|",
-        "| best | 0.5 |",
-        "",
-        "|  | all |",
-        "|---|---:|",
-        "| summary | 7 |",
-        "",
-        "|  | ms: a | ms: b | list |",
-        "|---|---:|---:|---:|",
-        "| one | 1.235 | 2 | 1, 2.5 |",
-        "| two | 3 | 4 |  |",
-        "",
-        "|  | error |",
-        "|---|---:|",
-        "| bad | ValueError: no such thing |",
-        "",
-        "one: steps",
-        "",
-        "| x | y |",
-        "|---|---:|",
-        "| 1 | s/t |",
-        "",
-        "Left out at the limit: three.",
-    ]
-
-
 REPORT = """<testsuites><testsuite>
 <testcase name="a"><properties><property name="error" value="1e-3"/></properties></testcase>
 <testcase name="b"><failure message="short">long text</failure></testcase>
@@ -235,17 +165,3 @@ def test_what_became_of_tests() -> None:
         "recorded": {"a": {"error": "1e-3"}},
     }
     assert "tests/attention/test_backends.py" in right.files_with_gpu_tests()
-
-
-def test_parts_by_number_and_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert [part(str(number)) for number in range(1, 6)] == list(PARTS)
-    assert part("trace") == "trace"
-    for options, words in (
-        ("--part 6 --device cpu", "none of 1 to 5, right, profile"),
-        ("--part 2 --device cpu", "Add --small"),
-        ("--part 2 --device cpu --small", "give --output"),
-        (f"--part 2 --device cpu --small --limit 0 --output {tmp_path}", "seconds above 0"),
-    ):
-        with pytest.raises(SystemExit):
-            main(options.split())
-        assert words in capsys.readouterr().err

@@ -10,8 +10,7 @@ import pytest
 
 import benchmarks.hydraulis_paper
 import benchmarks.meshes
-from benchmarks.hydraulis_assignment import figure_17, table_2
-from benchmarks.hydraulis_paper import SETTINGS, main
+from benchmarks.hydraulis_paper import main
 from benchmarks.hydraulis_runs import (
     FullestPacker,
     GreedyPacker,
@@ -175,22 +174,3 @@ def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:
     assert row["step_ms"] == min(
         two_stage(large, [mesh], 1)["step_ms"] for mesh in (Mesh(4), Mesh(2, 2))
     )
-
-
-def test_dealing_and_planning_time(small) -> None:
-    found = figure_17(SMALL, H100, 1, Mesh(2, 1, 1, 2), "none", nodes=20)
-    first, *mixed = found["strategies"].values()
-    for each in (first, *mixed):
-        assert each["estimated"][0] >= 0.999
-    row = table_2(SMALL, H100, Mesh(2, 1, 1, 2), "none", nodes=20)
-    assert row["devices"] == 4
-    assert row["tokens"] == sum(
-        piece.tokens for piece in released(SMALL.request("hydraulis", H100, 1))[0][0]
-    )
-    assert all(row[what] >= 0 for what in ("proposal", "ideal", "greedy", "packing"))
-
-
-def test_settings_are_the_papers() -> None:
-    assert {(each.model, each.devices) for each in SETTINGS.values()} == {
-        ("7B", 16), ("7B", 32), ("7B", 64), ("13B", 32), ("32B", 64),
-    }  # fmt: skip

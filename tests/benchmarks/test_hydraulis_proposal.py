@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hydraulis_proposal import (
-    _whole,
     propose,
     proposed_meshes,
     proposed_strategies,
 )
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.planning import DataSettings
@@ -110,13 +108,3 @@ def test_strategies_have_whole_pipelines_the_larger_first() -> None:
     assert any(scheme.tensor > 1 for strategy in found for scheme in strategy)
     whole = proposed_strategies(replace(request, fixed={"tensor": 1}))
     assert {scheme.tensor for strategy in whole for scheme in strategy} == {1}
-
-
-def test_shares_become_whole_pipelines() -> None:
-    meshes = [Mesh(8), Mesh(4, tensor=2), Mesh(2, tensor=4), Mesh(1, tensor=8)]
-    assert _whole({0: 1.0}, meshes) == {0: 8}
-    assert _whole({0: 0.5, 2: 0.5}, meshes) == {2: 1, 0: 4}
-    assert _whole({0: 0.9, 2: 0.1}, meshes) == {2: 1, 0: 4}
-    assert _whole({0: 0.1, 1: 0.1, 2: 0.8}, meshes) == {2: 2}
-    assert _whole({0: 0.3, 1: 0.3, 2: 0.4}, meshes) == {2: 1, 1: 1, 0: 2}
-    assert _whole({0: 0.9, 3: 0.1}, meshes) == {3: 1}

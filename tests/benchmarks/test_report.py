@@ -1,4 +1,4 @@
-"""Tables, the last line, what stays in a file of results; committed pages are those of the data."""
+"""The last line, what stays in a file of results; committed pages are those of the data."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks import packing_report, report, slimpack_paper, slimpack_tables
 
 RESULTS = Path(report.__file__).with_name("results")
-
-
-def test_tables_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    headings, rows = ("name", "value"), [["a", "1"], ["b", "10"]]
-    lines = report.markdown_table(headings, rows)
-    assert lines == ["| name | value |", "|---|---:|", "| a | 1 |", "| b | 10 |"]
-    Console(width=80).print(report.table("Title", headings, rows, "Caption"))
-    printed = capsys.readouterr().out
-    assert "Title" in printed
-    assert "a    │     1" in printed
 
 
 def test_a_file_keeps_what_it_has_of_removed_methods(

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.paper_speedups import without_communication
 from benchmarks.slimpack_paper import CORPORA, Case, K, markdown
 from lightning_wlb.cost.profile import Profile
 
@@ -27,7 +26,3 @@ def test_lengths_are_bounded_and_of_the_seed():
         assert lengths.max() <= 64 * K
         assert (lengths < 4 * K).mean() > 0.7  # short documents dominate, as the paper's §2 says
         assert (lengths == corpus.lengths(20_000, 64 * K, seed=3)).all()
-
-
-def test_links_can_be_taken_away():
-    assert all(link.latency_ns == 0 for link in without_communication(H100).links.values())

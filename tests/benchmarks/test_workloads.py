@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.workloads import (
     REFERENCE_WORK,
-    documents_for,
     generator_a,
     stdlib_lengths,
     window_pieces,
@@ -26,10 +25,6 @@ def test_generator_a_is_reproducible_and_heavy_tailed() -> None:
     assert (lengths == WINDOW).mean() == pytest.approx(0.01 * (8192 / WINDOW) ** 0.3, rel=0.1)
     assert np.array_equal(lengths, generator_a(300_000, WINDOW, 0))
     assert not np.array_equal(lengths, generator_a(300_000, WINDOW, 1))
-
-
-def test_documents_for_steps() -> None:
-    assert documents_for(900, 4, WINDOW) == 217_782  # ceil(1.2 * 900 * 4 * 131072 / 2600)
 
 
 def test_pieces_fill_windows_exactly() -> None:
