@@ -37,8 +37,6 @@ class Fails(L.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
         if trainer.global_step == 1 and self.hook == "optimizer":
             os._exit(1)
-        if trainer.global_step == 1 and self.hook == "optimizer raises":
-            raise ZeroDivisionError(SAID)
         if trainer.global_step == 1 and self.hook == "parameters have moved":
             optimizer.register_step_post_hook(raises)
 
@@ -95,10 +93,8 @@ def outcomes(function, world_size: int, *args) -> tuple[list[tuple[bool, str] | 
 @pytest.mark.parametrize(
     ("mesh", "hook", "victim"),
     [
-        ((2, 1, 1, 1), "step", 0),
         ((2, 1, 1, 1), "optimizer", 1),
-        ((1, 2, 1, 1), "step", 1),
-        ((1, 2, 1, 1), "optimizer", 0),
+        ((1, 2, 1, 1), "step", 0),
     ],
 )
 def test_a_rank_that_dies_ends_the_run_on_the_other(mesh, hook, victim):
@@ -115,7 +111,6 @@ def test_a_rank_that_dies_ends_the_run_on_the_other(mesh, hook, victim):
     ("hook", "mesh", "victim"),
     [
         ("raises", (1, 2, 1, 1), 0),
-        ("optimizer raises", (2, 1, 1, 1), 0),
         ("validation raises", (1, 2, 1, 1), 1),
     ],
 )

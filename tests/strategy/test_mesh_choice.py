@@ -124,29 +124,21 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
     assert [StepPlan.from_json(plan).replicas for plan in run["plans"]] == simulated
 
 
-def test_ranks_that_see_other_documents_all_end_with_the_same_error(ranks) -> None:
-    (error,) = {errors[0] for _, errors, _ in ranks}
-    assert "rank 0 sees documents of 2 with 48 tokens" in error
-    assert "but ranks [2, 3] of 2 with 49 tokens" in error
-
-
-def test_ranks_that_are_given_other_sizes_all_end_with_the_same_error(ranks) -> None:
-    (error,) = {errors[3] for _, errors, _ in ranks}
-    assert "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto" in error
-    assert "but ranks [3] of (4, 'auto', 'auto', 'auto')" in error
-
-
-def test_ranks_that_are_given_other_profiles_or_pipelines_all_end_alike(
-    ranks,
-) -> None:
-    (error,) = {errors[4] for _, errors, _ in ranks}
-    assert "rank 0 sees a device profile of whatever is measured, but ranks [1, 2, 3]" in error
-    (error,) = {errors[5] for _, errors, _ in ranks}
-    assert "but ranks [1] of off" in error
-
-
-def test_a_search_that_fails_ends_all_ranks_with_its_error(ranks) -> None:
-    assert {errors[1] for _, errors, _ in ranks} == {"on 0"}
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "rank 0 sees documents of 2 with 48 tokens"),
+        (0, "but ranks [2, 3] of 2 with 49 tokens"),
+        (1, "on 0"),
+        (3, "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto"),
+        (3, "but ranks [3] of (4, 'auto', 'auto', 'auto')"),
+        (4, "rank 0 sees a device profile of whatever is measured, but ranks [1, 2, 3]"),
+        (5, "but ranks [1] of off"),
+    ],
+)
+def test_ranks_that_are_given_other_things_all_end_with_the_same_error(ranks, number, said) -> None:
+    (error,) = {errors[number] for _, errors, _ in ranks}
+    assert said in error
 
 
 def test_the_first_rank_of_each_node_prepares_the_documents(ranks) -> None:
@@ -167,8 +159,14 @@ def request(**options) -> MeshRequest:
     return MeshRequest(**(asked | options))
 
 
-def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder of kept answers, empty."""
     monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+    return tmp_path
+
+
+def test_an_answer_is_kept_for_the_same_request_and_the_same_code(cache, monkeypatch) -> None:
     searched = mock.Mock(side_effect=searching.choose_mesh)
     monkeypatch.setattr(searching, "choose_mesh", searched)
     first = searching._recalled(request())
@@ -179,31 +177,22 @@ def test_an_answer_is_kept_for_the_same_request_and_the_same_code(tmp_path, monk
     monkeypatch.setattr("lightning_wlb.data.cache.fingerprint", lambda *_: "another version")
     searching._recalled(request())
     assert searched.call_count == 3
-
-
-def test_an_answer_that_cannot_be_read_is_searched_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
-    first = searching._recalled(request())
-    (kept,) = tmp_path.glob("*/answer.json")
-    kept.write_text("")
-    assert searching._recalled(request()) == first
-    kept.unlink()
+    for kept in cache.glob("*/answer.json"):  # one that cannot be read is searched again
+        kept.write_text("")
     assert searching._recalled(request()) == first
 
 
-def test_a_full_disk_costs_another_search(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
+def test_a_full_disk_costs_another_search(cache, monkeypatch) -> None:
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(Path, "write_text", full)
     assert searching._recalled(request()).best.mesh.devices == 2
     assert full.called
-    assert not list(tmp_path.iterdir())
+    assert not list(cache.iterdir())
 
 
 def test_the_log_says_what_was_chosen_what_comes_next_and_what_bounds_it(
-    tmp_path, monkeypatch
+    cache, monkeypatch
 ) -> None:
-    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", lambda _: str(tmp_path))
     lines: list[str] = []
     monkeypatch.setattr(searching, "rank_zero_info", lines.append)
     mesh, schedule = searching._answer(request())

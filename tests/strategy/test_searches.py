@@ -1,4 +1,4 @@
-"""What saves and goes back within a run: searches for a learning rate, ModelCheckpoint's options.
+"""What saves and goes back before the first step: a checkpoint, searches for a learning rate.
 
 On two ranks, compared with a run that does neither.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
 from lightning_wlb.checkpoints.consolidate import write_file
@@ -71,53 +71,6 @@ def before_the_first_step(rank: int, folder: Path) -> list[float]:
     return unbroken
 
 
-def best_and_last(rank: int, folder: Path) -> None:
-    kept = ModelCheckpoint(
-        folder,
-        "{step}",
-        monitor="val_loss",
-        save_top_k=2,
-        save_last="link",
-        save_on_train_epoch_end=False,
-    )
-    recorder = Recorder()
-    runner = trainer(
-        WLBStrategy(1, 2),
-        2,
-        max_steps=8,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        callbacks=[recorder, kept],
-        enable_checkpointing=True,
-    )
-    documents = data(SMALL, validation_documents=5, test_documents=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        runner.fit(module(SMALL), documents)
-        best, score = dict(kept.best_k_models), kept.best_model_score
-        (tested,) = runner.test(datamodule=documents, ckpt_path="best", verbose=False)
-    assert not [each for each in caught if "sync_dist" in str(each.message)]
-    assert tested["test_loss"] > 0
-    (validated,) = runner.validate(datamodule=documents, ckpt_path="best", verbose=False)
-    assert validated["val_loss"] == score
-    last = folder / "last.ckpt"
-    assert last.is_symlink()
-    names = {each.name for each in folder.iterdir() if each.name.startswith("step")}
-    assert names == {Path(path).name for path in best}
-    assert len(names) == 2
-    assert last.resolve().name in names
-    rest = Recorder()
-    resumed = trainer(WLBStrategy(1, 2), 2, max_steps=10, callbacks=[rest])
-    resumed.fit(
-        module(SMALL),
-        data(SMALL, validation_documents=5, test_documents=4),
-        ckpt_path=last,
-    )
-    done = int(last.resolve().stem.removeprefix("step="))
-    assert rest.losses[: 8 - done] == recorder.losses[done:]
-    assert len(rest.losses) == 10 - done
-
-
 def test_a_save_or_a_search_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     unbroken, _ = run_ranks(before_the_first_step, 2, tmp_path, process_group=False)
     write_file(tmp_path / "first.ckpt", tmp_path / "file.ckpt")
@@ -125,7 +78,3 @@ def test_a_save_or_a_search_before_the_first_step_changes_nothing(tmp_path: Path
     alone = trainer("auto", 1, max_steps=STEPS, callbacks=[recorder])
     alone.fit(module(SMALL), data(SMALL), ckpt_path=tmp_path / "file.ckpt")
     assert recorder.losses == pytest.approx(unbroken, rel=1e-10)
-
-
-def test_the_best_and_the_last_checkpoint(tmp_path: Path) -> None:
-    run_ranks(best_and_last, 2, tmp_path, process_group=False)

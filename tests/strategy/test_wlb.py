@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_wlb import LanguageModule, WLBStrategy
@@ -148,15 +147,6 @@ def given_weights(make: Make, folder: Path) -> dict[str, Any]:
     return recorder.record()
 
 
-def another_module(make: Make, folder: Path) -> dict[str, Any]:
-    """One Trainer, one module after the other."""
-    watch = Validations()
-    runner = make(callbacks=[watch])
-    runner.validate(module(CASE), data(CASE, **HELD_OUT), verbose=False)
-    runner.validate(module(TIED), data(CASE, **HELD_OUT), verbose=False)
-    return {"validations": watch.losses}
-
-
 class Averaged(LanguageModule):
     """Logs what Lightning averages over ranks."""
 
@@ -168,7 +158,7 @@ class Averaged(LanguageModule):
 
 def monitors(make: Make, folder: Path) -> dict[str, Any]:
     """Callbacks that decide on a metric: all ranks alike."""
-    keeper = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
+    keeper = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last="link")
     stopper = EarlyStopping("val_loss", patience=2, check_on_train_epoch_end=False)
     speed = ThroughputMonitor(
         batch_size_fn=lambda batch: len(batch.plan.pieces), length_fn=lambda batch: batch.tokens
@@ -189,7 +179,12 @@ def monitors(make: Make, folder: Path) -> dict[str, Any]:
     averaged = float(runner.callback_metrics["averaged"])
     best = runner.validate(model, documents, ckpt_path="best", verbose=False)[0]["val_loss"]
     kept = sorted(path.name for path in folder.glob("*.ckpt"))
+    assert (folder / "last.ckpt").is_symlink()
+    rest = Recorder()
+    again = make(callbacks=[rest], max_steps=runner.global_step + 1, max_epochs=-1)
+    again.fit(Averaged(model.config, learning_rate=0.05), documents, ckpt_path=folder / "last.ckpt")
     return {
+        "resumed": rest.losses,
         "steps": [float(runner.global_step)],
         "best": best,
         "kept": {name: {} for name in kept},
@@ -202,16 +197,12 @@ def monitors(make: Make, folder: Path) -> dict[str, Any]:
 SCENARIOS = (
     (validation, DATA),
     (validation, PIPELINE),
-    (no_validation, DATA),
     (no_validation, PIPELINE),
     (logging, PIPELINE),
-    (clipping, DATA),
     (clipping, PIPELINE),
     (nominal, DATA),
     (fit_again, PIPELINE),
     (given_weights, PIPELINE),
-    (another_module, DATA),
-    (monitors, DATA),
     (monitors, PIPELINE),
 )
 
@@ -265,10 +256,9 @@ def test_equals_one_process(results, scenario, mesh, tmp_path_factory):
         assert_equal(got, want, scenario.__name__)
 
 
-@pytest.mark.parametrize("mesh", [DATA, PIPELINE], ids=["data", "pipeline"])
-def test_validation_does_not_disturb_training(results, mesh):
+def test_validation_does_not_disturb_training(results):
     for rank in results:
-        with_it, without = rank[mesh, "validation"], rank[mesh, "no_validation"]
+        with_it, without = (rank[PIPELINE, name] for name in ("validation", "no_validation"))
         assert with_it["losses"] == without["losses"]
         assert len(with_it["validations"]) == 4
         assert with_it["after"] != with_it["before"]
@@ -276,58 +266,7 @@ def test_validation_does_not_disturb_training(results, mesh):
             assert np.array_equal(value, with_it["parameters"][name]), name
 
 
-CONFIG = """
-seed_everything: 7
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_steps: 2
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  precision: 64-true
-  strategy:
-    class_path: lightning_wlb.WLBStrategy
-    init_args:
-      data_parallel_size: 1
-      tensor_parallel_size: auto
-model:
-  class_path: lightning_wlb.LanguageModule
-  init_args:
-    config: {dim: 32, layers: 2, heads: 4, kv_heads: 2, ffn_dim: 48, vocab_size: 8}
-    learning_rate: 0.01
-data:
-  class_path: lightning_wlb.WLBDataModule
-  init_args:
-    documents: [[1, 2, 3, 4, 5, 6, 7], [3, 4], [1, 1, 2, 3, 5], [2, 7, 1]]
-    context_window: 8
-    num_workers: 0  # the ranks are daemons
-    micro_batches: 2
-"""
-
-
-def command_line(rank: int, folder: Path) -> tuple[int, str, float, float]:
-    file = folder / "config.yaml"
-    file.write_text(CONFIG)
-
-    def run(*options: str) -> L.Trainer:
-        cli = LightningCLI(
-            args=["fit", "--config", str(file), *options],
-            save_config_callback=None,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-        )
-        assert isinstance(cli.model, LanguageModule)
-        return cli.trainer
-
-    runner, without = run(), run("--trainer.strategy=auto")
-    assert isinstance(runner.strategy, WLBStrategy)
-    losses = (float(each.callback_metrics["train_loss"]) for each in (runner, without))
-    return runner.global_step, str(runner.strategy.mesh), *losses
-
-
-def by_name(rank: int) -> tuple[int, str]:
+def by_name() -> tuple[int, str]:
     runner = trainer("wlb", 1)
     model = module(CASE)
     runner.fit(model, data(CASE))
@@ -336,7 +275,7 @@ def by_name(rank: int) -> tuple[int, str]:
     return runner.global_step, str(runner.strategy.mesh)
 
 
-def what_outlives_its_trainer(rank: int) -> list[bool]:
+def what_outlives_its_trainer() -> list[bool]:
     model = module(CASE)
     runner = trainer(WLBStrategy(), 1, max_steps=1)
     runner.fit(model, data(CASE))
@@ -346,22 +285,11 @@ def what_outlives_its_trainer(rank: int) -> list[bool]:
     return [each() is not None for each in watched]
 
 
-def on_one_rank(rank: int, folder: Path) -> tuple:
-    return what_outlives_its_trainer(rank), by_name(rank), command_line(rank, folder)
+def on_one_rank(rank: int) -> tuple:
+    return what_outlives_its_trainer(), by_name()
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> tuple:
-    return run_ranks(on_one_rank, 1, tmp_path_factory.mktemp("one"), process_group=False)[0]
-
-
-def test_by_name_and_by_configuration_file(alone):
-    _, named, configured = alone
-    mesh = "data 1 × pipeline 1 × context 1 × tensor 1"
-    assert named == (3, mesh)
-    assert configured[:2] == (2, mesh)
-    assert configured[2] == pytest.approx(configured[3], rel=1e-12)
-
-
-def test_a_model_and_its_strategy_are_freed_with_their_trainer(alone):
-    assert alone[0] == [False] * 3
+def test_by_name_and_a_model_and_its_strategy_are_freed_with_their_trainer():
+    ((outlives, named),) = run_ranks(on_one_rank, 1, process_group=False)
+    assert outlives == [False] * 3
+    assert named == (3, "data 1 × pipeline 1 × context 1 × tensor 1")
