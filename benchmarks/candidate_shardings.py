@@ -23,7 +23,7 @@ from lightning_wlb.plan import Slice
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.sharding import choose
-from lightning_wlb.sharding.tuning import CANDIDATES
+from lightning_wlb.sharding.adaptive import CANDIDATES
 
 WINDOW = 131_072
 SIZES = (2, 4, 8, 16)

@@ -13,6 +13,7 @@ the mesh: call them when a run is set up, not for every message.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -143,3 +144,19 @@ class Rank:
         groups = self.mesh.groups(*axes)
         (own,) = groups[(groups == self.index).any(axis=1)].tolist()
         return tuple(own)
+
+
+def sharded_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dimension along which so many ranks shard a parameter.
+
+    It is the first, as FSDP2 has it by default, unless that has fewer rows than there are ranks and
+    another one divides. A packed projection or a low-rank adapter has two rows: two ranks would
+    hold all of it, and the others nothing.
+
+    Args:
+        shape: sizes of the parameter, or of its part on one tensor-parallel rank.
+        ranks: number of ranks along the data and context axes together.
+    """
+    if not shape or shape[0] >= ranks:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0)

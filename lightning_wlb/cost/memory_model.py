@@ -36,7 +36,6 @@ import numpy as np
 
 from lightning_wlb.cost.communication import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.loss_chunks import chunk_rows
 from lightning_wlb.cost.profile import Integers, Profile
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
@@ -52,6 +51,32 @@ _SPARE_PERCENT = 3
 
 _TILE = 128
 """Most rows of a kernel's accumulator for each segment beyond the segment's own."""
+
+CPU_LOGITS = 2**22
+"""Logits of a chunk on a CPU (16 MiB in float32), unless these are fewer than the least rows."""
+
+ACCELERATOR_LOGITS = 2**29
+"""Most logits of a chunk on an accelerator (2 GiB in float32): 4,096 rows of 128K words."""
+
+ACCELERATOR_ROWS = 4096
+"""Rows of a chunk on an accelerator, unless they have more logits than that."""
+
+LEAST_ROWS = 256
+"""Fewer rows than this starve the matrix product."""
+
+
+def chunk_rows(words: int, accelerator: bool) -> int:
+    """Rows of the loss head that exist as logits at a time, by the words of the rank's vocabulary.
+
+    Each chunk reads and writes the sum of the output matrix' gradient once: 8 bytes per element in
+    float32, for 8 FLOPs per element and row. So on an accelerator of 600 TFLOP/s and 3.3 TB/s
+    chunks of 4,096 rows spend 4 % of their time on that (by these numbers, not measured), and those
+    of 256 more than 40 %. On a CPU, whose products take so much longer, the two are equal within
+    the noise (``benchmarks/loss_head.py``).
+    """
+    if accelerator:
+        return max(min(ACCELERATOR_LOGITS // max(words, 1), ACCELERATOR_ROWS), LEAST_ROWS)
+    return max(CPU_LOGITS // max(words, 1), LEAST_ROWS)
 
 
 def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int:

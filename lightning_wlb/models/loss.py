@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.cost.loss_chunks import chunk_rows
+from lightning_wlb.cost.memory_model import chunk_rows
 from lightning_wlb.data.batch import IGNORE
 from lightning_wlb.distributed.process_groups import group_size
 

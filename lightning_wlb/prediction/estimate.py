@@ -34,8 +34,9 @@ from lightning_wlb.prediction.micro_batch import (
     reach_of,
     times_by_mode,
 )
+from lightning_wlb.sharding.hybrid import LEAST_TILES
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
-from lightning_wlb.sharding.tuning import ALL_TO_ALL_PERCENT, LEAST_TILES
+from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
 
 MOST_REMEMBERED = 1 << 12
 """Costs that are remembered: those of the micro-batches tried in a step on a thousand ranks."""

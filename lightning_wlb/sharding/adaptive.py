@@ -25,10 +25,17 @@ import numpy as np
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout, merged
-from lightning_wlb.sharding.tuning import CANDIDATES, IDEAL_PERCENT
 
 ADAPTIVE = "adaptive"
 """The name that stands for this choice where a sharding is asked for."""
+
+CANDIDATES = ("hybrid", "per_document_contiguous", "per_sequence", "ptrr")
+"""Every sharding by keys but ``per_document``, whose contiguous form has better tiles. What each is
+worth to the others: ``benchmarks/candidate_shardings.py``."""
+
+IDEAL_PERCENT = 102
+"""Predicted latency at which the search for a sharding ends, in percent of the ideal: no prediction
+is better than that."""
 
 
 class Tokens(NamedTuple):

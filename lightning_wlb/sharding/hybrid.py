@@ -36,7 +36,16 @@ import numpy as np
 
 from lightning_wlb.cost.attention_tiles import OVERHEAD, TILE, UNITS
 from lightning_wlb.sharding.integer_ranges import Integers
-from lightning_wlb.sharding.tuning import GOOD_PERMILLE, LEAST_TILES, WHOLE_SHARES
+
+WHOLE_SHARES = (8, 32)
+"""A piece stays whole up to 1/8 of a rank's work, or up to 1/32; tried in this order, because whole
+pieces need no keys of other ranks."""
+
+GOOD_PERMILLE = 20
+"""A share is good enough where no rank has more work than the mean by more than this."""
+
+LEAST_TILES = 4
+"""Tiles of a rank's share of a cut piece: two from each end, so that no segment is one tile."""
 
 _Rows = tuple[int, int]
 """First token and end of a chunk, counted from the piece's start."""

@@ -20,7 +20,11 @@ import numpy.typing as npt
 
 from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
 from lightning_wlb.sharding.layout import Layout
-from lightning_wlb.sharding.tuning import ALL_TO_ALL_PERCENT
+
+ALL_TO_ALL_PERCENT = 75
+"""The all-to-all is used where its busiest rank moves at most this share of the all-gather's rows.
+An all-gather runs at a higher share of a link's speed than messages of different sizes between all
+pairs; how much higher was not measured by this project."""
 
 
 def _no_rows() -> Integers:

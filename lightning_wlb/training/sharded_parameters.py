@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_wlb.distributed.sharded_dim import sharded_dim
+from lightning_wlb.mesh import sharded_dim
 
 
 def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:

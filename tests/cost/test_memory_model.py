@@ -9,7 +9,7 @@ import torch
 
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.communication import communicators, heterogeneous_communicators
-from lightning_wlb.cost.memory_model import MemoryModel, StageParts, usable_bytes
+from lightning_wlb.cost.memory_model import MemoryModel, StageParts, chunk_rows, usable_bytes
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import MicroBatchTensors
@@ -280,3 +280,19 @@ def test_sums_that_travel_narrower_are_copied_for_it() -> None:
     assert exact.transient_bytes(parts, 1000, 4500) == replace(
         exact, reduce_dtype="float64"
     ).transient_bytes(parts, 1000, 4500)
+
+
+@pytest.mark.parametrize(
+    ("words", "on_cpu", "on_accelerator"),
+    [
+        (1, 2**22, 4096),
+        (4096, 1024, 4096),
+        (16_384, 256, 4096),
+        (128_256, 256, 4096),
+        (262_144, 256, 2048),
+        (2**23, 256, 256),
+    ],
+)
+def test_rows_of_a_chunk(words: int, on_cpu: int, on_accelerator: int) -> None:
+    assert chunk_rows(words, accelerator=False) == on_cpu
+    assert chunk_rows(words, accelerator=True) == on_accelerator

@@ -1,21 +1,23 @@
-"""Pipelines that are worth simulating for some steps: of one or several kinds, over all ranks.
+"""Choices of pipelines that are worth simulating, found by an estimate of the step time.
 
-A *kind* is a pipeline × context × tensor that pipelines may have. Of each size those are looked at
-with which documents of some length take the least time. A choice says how many pipelines of each
-kind there are. What a step takes on it is estimated: its pieces, longest first, go each to the kind
-that is done with it first, and pipelines of a kind do all of its pieces together. A piece that is
-too long for one of them is shared by several, which take as long as one with so many times the
-context ranks, where the packing shares pieces. In a pipeline of P stages, for which about six
-micro-batches a stage are planned, everything takes 1 + (P - 1) / 6P times as long.
+A *kind* is a shape that a pipeline may have: stages × context × tensor ranks. Among kinds of equal
+size, only those are kept on which documents of some length take the least time. A *choice* is a
+number of pipelines of each kind, which together use the ranks.
 
-The estimate begins with all pipelines alike, and with some pipelines of one kind and all other
-ranks with pipelines of another. From the best of these it goes on to neighbours, while they are
-better: one pipeline becomes two of half its size, two that are alike become one, or one is of
-another kind of its size. Of choices that have the same kinds only the best one stays for a step.
-Hydraulis' own proposal to begin with (``benchmarks/hydraulis_proposal.py``) finds nothing better.
+The estimate of a step gives its pieces, longest first, each to the kind that finishes it first, as
+if all pipelines of a kind worked on each piece together. A piece that is too long for one pipeline
+is shared by several, where the packing shares pieces; these take as long as one pipeline with as
+many times the context ranks. In a pipeline of P stages, which gets about six micro-batches a stage,
+everything takes 1 + (P - 1) / 6P times as long.
 
-The estimate knows nothing of imbalance, of exchanging parameters, or of how micro-batches fit in
-memory beside each other, so it prunes and must not choose.
+The search begins with choices of one kind, and of some pipelines of one kind with those of another
+on all other ranks. From the best of these it goes on to neighbours, while they are better: a
+pipeline is split into two of half its size, two that are alike are joined, or one changes to
+another kind of its size. Of choices with the same kinds only the best stays for a step. To begin
+with Hydraulis' own proposal (``benchmarks/hydraulis_proposal.py``) finds nothing better.
+
+The estimate leaves out imbalance, the exchange of parameters, and whether micro-batches fit in
+memory beside each other. So it only prunes; simulations choose.
 
 Cost: about twenty predictions of a micro-batch for each legal kind, and for each step some tens of
 milliseconds in compiled loops.
@@ -30,26 +32,26 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.planning.document_time import documents_ns
+from lightning_wlb.heterogeneous.planning.dealing import documents_ns
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import Piece, Recompute, Scheme, Schemes, Shape, schemes_of
 from lightning_wlb.prediction.predictor import Predictor
 
 ONE_BY_ONE = 64
-"""Longest pieces of a step that are dealt one by one; the others are, in as many lots."""
+"""Longest pieces of a step that are dealt one by one; the others are dealt in as many lots."""
 
 SHORTEST = 9
 """Binary logarithm of tokens; shorter pieces take as long for each token."""
 
 CLIMBED = 4
-"""Choices for a step from which neighbours are looked at."""
+"""Choices for a step from which the search goes on to neighbours."""
 
 ROUNDS = 8
-"""Times at most that a step goes on to a neighbour."""
+"""Most moves to a neighbour from each of these choices."""
 
 MICRO_BATCHES = 6
-"""Micro-batches of each stage, by which the wait for the first and the last one is estimated."""
+"""Micro-batches for each stage of a pipeline, by which filling and draining is estimated."""
 
 Counts = tuple[int, ...]
 """Pipelines of each kind."""
@@ -63,19 +65,18 @@ def candidate_schemes(
 ) -> list[Schemes]:
     """The choices of pipelines with the least estimated time for steps of these pieces.
 
-    The best of each step come first, then their second best, and so on. None has virtual stages.
-    Of the sizes that the request gives only tensor 1 is kept to, as of a model whose weights cannot
-    be split: pipelines are to differ from the mesh.
+    The best choice of each step comes first, then the second best of each, and so on. No pipeline
+    has virtual stages. Of the axis sizes that the request fixes only ``tensor=1`` is respected,
+    which a model needs whose weights cannot be split: pipelines are to differ from the mesh.
 
     Args:
         request: model, settings and device.
-        steps: of a sample.
-        most: choices to return.
-        beside: pipelines that are not to be among them.
+        steps: pieces of each step of a sample.
+        most: how many choices to return at most.
+        beside: a choice that is left out, such as the mesh's own pipelines.
     """
     fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}
-    request = replace(request, fixed=fixed, virtual_stages=1)
-    kinds = _Kinds(request, _all_kinds(request))
+    kinds = _Kinds(replace(request, fixed=fixed, virtual_stages=1))
     ranked = [kinds.best(pieces) for pieces in steps]
     found: dict[Schemes, None] = {}
     for place in range(max(map(len, ranked), default=0)):
@@ -86,13 +87,13 @@ def candidate_schemes(
 
 
 def estimated(counts: Integers, times: Floats, shared: Integers) -> Floats:
-    """What a step takes on choices, by the rule of this module; inf where one cannot hold it.
+    """The estimated time of a step on each choice; inf where a choice cannot hold it.
 
     Args:
         counts: [choices, kinds], pipelines of each kind.
-        times: [kinds, pieces], what a piece takes on a pipeline, longest piece first.
-        shared: [kinds, pieces], the least number of pipelines that can hold the piece together;
-            ``times`` is that of one pipeline which does all their work.
+        times: [kinds, pieces], time of a piece on one pipeline that does all of its work, longest
+            piece first.
+        shared: [kinds, pieces], the least number of pipelines that can hold the piece together.
     """
     load = np.zeros(counts.shape)
     each = np.arange(len(counts))
@@ -106,11 +107,11 @@ def estimated(counts: Integers, times: Floats, shared: Integers) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """What a pipeline of some kind takes for pieces.
+    """A kind of pipeline, and how long pieces take on it.
 
     Args:
-        scheme: of such a pipeline, from rank 0 on.
-        predictor: of the model on a mesh of such pipelines.
+        scheme: such a pipeline on the first ranks.
+        predictor: predicts steps on a mesh of such pipelines.
         modes: what micro-batches may recompute, least first.
         window: tokens of the longest piece.
     """
@@ -128,18 +129,16 @@ class _Kind:
 
     @cached_property
     def _per_token(self) -> tuple[Integers, Floats]:
-        """Lengths, and ns of a token of pieces so long: [modes, lengths]."""
+        """Lengths of pieces, and ns per token of a piece of each length: [modes, lengths]."""
         grid = [1 << power for power in range(SHORTEST, self.window.bit_length())]
         grid.append(self.window)
         times = [documents_ns(self.predictor, tokens, self.modes) for tokens in grid]
         return np.array(grid), np.array(times).T / grid
 
     def times(self, lengths: Integers, longest: Integers | None = None) -> Floats:
-        """What pieces take, each in the least mode that fits; inf where none does.
+        """The ns of pieces of these lengths, each in the least mode that fits; inf where none does.
 
-        Args:
-            lengths: tokens of each.
-            longest: in each mode, if not :attr:`longest`.
+        ``longest`` stands in for :attr:`longest`, where pipelines hold more together.
         """
         limits = self.longest if longest is None else longest
         grid, per_token = self._per_token
@@ -150,25 +149,24 @@ class _Kind:
         return found
 
 
-def _all_kinds(request: MeshRequest) -> list[_Kind]:
-    """Every legal kind of pipeline."""
-    made = []
-    for mesh in legal_meshes(request, Reasons()):
-        predictor = request.predictor(mesh)
-        (scheme, *_) = schemes_of(mesh, predictor.stages)
-        made.append(_Kind(scheme, predictor, request.modes, request.data.context_window))
-    return made
-
-
 @dataclass(frozen=True, eq=False)
 class _Kinds:
     """All kinds of pipelines that are legal for a request."""
 
     request: MeshRequest
-    legal: Sequence[_Kind]
+
+    @cached_property
+    def legal(self) -> list[_Kind]:
+        made = []
+        for mesh in legal_meshes(self.request, Reasons()):
+            predictor = self.request.predictor(mesh)
+            (scheme, *_) = schemes_of(mesh, predictor.stages)
+            window = self.request.data.context_window
+            made.append(_Kind(scheme, predictor, self.request.modes, window))
+        return made
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
-        """Choices for a step, best first; of those with the same kinds one."""
+        """Choices for a step, best first; only the best of those with the same kinds."""
         if not self._kept:  # the model fits nowhere
             return []
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
@@ -204,7 +202,7 @@ class _Kinds:
 
     @staticmethod
     def _ranked(known: dict[Counts, float]) -> list[Counts]:
-        """Those that hold the step, best first; of those with the same kinds one."""
+        """Choices that hold the step, best first; only the best of those with the same kinds."""
         by_kinds: dict[tuple[bool, ...], Counts] = {}
         for counts in sorted(known, key=lambda counts: (known[counts], counts)):
             if np.isfinite(known[counts]):
@@ -213,7 +211,7 @@ class _Kinds:
 
     @cached_property
     def _kept(self) -> list[_Kind]:
-        """The kinds of each size that are the best for some length."""
+        """The kinds that are the fastest of their size for some length."""
         window = self.request.data.context_window
         edges = np.array([1 << power for power in range(SHORTEST, window.bit_length())] + [window])
         costs = np.array([self._together(each, edges)[0] for each in self.legal])
@@ -231,7 +229,7 @@ class _Kinds:
 
     @cached_property
     def _first(self) -> list[Counts]:
-        """All pipelines alike, and some larger ones beside those of another kind."""
+        """Choices of one kind, and of some larger pipelines beside smaller ones of another kind."""
         devices, made = self.request.devices, []
         for large, size in enumerate(self._sizes):
             made.append(self._counts({large: devices // size}))
@@ -264,7 +262,7 @@ class _Kinds:
         return tuple(given.get(kind, 0) for kind in range(len(self._kept)))
 
     def _together(self, kind: _Kind, lengths: Integers) -> tuple[Floats, Integers]:
-        """What pieces take on pipelines of a kind, and how many of these share each of them.
+        """The time of pieces on pipelines of a kind, and how many pipelines share each piece.
 
         The time is that of one pipeline which does the work of all that share.
         """
@@ -272,7 +270,7 @@ class _Kinds:
         times, sharers = np.full(len(lengths), np.inf), np.ones(len(lengths), np.int64)
         ranks, shares = 1, self.request.data.packer.compares_plans
         while other := self._by_shape.get((stages, context * ranks, tensor)):
-            # As many hold more, and so may recompute less.
+            # Pipelines that share a piece hold more together, and so may recompute less.
             each = ranks * other.times(lengths, ranks * kind.longest)
             less = each < times
             times[less], sharers[less] = each[less], ranks

@@ -1,23 +1,23 @@
-"""A step on pipelines that differ: pieces are dealt to each kind of them, and packed there.
+"""A step on pipelines that differ: its pieces are dealt to kinds of pipelines, and packed there.
 
-A kind is the pipelines that are alike. Dealing (Hydraulis §6.2) takes what a piece costs on a
-pipeline, where it fits at all, from the device profile. Algorithm 1 deals
+The pipelines of a *kind* have equal shapes. Dealing (Hydraulis §6.2) needs the cost of each piece
+on each pipeline that can hold it, which is predicted from the device profile. Algorithm 1 deals
 
-* whole pieces to pipelines, which wait P - 1 times for their longest if they have P stages,
-* the same as if there were one stage, since slices leave a pipeline little to wait for,
-* or, where a piece fits on no pipeline, or has so much work that they would be uneven, pieces to
-  kinds, each as if its pipelines shared every piece: the packing ``auto`` lets them share it.
+* whole pieces to pipelines; one of P stages also waits P - 1 times for its longest piece,
+* the same as if each pipeline had one stage, since slices leave it little to wait for,
+* or pieces to kinds, as if the pipelines of a kind shared every piece: where a piece fits on no
+  pipeline, or has so much work that pipelines would be uneven, and the packing shares pieces.
 
-What the pipelines of a kind got is put together, and the run's packing arranges it as on a mesh of
-them alone: it deals anew, and may let several share a piece (DP-Merge). Times are simulated then:
-of the dealings the one stays whose latest kind ends first, and what each kind takes beside its
-predicted costs corrects these for another dealing, while that helps.
+The run's packing then arranges all pieces of a kind as on a mesh of its pipelines alone: it deals
+them anew, and may let several pipelines share a piece (DP-Merge). The results are simulated, and
+the dealing stays whose latest kind ends first. Each kind's simulated time, relative to its
+predicted costs, corrects these costs for another dealing, while that helps.
 
 The predictors of the kinds know when parameters have arrived, and gradients at their shards
 (:mod:`.exchange_times`).
 
 Cost: two to four times that of a packing's plan of each kind, and of Algorithm 1; a kind that gets
-the same pieces again is planned once. Not without a device profile: exact work does not know which
+the same pieces again is planned once. It needs a device profile: exact work does not know which
 pipeline is faster.
 """
 
@@ -31,14 +31,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.planning.document_time import document_ns
 from lightning_wlb.plan import (
     ActivationCheckpointing,
     Piece,
+    Recompute,
     ReplicaPlan,
     Scheme,
     Schemes,
     Shape,
+    Slice,
     alike,
 )
 from lightning_wlb.planning.dealing import Costs, deal_greedily, longest_first
@@ -49,26 +50,56 @@ from lightning_wlb.planning.step_chooser import PlannedStep, check_packing
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import ADAPTIVE
+from lightning_wlb.sharding import ADAPTIVE, choose
 
 UNEVEN_PERCENT = 110
-"""Predicted end of the latest pipeline, to that of kinds, above which pieces are dealt to kinds."""
+"""Pieces are dealt to kinds where the busiest pipeline has more than 110 % of the busiest kind's
+predicted time."""
 
 DEALT_AGAIN = 2
-"""Times at most that pieces are dealt again, knowing what pipelines took."""
+"""Times at most that pieces are dealt again, by what pipelines took."""
+
+UTILISED = 4096
+"""Tokens on a context rank that use its device well: shorter documents share a micro-batch."""
+
+
+def documents_ns(predictor: Predictor, tokens: int, modes: Sequence[Recompute]) -> list[float]:
+    """Forward and backward of one document on the slowest stage in ns: Hydraulis' T (B.2).
+
+    Of short documents as many as fill a micro-batch are predicted together, and the time is divided
+    by their number. Bubbles, imbalance and gathering of parameters are not in it.
+
+    Args:
+        predictor: predicts steps of the model on the pipeline's mesh.
+        tokens: length of the document.
+        modes: what its micro-batch recomputes; several take hardly longer to predict than one.
+
+    Returns:
+        The time in each mode.
+    """
+    mesh = predictor.latency.mesh
+    copies = max(UTILISED * mesh.context // tokens, 1)
+    name, _ = choose([tokens] * copies, mesh.context, mesh.tensor, predictor.latency.segment_cost)
+    slices = [Slice(number, 0, 0, tokens) for number in range(copies)]
+    cost = predictor.micro_batch(slices, name)
+    stages = {parts: stage for stage, parts in enumerate(predictor.memory.parts)}.values()
+    costs = [cost._replace(recompute=mode) for mode in modes]
+    return [
+        max(sum(predictor.action_ns(stage, each)) for stage in stages) / copies for each in costs
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineKind:
-    """The pipelines of one kind: what they can do with the pieces that are dealt to them.
+    """The pipelines of one kind, which plan the pieces that are dealt to them.
 
     Args:
-        scheme: of such a pipeline, on any ranks.
-        predictor: of the model on a mesh of pipelines that are all like this one, as many as there
-            are ranks for, since parameters are sharded over all ranks.
-        activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
-        sharding: of every micro-batch.
-        count: of these pipelines.
+        scheme: one of the pipelines.
+        predictor: predicts steps on a mesh of such pipelines over all ranks, since parameters are
+            sharded over all ranks.
+        activation_checkpointing: what all micro-batches recompute; ``"auto"``: the least that fits.
+        sharding: how every micro-batch lies on the context ranks.
+        count: number of the pipelines.
     """
 
     scheme: Scheme
@@ -79,14 +110,14 @@ class PipelineKind:
 
     @cached_property
     def scorer(self) -> ProfileScorer:
-        """Simulates the pipelines."""
+        """Scores plans of the pipelines."""
         return ProfileScorer(self.predictor, self.activation_checkpointing)
 
     @cached_property
     def place(self) -> Placement:
-        """What the pipelines' pieces are arranged for."""
-        mesh, layout = self.scheme.mesh(self.count), self.sharding
-        return Placement(mesh, layout, self.scorer, SCHEDULES[self.predictor.schedule].slices)
+        """Where the packing arranges the pieces: a mesh of these pipelines alone."""
+        slices = SCHEDULES[self.predictor.schedule].slices
+        return Placement(self.scheme.mesh(self.count), self.sharding, self.scorer, slices)
 
     @cached_property
     def longest(self) -> int:
@@ -94,15 +125,15 @@ class PipelineKind:
         return max(self.scorer.longest, default=0)
 
     def longest_shared(self, packer: Packer) -> int:
-        """Tokens of the longest piece that the pipelines can hold, as this packing shares them."""
+        """Tokens of the longest piece that the pipelines hold, together if the packing shares."""
         shares = packer.compares_plans and self.place.slices
         return self.longest << (self.count.bit_length() - 1 if shares else 0)
 
     def costs(self, tokens: Sequence[int]) -> list[int]:
-        """The ns of forward and backward of pieces on one stage of a pipeline.
+        """Forward and backward of pieces of these lengths on the slowest stage, in ns.
 
-        Predicted for half-powers of two from 64 on, up to the longest that all pipelines hold
-        together, and interpolated between them for each token.
+        Times are predicted for half-powers of two from 64 on, up to the longest piece that all
+        pipelines hold together; between them the time per token is interpolated.
         """
         grid, times = self._predicted
         per_token = np.interp(tokens, grid, times / grid)
@@ -112,32 +143,28 @@ class PipelineKind:
 
     @cached_property
     def _predicted(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Lengths, and what a piece of each takes."""
+        """Lengths of pieces, and the predicted ns of each."""
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         limits = [(self.predictor.longest_micro_batch(1, mode), mode) for mode in modes]
         longest = self.longest << (self.count.bit_length() - 1)
         grid = (2 ** (np.arange(12, 2 * longest.bit_length()) / 2)).astype(np.int64)
         grid = np.append(grid[grid < longest], max(longest, 1))
-        times = [
-            document_ns(
-                self.predictor,
-                length,
-                next((mode for most, mode in limits if most >= length), modes[-1]),
-            )
-            for length in grid.tolist()
-        ]
+        times: list[float] = []
+        for length in grid.tolist():
+            mode = next((mode for most, mode in limits if most >= length), modes[-1])
+            times += documents_ns(self.predictor, length, [mode])
         return grid, np.array(times)
 
     def plan(self, pieces: Sequence[Piece], packer: Packer) -> list[ReplicaPlan]:
-        """What the pipelines do with some pieces, as the replicas of a mesh of their own."""
+        """The plan of each pipeline for some pieces, as of the replicas of a mesh of their own."""
         made = packer.replicas([list(pieces)], self.place)
         cost = self.predictor.latency.segment_cost
         return self.scorer.settled(laid_out(made, self.place.mesh, self.sharding, cost))
 
 
 Kinds = Mapping[Shape, PipelineKind]
-"""The kinds of some pipelines, by shape."""
+"""The kinds of a step's pipelines, by shape."""
 
 
 def arrange(
@@ -150,15 +177,15 @@ def arrange(
     """Deal the pieces of a step and pack them, for the shortest simulated step.
 
     Args:
-        pieces: of the step.
-        schemes: the pipelines.
-        kinds: of all these pipelines.
-        rules: of the run. The share of a kind in the micro-batches is that of its ranks.
+        pieces: all pieces of the step.
+        schemes: the pipelines of the step.
+        kinds: the kind of each pipeline.
+        rules: settings of the run; each kind gets micro-batches in proportion to its ranks.
         packer: makes the packing that arranges the pieces of a kind.
 
     Raises:
-        ValueError: a piece that no pipelines can hold, or a packing whose micro-batches are made
-            for all pipelines at once.
+        ValueError: a piece is too long for every kind, or the packing makes micro-batches for all
+            pipelines at once.
     """
     check_packing(packer(rules))
     numbers = alike(schemes)
@@ -183,9 +210,9 @@ class _Columns(NamedTuple):
     """A table for dealing pieces: one column for each pipeline, or one for each kind.
 
     Attributes:
-        costs: of each piece in each column; None where it does not fit.
+        costs: [pieces][columns], ns of a piece; None where it does not fit.
         kinds: number of each column's kind.
-        stages: of the pipelines of each column; 1 where slices leave little to wait for.
+        stages: depth of each column's pipelines; 1 where slices leave little to wait for.
     """
 
     costs: Costs
@@ -194,16 +221,16 @@ class _Columns(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """What the pipelines of a kind make of their pieces."""
+    """The plans of a kind's pipelines for their pieces, and how good they are."""
 
-    excess: int
-    time_ns: int
-    end_ns: int  # of the last action; time_ns has what then still travels
+    excess: int  # bytes above what may be filled
+    time_ns: int  # until gradients have arrived and the optimizer has run
+    end_ns: int  # until the last action has ended
     plans: Sequence[ReplicaPlan]
 
 
 class _Dealt(NamedTuple):
-    """A dealing.
+    """Which kind each piece is dealt to.
 
     Attributes:
         columns: the table by which pieces were dealt.
@@ -217,7 +244,7 @@ class _Dealt(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """What each kind makes of a dealing."""
+    """A dealing with the plans of each kind."""
 
     excess: int
     time_ns: int
@@ -251,10 +278,11 @@ class _StepDealing:
         return best
 
     def _columns(self) -> tuple[list[_Columns], _Columns | None]:
-        """Two tables of all pipelines, the second as if they had one stage; and that of the kinds.
+        """Two tables with a column for each pipeline, and one with a column for each kind.
 
-        No pipelines where a piece fits in none of them, or there is one kind; None for the kinds
-        where nothing would be shared.
+        The second counts every pipeline as one stage. There are no tables of pipelines where a
+        piece fits on none of them, or there is one kind, and None for the kinds where their
+        pipelines would share nothing.
         """
         tokens, every = [piece.tokens for piece in self.pieces], self.kinds
         alone = [each.longest for each in every]
@@ -319,7 +347,7 @@ def _corrected(tried: _Tried) -> _Columns:
     factors = []
     for kind, (own, made) in enumerate(zip(tried.dealing.own, tried.made, strict=True)):
         columns = [column for column, of in enumerate(kinds) if of == kind]
-        # A column for each pipeline, or one with each one's part.
+        # There is a column for each pipeline of the kind, or one with the part of each of them.
         predicted = sum(costs[index][columns[0]] or 0 for index in own) // len(columns)
         factors.append(made.end_ns / predicted if predicted else 1.0)
     scaled = [
@@ -333,12 +361,7 @@ def _corrected(tried: _Tried) -> _Columns:
 
 
 def renumbered(plan: ReplicaPlan, number: Callable[[int], int]) -> ReplicaPlan:
-    """A plan whose micro-batches name the pipelines that share them by other numbers.
-
-    Args:
-        plan: of one pipeline.
-        number: the new number of a pipeline, from its old one.
-    """
+    """The plan, with ``number`` of each pipeline's number among those that share a micro-batch."""
     forward, backward = (
         tuple(replace(each, replicas=tuple(map(number, each.replicas))) for each in micro_batches)
         for _, micro_batches in plan.passes

@@ -1,17 +1,16 @@
-"""When parameters reach pipelines that are not the mesh's, and gradients come back: closed form.
+"""When parameters reach the pipelines of a step, and gradients their shards: a closed form.
 
-As :mod:`~lightning_wlb.heterogeneous.transfer` does it: buckets (an end, a layer) move in turns,
-turn j having the j-th bucket of every rank, and a turn takes as long as the busiest rank. A forward
-waits for its own stage's turns only (pulled ahead), and a turn of gradients leaves as soon as it is
-complete (pushed early). Over two hops one turn is on the rails while others are inside the nodes,
-so that turns follow each other as fast as the slower hop takes them: the faster one costs the first
-turn alone.
+:mod:`~lightning_wlb.heterogeneous.transfer` moves buckets (an end, a layer) in turns; turn j moves
+the j-th bucket of every rank, and takes as long as the busiest rank. A forward waits for its own
+stage's turns only, and a turn of gradients leaves as soon as it is complete. With two hops
+(:mod:`.exchanges`) one turn goes between nodes while others go inside them, so turns follow each
+other as fast as the slower hop allows, and the faster hop costs only its first turn.
 
-A rank brings in what it needs, less its share of what is sharded there, and sends its share of what
-all others need; shards are taken to lie evenly over the ranks that hold a layer. A node needs what
-its ranks need once. Rates and latencies are those of the profile's links; each device has a network
-adapter of its own. A tied weight is counted at both ends. Connecting ranks for the first time is
-left out.
+A rank receives what it needs less its own shard of that, and sends its shard of what all others
+need. Shards are taken to lie evenly over the ranks that hold a layer. A node receives once what
+several of its ranks need. Rates and latencies are those of the profile's links; each device has a
+network adapter of its own. A tied weight is counted at both ends. Connecting ranks for the first
+time is left out.
 
 Cost: O(ranks · buckets · tensor) array elements for each choice of pipelines, once: a tenth of a
 second of processor time for 32 layers on 1,024 ranks.
@@ -38,14 +37,14 @@ Floats = NDArray[np.float64]
 
 
 def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, ParameterTraffic]:
-    """The traffic of each pipeline of a step.
+    """When each pipeline of a step has its parameters, and its gradients are reduced.
 
     Args:
-        base: of the mesh over which parameters and optimizer state are sharded.
+        base: predicts steps on the mesh over which parameters and optimizer state are sharded.
         schemes: the pipelines of the step, on all ranks of the mesh.
 
     Raises:
-        ValueError: devices that are not whole nodes, of several devices each.
+        ValueError: the devices do not fill whole nodes.
     """
     profile, devices = base.latency.profile, base.latency.mesh.devices
     per_node = min(profile.devices_per_node, devices)
@@ -64,7 +63,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         return times
 
     def both(size: int) -> tuple[Floats, Floats]:
-        """The time of each turn over the two hops; the first one's are zeros where there is one."""
+        """The time of each turn on either hop; the first hop has zeros where there is only one."""
         links = profile.links
         if nodes > 1 and per_node > 1:
             between = turns_ns(first, nodes, links["network"], size)
@@ -82,7 +81,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
             len(buckets),
             buckets,
             tuple(_through(*(each[:n] for each in pulled)) - before for n in buckets),
-            # The last turn comes first, and the inner hop.
+            # Gradients begin with the last turn, on the hop inside the nodes.
             tuple(_through(*(each[:n][::-1] for each in pushed[::-1])) - after for n in buckets),
             base.traffic.optimise,
             before,
@@ -92,7 +91,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
 
 
 def _through(first: Floats, second: Floats) -> int:
-    """When the last of some turns has come over two hops, each of which takes one at a time."""
+    """The end of the last turn, where each of the two hops handles one turn at a time."""
     end = 0.0
     for there, took in zip(first.cumsum().tolist(), second.tolist(), strict=True):
         end = max(end, there) + took
@@ -108,7 +107,8 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Fl
         per_node: ranks of a node.
 
     Returns:
-        Over the network, by the first of two hops, zeros where there is one hop; over the other.
+        Elements of each turn on the first of two hops, between nodes, and on the second. Where
+        there is only one hop, the first has zeros.
     """
     shape, mesh = base.latency.shape, base.latency.mesh
     # The parts into which all tensor-parallel sizes together cut a weight.
@@ -139,11 +139,11 @@ def _busiest(need: Floats, share: Floats, turn: Integers, turns: int) -> Floats:
     """Most elements that a rank sends or receives in each turn.
 
     Args:
-        need: [takers, buckets, cuts], elements.
-        share: [takers, ranks of a taker, buckets, cuts], how much of them is sharded there. A rank
-            exchanges with those at its own place in the other takers.
-        turn: [takers, buckets], when they are needed; any other number: never.
-        turns: how many there are.
+        need: [receivers, buckets, cuts], elements that each receiver (a rank or a node) needs.
+        share: [receivers, ranks of a receiver, buckets, cuts], the part of these elements that is
+            sharded on each rank. A rank exchanges with those at its place in the other receivers.
+        turn: [receivers, buckets], when each is needed; outside ``range(turns)``: never.
+        turns: number of turns.
     """
     most = np.zeros(turns)
     for number in range(turns):

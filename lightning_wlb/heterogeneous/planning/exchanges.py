@@ -1,28 +1,27 @@
 """What each rank sends and receives between the sharded layout and the pipelines of a step.
 
 A :class:`Redistribution` has one rank's part of every exchange. Exchanges go in *turns*: turn j
-moves the j-th bucket of every rank, whichever that is. So all ranks join the same collectives in
-the same order, whatever stages they have and whatever they lack, and the first buckets are there
-while later ones are on their way. Gradients go back from the last turn to the first.
+moves the j-th bucket of every rank, whichever bucket that is. So all ranks join the same
+collectives in the same order, whatever stages they have, and the first buckets have arrived while
+later ones are on their way. Gradients go back from the last turn to the first.
 
-*One hop*: whoever holds an element sends it to each rank that needs it. Over several nodes that
-carries an element into a node once for every rank there that needs it. *Two hops* carry it once:
-the ranks with the same number in their nodes, a *rail*, bring what a node needs from the holders on
-the rail to that node's rank on it, over all network adapters at once; then that rank hands it out
-in its node. Between the two an element is in one place of each node, cut at every edge of the needs
-there, so that each of the pieces goes to a rank whole. On two nodes of H100s a step of a 13B model
-that leaves the mesh takes 7 % less with two hops than with one.
+*One hop*: a rank that holds an element sends it to each rank that needs it. It then enters another
+node once for every rank there that needs it. *Two hops* bring it into a node once. The ranks with
+the same number in their nodes form a *rail*. In the first hop the holders on a rail send what a
+node needs to that node's rank on the rail, over all network adapters at once; in the second, that
+rank hands it out in its node. In between an element is on one rank of each node, in boxes cut at
+every edge of what the node's ranks need, so that each box goes on whole. On two nodes of H100s a
+step of a 13B model on other pipelines than the mesh's takes 7 % less with two hops than with one.
 
-Over two hops a bucket enters a node in the first turn in which one of its ranks uses it, and is
-kept there for those which use it later. On the way back the same turn is the last one, so that the
-sums leave the node when they are complete.
+With two hops a bucket enters a node in the first turn in which one of its ranks uses it, and stays
+there for ranks that use it later. On the way back that turn is the last one, so the sums leave the
+node when they are complete.
 
-Parameters are *pulled* from one of the ranks that hold them: a rank's own copy if it has one, else
-one in its node, else any, in turn. Gradients are *pushed* the other way, to *all* ranks that hold a
-shard of the parameter, or copies would drift apart; each adds up what comes in the order of ranks.
-So the elements that a rank receives over one hop are those that it needs and does not hold, and
-those that enter a node over two hops are those that some rank in it needs and none in it holds: no
-exchange of them can do with fewer.
+Parameters are *pulled* from one of the ranks that hold them: the rank itself, else one in its node,
+else any, in turn. Gradients are *pushed* the other way, to *all* ranks that hold a shard of the
+parameter, or copies would drift apart; each adds up what it receives in the order of ranks. So with
+one hop a rank receives exactly the elements that it needs and does not hold, and with two hops a
+node receives those that one of its ranks needs and none of them holds: the fewest possible.
 
 Cost: a few array operations for each parameter of a template and direction, over ranks and nodes;
 selecting a turn takes some more over the pieces of its buckets, when it is asked for.
@@ -57,7 +56,7 @@ from lightning_wlb.plan import Schemes
 
 
 class Pieces(NamedTuple):
-    """What goes between one rank and its peers, in the order in which it is sent.
+    """The boxes that one rank exchanges with its peers, in the order in which they are sent.
 
     Attributes:
         peer: int64 [k], global rank of the other end, ascending.
@@ -73,18 +72,16 @@ class Pieces(NamedTuple):
 
     @property
     def elements(self) -> Integers:
-        """int64 [k]."""
+        """int64 [k], number of elements of each box."""
         counts: Integers = (self.box[..., 1] - self.box[..., 0]).prod(axis=-1)
         return counts
 
 
 class TurnExchange(NamedTuple):
-    """One rank's part of an uneven all-to-all; gradients go from ``into`` to ``out``.
+    """One rank's part of an uneven all-to-all among ``ranks``.
 
-    Attributes:
-        ranks: who take part, ascending.
-        out: sent, of parameters.
-        into: received, of parameters.
+    The rank sends ``out`` and receives ``into`` where parameters are exchanged; gradients go the
+    other way.
     """
 
     ranks: range
@@ -97,10 +94,10 @@ Hop = tuple[Pieces, Pieces]
 
 
 class _OfBucket(NamedTuple):
-    """What one rank holds of a bucket, sharded and in the step, and its hops.
+    """What one rank holds of a bucket, sharded and in the step, and its part of the exchanges.
 
     Attributes:
-        hops: of parameters, and of gradients, which are none where no parameter is trained.
+        hops: the hops of parameters, then those of gradients; none where nothing is trained.
     """
 
     shard: Regions
@@ -113,15 +110,14 @@ class Redistribution:
     """One rank's exchanges between the sharded layout and the pipelines of a step.
 
     Args:
-        weights: of the model.
+        weights: all parameters of the model.
         base: the pipelines of the mesh over which parameters are sharded.
         schemes: the pipelines of the step.
-        rank: whose exchanges they are.
+        rank: the global rank whose exchanges these are.
         per_node: ranks of a node.
 
     Raises:
-        ValueError: the two are for other numbers of ranks or layers than each other, or for nodes
-            that are not whole.
+        ValueError: mesh and step differ in ranks or layers, or the ranks do not fill whole nodes.
     """
 
     weights: Weights
@@ -152,7 +148,7 @@ class Redistribution:
 
     @property
     def turns(self) -> int:
-        """Collectives of each hop and direction: the most buckets that a rank has."""
+        """Collectives of each hop and direction: as many as the most buckets that a rank has."""
         return int(self._turns.max()) + 1
 
     @property
@@ -163,15 +159,15 @@ class Redistribution:
         return [bucket for bucket in order if own[bucket] >= 0]
 
     def boxes(self, bucket: int, *, shard: bool, trained: bool = False) -> dict[int, Integers]:
-        """What this rank holds of a bucket.
+        """The box that this rank holds of each parameter of a bucket.
 
         Args:
-            bucket: its number.
-            shard: of the sharded layout; else in the step.
-            trained: whether only of parameters that get gradients.
+            bucket: number of the bucket.
+            shard: whether between steps, where parameters are sharded; else in the step.
+            trained: whether to leave out parameters that get no gradients.
 
         Returns:
-            Number of the parameter -> int64 [dimensions, 2]; without those of which it has nothing.
+            Number of the parameter -> int64 [dimensions, 2], where the rank holds any of it.
         """
         held = self._of_bucket(bucket).shard if shard else self._of_bucket(bucket).need
         counted = self.weights.trained(self.weights.buckets[bucket])
@@ -179,15 +175,15 @@ class Redistribution:
         return {number: box for number, box in boxes if counted[number] or not trained}
 
     def exchange(self, turn: int, hop: int, *, push: bool = False) -> TurnExchange:
-        """One all-to-all.
+        """The part that this rank has in one all-to-all.
 
         Args:
             turn: in ``range(self.turns)``.
             hop: in ``range(self.hops)``.
-            push: of gradients, which go to every copy of a parameter that gets some; else of
-                parameters.
+            push: whether of gradients, which go to every copy of a trained parameter's shard; else
+                of parameters.
         """
-        # Over the first hop a node takes a bucket once, whichever of its ranks does so first.
+        # On the first hop a bucket enters a node once, in the turn of the first rank that uses it.
         table, size = (self._node_turns, self._node_size) if hop == 0 else (self._turns, 1)
         chosen: tuple[list[Pieces], list[Pieces]] = [], []
         for bucket in np.flatnonzero((table == turn).any(axis=0)).tolist():
@@ -216,7 +212,7 @@ class Redistribution:
 
     @cached_property
     def _node_size(self) -> int:
-        """Ranks among which the second hop hands out what has come; 1 where one hop is enough."""
+        """Ranks among which the second hop hands out what has arrived; 1 where there is one hop."""
         return self.per_node if self.per_node < len(self._turns) else 1
 
     @cached_property
@@ -264,15 +260,16 @@ def hops_between(
     """A rank's part of the exchange of one bucket: on its rail, then in its node.
 
     Args:
-        shard: of the bucket, all ranks; boxes are either equal (copies) or do not overlap.
-        need: of the bucket, all ranks.
-        rank: whose part it is.
+        shard: what all ranks hold of the bucket between steps; two boxes are equal (copies) or do
+            not overlap.
+        need: what all ranks need of the bucket in the step.
+        rank: the rank whose part this is.
         per_node: ranks of a node; 1: there is one hop, among all ranks.
-        every_copy: whether each copy of a shard takes part, for gradients; else each node has its
-            elements from one of them, for parameters.
+        every_copy: whether every copy of a shard takes part, as gradients need; else each node gets
+            an element from one copy, as parameters do.
 
     Returns:
-        One hop or two. What comes in by the first of two goes out by the second.
+        One hop or two. What is received in the first of two is sent in the second.
     """
     node, place = divmod(rank, per_node)
     unions = need if per_node == 1 else _needs_of_nodes(need, per_node)
@@ -285,7 +282,7 @@ def hops_between(
         chosen = chosen[shard.rank[mates] == rank]
         out = out.where(chosen[out.own, nodes.searchsorted(unions.rank[out.need])])
         sources = shard.where(_sources(shard, number, np.array([node]), per_node)[:, 0])
-    # All that comes into this node; each of its ranks brings what is on its own rail.
+    # All that this node receives; each of its ranks receives what comes on its own rail.
     union = unions.where(unions.rank == node)
     into = meet(sources, union)
     source = sources.rank[into.own]
@@ -316,25 +313,25 @@ def _distinct(of: Regions) -> Regions:
 
 
 def _some(pieces: Pieces, bucket: int, chosen: Truths | slice) -> Pieces:
-    """Some of a template's pieces, as those of a bucket."""
+    """Some pieces of a template, with the number of the bucket that they stand for."""
     peer, _, parameter, box = (field[chosen] for field in pieces)
     return Pieces(peer, np.full(len(peer), bucket), parameter, box)
 
 
 def _pieces(peer: Integers, need: Regions, found: Meetings) -> Pieces:
-    """In the order of peer, parameter and place, which no two pieces have alike."""
+    """The pieces by peer, parameter and first index, in which any two of them differ."""
     parameter = need.parameter[found.need]
     order = np.lexsort((*found.box[..., 0].T[::-1], parameter, peer))
     return Pieces(peer[order], np.zeros_like(order), parameter[order], found.box[order])
 
 
 def _sources(shard: Regions, number: Integers, nodes: Integers, per_node: int) -> Truths:
-    """From which copy each node has a box: bool [boxes, nodes], one of each number.
+    """Which copy of a box each node gets it from: bool [boxes, nodes], true for one of each number.
 
     Args:
-        shard: the boxes.
-        number: of each box, the same for copies.
-        nodes: who takes them.
+        shard: boxes that are sent.
+        number: the number of each box, the same for copies.
+        nodes: numbers of the nodes that receive.
         per_node: ranks of a node.
     """
     order = number.argsort(kind="stable")
@@ -352,7 +349,7 @@ def _sources(shard: Regions, number: Integers, nodes: Integers, per_node: int) -
 
 
 def _needs_of_nodes(need: Regions, per_node: int) -> Regions:
-    """What the ranks of each node need together, as cells; ``rank`` is the number of the node."""
+    """What the ranks of each node need together, as cells; ``rank`` then is the node's number."""
     node = need.rank // per_node
     order = np.lexsort((need.rank, need.parameter, node))
     node, parameter, box = node[order], need.parameter[order], need.box[order]

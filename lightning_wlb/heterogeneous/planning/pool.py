@@ -1,16 +1,15 @@
 """A few choices of pipelines, of which each step takes the one that is simulated to be fastest.
 
-The mesh's own pipelines are always among them: a step leaves them only where others are simulated
-to be faster by :data:`WORTH_PER_MILLE`, or fit in memory where they do not. So no step is predicted
-to take longer than it would on the mesh. What the change costs is in the account: parameters are
-exchanged with the step's pipelines, and gradients back, as :mod:`.exchange_times` has it, as far as
-actions do not hide them.
+A step leaves the mesh's own pipelines only where others are simulated to be faster by
+:data:`WORTH_PER_MILLE`, or fit in memory where the mesh does not. So no step is predicted to take
+longer than on the mesh. The simulated times include the exchange of parameters and gradients
+(:mod:`.exchange_times`), as far as actions do not hide it.
 
-Which pieces are in a step does not depend on its pipelines, and which pipelines it takes depends on
-nothing but these pieces. So a run that is resumed with the same pool, on the same mesh, makes the
-same choices, and its state holds nothing of them.
+The pieces of a step do not depend on its pipelines, and its pipelines depend on nothing but these
+pieces. So a run that resumes with the same pool on the same mesh makes the same choices, and
+checkpoints need not hold them.
 
-Cost: that of :func:`.arrange` for each choice, in every step.
+Cost: :func:`.arrange` for each choice, in every step.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from lightning_wlb.plan import (
     ActivationCheckpointing,
     Piece,
     Schemes,
+    Shape,
     StepPlan,
     alike,
     schemes_of,
@@ -45,7 +45,7 @@ class Pool:
     """Pipelines to choose from, beside the mesh's own: a :class:`.StepChooser`.
 
     Args:
-        kinds: of each choice those of its pipelines.
+        kinds: for each choice, the kinds of its pipelines.
     """
 
     kinds: Mapping[Schemes, Kinds]
@@ -60,23 +60,23 @@ class Pool:
         """The pool of a run.
 
         Args:
-            choices: for each its pipelines, on all ranks of the mesh.
-            base: of the run's mesh, over which parameters are sharded.
-            activation_checkpointing: of all micro-batches; ``"auto"``: the least that fits.
-            sharding: of every micro-batch.
+            choices: the pipelines of each choice, on all ranks of the mesh.
+            base: predicts steps on the run's mesh, over which parameters are sharded.
+            activation_checkpointing: as for :class:`.PipelineKind`.
+            sharding: as for :class:`.PipelineKind`.
 
         Raises:
-            ValueError: a choice is the mesh's, lies across nodes as no mesh does, or has context
-                ranks over which the sharding cannot spread the model's heads.
+            ValueError: a choice is the mesh's own, has a pipeline across nodes as no mesh has, or
+                has context ranks over which the sharding cannot spread the model's heads.
         """
         made: dict[Schemes, Kinds] = {}
         for schemes in choices:
             _check(schemes, base, sharding)
             traffic = exchange_traffic(base, schemes)
-            kinds: dict[Any, PipelineKind] = {}
+            kinds: dict[Shape, PipelineKind] = {}
             for shape, numbers in alike(schemes).items():
                 scheme = schemes[numbers[0]]
-                # Shards lie over all ranks: as if all pipelines were like this one.
+                # Parameters are sharded over all ranks, as if all pipelines were like this one.
                 mesh = scheme.mesh(max(base.latency.mesh.devices // scheme.size, 1))
                 predictor = replace(
                     base,
@@ -84,8 +84,9 @@ class Pool:
                     stages=scheme.layers,
                     linked=traffic[scheme],
                 )
-                given = activation_checkpointing, sharding, len(numbers)
-                kinds[shape] = PipelineKind(scheme, predictor, *given)
+                kinds[shape] = PipelineKind(
+                    scheme, predictor, activation_checkpointing, sharding, len(numbers)
+                )
             made[schemes] = kinds
         return Pool(made)
 
@@ -111,18 +112,14 @@ class Pool:
         on_mesh: PlanScore,
         limit: int,
     ) -> PlannedStep | None:
-        """The step on other pipelines; None: it stays on the mesh.
-
-        Arguments are those of :meth:`.StepChooser.choose`.
-        """
+        """See :meth:`.StepChooser.choose`."""
         return fastest(self.arranged(pieces, rules, packer), on_mesh, limit)
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
-        """The simulated step of a plan with one of the choices; ``base`` is of the mesh.
+        """The simulated step of a plan on one of the choices; ``base`` predicts those on the mesh.
 
-        Pipelines that are alike may share micro-batches, and are simulated together; those that
-        differ do not wait for each other. The step takes as long as its latest pipeline, the time
-        by which its pipelines were chosen.
+        Pipelines that are alike may share micro-batches, so they are simulated together; those that
+        differ do not wait for each other. The step takes as long as its latest pipeline.
         """
         peak = 0
         found: dict[int, tuple[Any, ...]] = {}
@@ -142,8 +139,8 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
     """The first of the fastest steps, if it is worth leaving the mesh for.
 
     Args:
-        steps: the step on several pipelines.
-        on_mesh: the step on the mesh.
+        steps: one step, planned on several choices of pipelines.
+        on_mesh: the score of the step on the mesh.
         limit: bytes of a device that may be filled.
     """
     best: PlannedStep | None = None
@@ -155,7 +152,7 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
 
 
 def _check(schemes: Schemes, base: Predictor, sharding: str) -> None:
-    """Refuse pipelines that cannot be chosen, see :meth:`Pool.of`."""
+    """Refuse what :meth:`Pool.of` refuses."""
     per_node = base.latency.profile.devices_per_node
     if schemes == schemes_of(base.latency.mesh, base.stages):
         raise ValueError(

@@ -1,23 +1,22 @@
 """Whether steps that leave the mesh would pay, and for which pipelines: ``dynamic="auto"``.
 
-1. A sample of the run's first steps is taken. Its first half, and :data:`AHEAD` times as many steps
-   after the sample, are put in order of the squares of their lengths and cut into parts; of each
-   part a step beyond its middle is *chosen by*. For the steps that gain most may come seldom: those
-   with the longest documents.
-2. Choices of pipelines are proposed for these steps by an estimate (:func:`.candidate_schemes`).
-   The steps are planned on the mesh and on each choice. The pool takes, one after another, the one
-   that saves most beside those that it has, as long as that is :data:`WORTH_ADDING` of the time;
-   :data:`MOST` at most.
-3. The second half of the sample says what the pool would gain, for a choice looks better on the
-   steps that it was made by. Only above :data:`WORTH` are there to be such steps at all.
+1. The *sample* is a number of the run's first steps. Its first half, and :data:`AHEAD` times as
+   many steps after the sample, are sorted by the sum of their squared lengths and cut into as many
+   parts as half the sample has steps. One step of each part, beyond its middle, is used to choose:
+   steps with the longest documents gain most, and may come seldom.
+2. An estimate proposes choices of pipelines for these steps (:func:`.candidate_schemes`), and the
+   steps are planned on the mesh and on each choice. The pool takes, one after another, the choice
+   that saves most beside those it already has, as long as that is :data:`WORTH_ADDING` of the
+   time, up to :data:`MOST`.
+3. The second half of the sample measures the pool's gain, because a choice looks better on the
+   steps that it was chosen by. The pool is used only if the gain is above :data:`WORTH`.
 
-All times are simulated, and those of steps that leave the mesh hold the exchange of parameters and
-gradients (:mod:`.exchange_times`). Ties go by the order of proposal. The sample is of a run's first
-steps wherever the run stands, so one that is resumed on the same mesh and chooses again has the
-same pool.
+All times are simulated, and on other pipelines than the mesh's they include the exchange of
+parameters and gradients (:mod:`.exchange_times`). Ties go by the order of proposal. The sample is
+that of the run's first steps even in a resumed run, which so finds the same pool on the same mesh.
 
-Cost: half the sample times :data:`PROPOSED` choices, and two to five plans of its pipelines for
-each; the estimate takes seconds on 64 devices.
+Cost: two to five plans of the pipelines for each of half the sample's steps and each of
+:data:`PROPOSED` choices; the estimate takes seconds on 64 devices.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ WORTH = 1.02
 """Time on the mesh over that with the pool, above which it is worth having."""
 
 WORTH_ADDING = 0.005
-"""Share of the time on the mesh that a choice must save beside those of the pool already."""
+"""Share of the time on the mesh that a choice must save beside those that the pool has already."""
 
 AHEAD = 8
-"""Times as many steps as are chosen by, among which these are looked for beside the sample."""
+"""Steps after the sample, for each step to choose by, among which these are found too."""
 
 PROPOSED = 12
 """Choices that are simulated."""
 
 SAMPLE = 8
-"""Steps that are simulated: as many to choose by as to judge the choice."""
+"""Steps that are simulated, half of them to choose by and half to judge the choice."""
 
 MOST = 4
 """Choices of a pool. Each costs every step its planning, and a rank its process groups."""
@@ -61,17 +60,17 @@ MOST = 4
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """Whether steps should leave the mesh, and the figures by which.
+    """Whether steps should leave the mesh, and the figures that say so.
 
     Args:
         schemes: the pool; empty where it is not worth having.
         tried: the choices that save most, whether or not they are worth it.
-        proposed: how many were tried.
-        mesh: of the run.
-        mesh_ns: simulated time of the steps of the second half on the mesh.
-        pool_ns: that of the same steps, each on the fastest of mesh and ``tried``.
-        chosen: of these steps, how many take each of ``tried``.
-        steps: of the second half.
+        proposed: how many choices were simulated.
+        mesh: the mesh of the run.
+        mesh_ns: simulated time of the second half's steps on the mesh.
+        pool_ns: their time where each is on the fastest of the mesh and ``tried``.
+        chosen: how many of these steps take each of ``tried``.
+        steps: how many steps the second half has.
     """
 
     schemes: tuple[Schemes, ...]
@@ -145,7 +144,7 @@ class PoolChoice:
 
 
 def described(schemes: Schemes) -> str:
-    """Pipelines in words, as many at once as are alike."""
+    """Pipelines in words: the number and the sizes of each run of equal ones."""
     found = []
     for (stages, context, tensor), alike in groupby(schemes, key=lambda scheme: scheme.shape):
         count = len(list(alike))
@@ -160,13 +159,13 @@ class _SampledStep(NamedTuple):
     arranged: Sequence[PlannedStep]
 
     def time(self, choices: Sequence[Schemes], limit: int) -> tuple[int, Schemes | None]:
-        """What it takes with these to choose from, and which it chooses; None: the mesh."""
+        """Its time, and the choice of pipelines that it takes; None: it stays on the mesh."""
         own = {each.schemes: each for each in self.arranged}
         steps = [own[schemes] for schemes in choices if schemes in own]
         chosen = fastest(steps, self.on_mesh, limit)
         if chosen is None:
             return self.on_mesh.time, None
-        # Where the mesh has no room, the pipelines that have may take longer.
+        # Pipelines with enough memory are taken even if they are slower than a mesh without.
         return min(chosen.time_ns, self.on_mesh.time), chosen.schemes
 
 
@@ -177,8 +176,8 @@ def choose_pool(
 
     Args:
         request: documents, model, settings and device; its ``steps``, two or more, are the sample.
-        mesh: of the run.
-        progress: is told how far the choice is.
+        mesh: the mesh of the run.
+        progress: is told how far the search is.
 
     Raises:
         ValueError: a mesh with virtual stages, or a packing that cannot deal to pipelines that
@@ -241,7 +240,7 @@ def choose_pool(
 
 
 def _releases(planner: Planner, count: int) -> list[Release]:
-    """What enters the next steps, over the ends of epochs."""
+    """The releases of the next ``count`` steps, in one or several epochs."""
     found: list[Release] = []
     while len(found) < count:
         if (release := planner.release()) is not None:
@@ -250,9 +249,10 @@ def _releases(planner: Planner, count: int) -> list[Release]:
 
 
 def _varied(releases: Sequence[Release], count: int) -> list[Release]:
-    """One of each of so many parts of these steps, in ascending order of squared lengths.
+    """``count`` of these steps: the one at three quarters of each part, by squared lengths.
 
-    Of each part it is the one at three quarters of it, so that the last is among the longest.
+    The steps are sorted in ascending order and cut into ``count`` parts, so that the last of those
+    taken is among the longest.
     """
 
     def squares(release: Release) -> int:
@@ -265,7 +265,7 @@ def _varied(releases: Sequence[Release], count: int) -> list[Release]:
 def _best_together(
     steps: Sequence[_SampledStep], proposed: Sequence[Schemes], limit: int
 ) -> list[Schemes]:
-    """The choices that save most in these steps, each beside those before it."""
+    """The choices that save most in these steps, each beside those taken before it."""
 
     def total(choices: Sequence[Schemes]) -> int:
         return sum(step.time(choices, limit)[0] for step in steps)

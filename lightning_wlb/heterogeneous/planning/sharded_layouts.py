@@ -1,18 +1,19 @@
 """Which rank holds which part of each parameter: sharded between steps, and whole in a step.
 
-*Sharded*: between steps parameters and optimizer state are where the run's mesh has them. The
-stages of a pipeline lie on its ranks, weights are split over the tensor axis, and FSDP2 shards each
-rank's part over data × context. Tensor-parallel ranks hold what is not split, a norm, all alike,
-and a tied weight lies on both ends.
+*Sharded*: between steps the run's mesh holds parameters and optimizer state. Each pipeline rank has
+its stages, weights are split over the tensor axis, and FSDP2 shards each rank's part over data ×
+context. What is not split, such as a norm, is the same on all tensor-parallel ranks, and a tied
+weight is on both ends.
 
 *In a step* a rank of a pipeline holds its stage whole, or its tensor-parallel part of it.
 
 Parameters move in *buckets*: a layer, an end, or the weight that both ends share. Layers that are
-alike and lie on the same stages, sharded and in every pipeline, have the same layout up to the
-names: one *template* (:meth:`.Weights.template`). A model has a few of them, however many layers.
+alike and lie on the same stages, sharded and in every pipeline, have the same layout up to their
+names. They share one *template* (:meth:`.Weights.template`); a model has a few templates, however
+many layers.
 
 A *box* is a range of indices in every dimension of a parameter, int64 [dimensions, 2] of start and
-stop; parameters of fewer dimensions than others have ranges [0, 1) behind their own. All boxes of a
+stop. Parameters with fewer dimensions than others get ranges [0, 1) at the end. All boxes of a
 bucket stand in arrays (:class:`Regions`), without a Python loop over ranks.
 
 Cost: O(ranks) array elements for each parameter of a template.
@@ -29,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.distributed.sharded_dim import sharded_dim
+from lightning_wlb.mesh import sharded_dim
 from lightning_wlb.plan import Schemes
 
 Integers = NDArray[np.int64]
@@ -40,7 +41,7 @@ class Regions(NamedTuple):
     """Boxes, sorted by parameter; none is empty, and those of a rank do not overlap.
 
     Attributes:
-        rank: int64 [k], who holds each box.
+        rank: int64 [k], the rank that holds each box.
         parameter: int64 [k], its number in the bucket.
         box: int64 [k, dimensions, 2].
     """
@@ -50,7 +51,7 @@ class Regions(NamedTuple):
     box: Integers
 
     def where(self, chosen: Truths | Integers) -> Regions:
-        """Some of the boxes, in the order in which they are here."""
+        """Some of the boxes, in the same order."""
         return Regions(self.rank[chosen], self.parameter[chosen], self.box[chosen])
 
 
@@ -66,9 +67,9 @@ class Meetings(NamedTuple):
     """Where boxes of two regions overlap.
 
     Attributes:
-        own: int64 [k], index of the first one's box.
-        need: int64 [k], index of the second one's.
-        box: int64 [k, dimensions, 2], what they have in common.
+        own: int64 [k], index of the first region's box.
+        need: int64 [k], index of the second region's box.
+        box: int64 [k, dimensions, 2], what the two boxes have in common.
     """
 
     own: Integers
@@ -76,12 +77,12 @@ class Meetings(NamedTuple):
     box: Integers
 
     def where(self, chosen: Truths | Integers) -> Meetings:
-        """Some of them, in the order in which they are here."""
+        """Some of the meetings, in the same order."""
         return Meetings(self.own[chosen], self.need[chosen], self.box[chosen])
 
 
 def meet(own: Regions, need: Regions) -> Meetings:
-    """Every pair of overlapping boxes of a parameter, in O(n·m) array elements for each."""
+    """Every pair of overlapping boxes, in O(n·m) array elements for each parameter."""
     found = []
     most = 1 + max(own.parameter.max(initial=-1), need.parameter.max(initial=-1))
     own_ends = own.parameter.searchsorted(np.arange(most + 1))
@@ -99,15 +100,9 @@ def meet(own: Regions, need: Regions) -> Meetings:
 
 
 def cells(boxes: Integers) -> Integers:
-    """Boxes without overlap that cover what the given ones cover, cut at every edge of these.
+    """The given boxes of one parameter, cut at every edge of any of them into disjoint cells.
 
-    So each given box is a union of cells.
-
-    Args:
-        boxes: int64 [k, dimensions, 2], of one parameter.
-
-    Returns:
-        int64 [cells, dimensions, 2], in ascending order.
+    So each given box is a union of cells. Both are int64 [number, dimensions, 2], cells ascending.
     """
     ranges = []
     for dim in range(boxes.shape[1]):
@@ -152,15 +147,15 @@ class Weights:
     """The parameters of a whole model, as plain numbers.
 
     Args:
-        shapes: of each parameter by name, in the order of first use; a tied one under one name.
-        split: tensor-parallel size -> parameter -> the dimension that is split; those that are not
-            named are whole on every rank. Size 1 needs no entry.
+        shapes: shape of each parameter by name, in the order of first use; a tied one has one name.
+        split: tensor-parallel size -> parameter -> the dimension that is split; a parameter that is
+            not named is whole on every rank. Size 1 needs no entry.
         tied: names of the parameters that embedding and head share.
-        frozen: names of those that get no gradients.
+        frozen: names of the parameters that get no gradients.
 
     Raises:
-        ValueError: a parameter in none of embed, layers and head, of which each pipeline stage
-            would train a copy, or layers without numbers from 0 on.
+        ValueError: a parameter is in none of embed, layers and head, so that each pipeline stage
+            would train a copy of it, or layers are not numbered from 0 on.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -194,12 +189,12 @@ class Weights:
 
     @cached_property
     def dims(self) -> int:
-        """Dimensions of a box: the most that a parameter has."""
+        """Dimensions of every box: the most that a parameter has."""
         return max(map(len, self.shapes.values()))
 
     @cached_property
     def buckets(self) -> tuple[WeightBucket, ...]:
-        """The embedding, what is tied, each layer, the head; empty ones are left out."""
+        """The buckets of the embedding, tied weights, each layer and the head, if they hold any."""
         last = self.layers - 1
         embed, head = (
             tuple(n for n in self.shapes if n.startswith(end) and n not in self.tied)
@@ -214,13 +209,7 @@ class Weights:
         return tuple(bucket for bucket in every if bucket.names)
 
     def template(self, bucket: WeightBucket, base: Schemes, schemes: Schemes) -> tuple[object, ...]:
-        """A key that is equal for buckets whose sharded layouts, and layouts in a step, are alike.
-
-        Args:
-            bucket: one of the buckets.
-            base: the pipelines of the mesh.
-            schemes: those of the step.
-        """
+        """A key, equal for buckets with equal layouts on the mesh ``base`` and in the step."""
         stages = [Places.of(each).stages_with(bucket.layers) for each in (base, schemes)]
         sizes = sorted({scheme.tensor for scheme in (*base[:1], *schemes)})
         dims = tuple(self.split_dim(name, size) for name in bucket.names for size in sizes)
@@ -236,10 +225,10 @@ class Weights:
         return tuple(name not in self.frozen for name in bucket.names)
 
     def split_dim(self, name: str, size: int) -> int | None:
-        """The dimension that so many tensor-parallel ranks split; None: they hold it alike.
+        """The dimension that ``size`` tensor-parallel ranks split; None: all hold the whole.
 
         Raises:
-            ValueError: nothing is known of this size.
+            ValueError: ``split`` has no entry for this size.
         """
         if size == 1:
             return None
@@ -249,7 +238,7 @@ class Weights:
 
 
 def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> Regions:
-    """The part of a bucket with which each rank computes in a step on some pipelines.
+    """The part of a bucket that each rank holds in a step on some pipelines.
 
     Raises:
         ValueError: a weight that the ranks of a pipeline cannot split.
@@ -280,15 +269,10 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> Regions
 
 
 def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> Regions:
-    """The shard of a bucket that each rank holds between steps.
-
-    Args:
-        weights: of the model.
-        bucket: one of its buckets.
-        base: the pipelines of the mesh, which are all alike.
+    """The shard of a bucket that each rank of the mesh's pipelines ``base`` holds between steps.
 
     Raises:
-        ValueError: a weight that their ranks cannot split.
+        ValueError: a weight that the ranks of a pipeline cannot split.
     """
     found = in_step(weights, bucket, base)
     places = Places.of(base)
@@ -311,11 +295,11 @@ class Places:
     """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks].
 
     Attributes:
-        pipeline: number of its pipeline.
-        stage: its stage there; the context and tensor places follow.
-        size: tensor-parallel ranks of its pipeline.
-        kind: number of its pipeline's shape, among those that are not alike.
-        layers: of each kind the layers on each stage.
+        pipeline: number of the rank's pipeline.
+        stage, context, tensor: the rank's place in that pipeline.
+        size: number of tensor-parallel ranks of that pipeline.
+        kind: number of that pipeline's shape.
+        layers: for each kind, the layers on each stage.
     """
 
     pipeline: Integers
@@ -329,7 +313,7 @@ class Places:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(schemes: Schemes) -> Places:
-        """The places in some pipelines."""
+        """The places of all ranks in some pipelines."""
         numbers: dict[object, int] = {}
         kinds = [numbers.setdefault(each.shape, len(numbers)) for each in schemes]
         pipeline = np.repeat(np.arange(len(schemes)), [each.size for each in schemes])
@@ -357,11 +341,9 @@ class Places:
     def turns(self, buckets: Sequence[tuple[int, ...]]) -> Integers:
         """When each rank uses each bucket first: int64 [ranks, buckets], -1 where it does not.
 
-        A rank's own buckets count from 0 on, in the order of its layers. What is tied comes before
-        the last layer where a stage has no embedding.
-
-        Args:
-            buckets: the layers of each (:attr:`WeightBucket.layers`).
+        Each rank counts its own buckets from 0 on, in the order of its layers. A tied weight comes
+        before the last layer where a stage has no embedding. ``buckets`` are the layers of each
+        bucket (:attr:`WeightBucket.layers`).
         """
         table = np.full((len(self.stage), len(buckets)), -1, np.int64)
         for kind, stages in enumerate(self.layers):

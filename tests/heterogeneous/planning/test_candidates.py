@@ -10,7 +10,6 @@ import pytest
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning.candidates import (
-    _all_kinds,
     _Kinds,
     candidate_schemes,
     estimated,
@@ -36,7 +35,7 @@ LONG = step(30_000, *range(300, 1100, 100))
 
 @pytest.fixture(scope="module")
 def kinds() -> _Kinds:
-    return _Kinds(ASKED, _all_kinds(ASKED))
+    return _Kinds(ASKED)
 
 
 def test_the_estimate_by_hand() -> None:
@@ -103,7 +102,7 @@ def test_long_pieces_are_shared_where_that_saves_recomputation(kinds: _Kinds) ->
 
 def test_nothing_is_shared_with_a_packing_that_does_not() -> None:
     apart = replace(ASKED, data=replace(ASKED.data, packing="hydraulis"))
-    kinds = _Kinds(apart, _all_kinds(apart))
+    kinds = _Kinds(apart)
     single = next(kind for kind in kinds.legal if kind.scheme.size == 1)
     full = int(single.longest[-1])
     times, sharers = kinds._together(single, np.array([full + 1, full]))

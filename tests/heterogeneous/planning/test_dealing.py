@@ -13,7 +13,12 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.heterogeneous.planning import dealing as unequal
-from lightning_wlb.heterogeneous.planning.dealing import PipelineKind, arrange
+from lightning_wlb.heterogeneous.planning.dealing import (
+    UTILISED,
+    PipelineKind,
+    arrange,
+    documents_ns,
+)
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
@@ -21,6 +26,7 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.dealing import longest_first
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
+from tests.prediction.test_predictor import plan_of, predictor
 
 SHAPE = ModelShape(dim=2048, layers=4, heads=16, kv_heads=16, head_dim=128, ffn_dim=5504,
                    vocab_size=32000)  # fmt: skip
@@ -166,3 +172,15 @@ def test_what_no_pipeline_holds_is_shared_by_some_that_are_alike() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match="document 0 has a piece of 20000 tokens"):
         arranged(pieces(20000), replace(FLAT, first=0), gigabytes=5)
+
+
+def test_a_long_document_takes_what_its_step_keeps_the_busiest_rank_busy() -> None:
+    model = predictor(Mesh(pipeline=2))
+    (simulation,) = model.predict(plan_of([[[2 * UTILISED]]])).simulations
+    assert documents_ns(model, 2 * UTILISED, ["none"]) == [max(simulation.busy_ns)]
+
+
+def test_short_documents_divide_the_time_of_as_many_as_fill_a_micro_batch() -> None:
+    model = predictor(Mesh(pipeline=2))
+    (simulation,) = model.predict(plan_of([[[UTILISED // 4] * 4]])).simulations
+    assert documents_ns(model, UTILISED // 4, ["none"]) == [max(simulation.busy_ns) / 4]
