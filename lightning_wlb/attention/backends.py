@@ -38,8 +38,8 @@ from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions, Ke
 from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.kernels_gpu import load_flash, load_torch
+from lightning_wlb.attention.kv_cache import call_in_backward
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.refetch import call_in_backward
 
 
 class Timer(Protocol):
@@ -59,8 +59,6 @@ class AttentionBackend:
     Args:
         load: returns the kernel behind the name that profiles give it; ImportError says why there
             is none.
-        devices: kinds of device that it runs on.
-        needs: what must be installed for it.
     """
 
     load: Callable[[], tuple[str, Kernel]]

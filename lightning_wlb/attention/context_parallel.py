@@ -9,7 +9,7 @@ and their owners add them up.
 
 The queries are computed while the keys are under way. Autograd runs backward in the reverse order
 of forward, so the queries' own backward runs while the gradients are sent back. The output is
-projected here too, so that the keys that backward refetches (:mod:`.refetch`) are received while
+projected here too, so that the keys that backward refetches (:mod:`.kv_cache`) are received while
 the projection's own backward runs. Nothing else overlaps (docs/design.md says why).
 
 Sums over segments are taken in float32 for half types, and so are those over ranks where a step
@@ -37,8 +37,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
+from lightning_wlb.attention.kv_cache import attend_with_refetch
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.refetch import attend_with_refetch
 from lightning_wlb.distributed.collectives import (
     all_gather_into,
     padded,
@@ -71,7 +71,6 @@ def context_parallel_attention(
             the result. It is called once, and its backward hides the exchange of the keys that
             attention's own backward refetches.
         metadata: this rank's segments and key index, on the same device.
-        attention: the kernel.
         group: the context-parallel group; None or a group of one rank without it.
         options: of the layer, the same on every rank of the group.
 

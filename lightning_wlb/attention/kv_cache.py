@@ -1,22 +1,35 @@
-"""The cache of earlier slices' keys and values, and of the gradients that later slices leave.
+"""Keys and values between forward and backward: cached for later slices, or fetched once more.
 
-The forward of a slice reads the keys and values that the earlier slices of its piece left here,
-each on the ranks that computed them. Its backward runs before theirs (a plan lists backward in
-reverse slice order) and leaves the gradients of those keys here, summed in float32 (float64 in
+*Cache.* The forward of a slice reads the keys and values that the earlier slices of its piece left
+here, each on the ranks that computed them. Its backward runs before theirs (a plan lists backward
+in reverse slice order) and leaves the gradients of those keys here, summed in float32 (float64 in
 float64 runs). The earlier slice's own backward takes them.
 
 Cost: the keys and values of micro-batches whose pieces go on, from their forward to their backward,
 and as much again in the wide dtype once gradients come back. The former are aliases of what
 autograd keeps for those micro-batches anyway, except under activation checkpointing.
+
+*Refetch.* A kernel saves the keys and values that it read for its backward. Under context
+parallelism they are those of whole prefixes, about CP times what the rank itself holds, in every
+layer; for sliced pieces they are more. :func:`attend_with_refetch` lets autograd save a number in
+their place (``saved_tensors_hooks``, so it works for every kernel). They are fetched again right
+before the kernel's backward, outside of what is timed as attention, and freed right after it.
+Fetching may be collective: it happens once in the backward of every rank, with or without queries.
+
+Cost: one more exchange of keys, in backward. Not inside a checkpoint that recomputes the whole
+layer: the checkpoint's own hooks would no longer see what the kernel saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_wlb.distributed.collectives import sum_dtype
 from lightning_wlb.sharding.sliced_indices import Run
@@ -82,3 +95,59 @@ class KeyValueCache:
         """Free a micro-batch whose backward has run."""
         for layer in layers:
             self._entries.pop((layer, micro_batch), None)
+
+
+def attend_with_refetch(
+    attend: Callable[[Tensor, Tensor], Tensor],
+    keys: Tensor,
+    values: Tensor,
+    fetch: Callable[[], Iterable[Tensor]],
+) -> Tensor:
+    """``attend(keys, values)``, whose backward takes both from ``fetch()``.
+
+    Args:
+        keys: [keys, kv_heads, head_dim].
+        values: [keys, kv_heads, head_dim].
+        fetch: gives tensors equal to ``keys`` and ``values``; called in backward, without grad.
+    """
+    number_of = {(each.data_ptr(), each.shape): n for n, each in enumerate((keys, values))}
+    fetched: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor | int:
+        return number_of.get((tensor.data_ptr(), tensor.shape), tensor)
+
+    def unpack(saved: Tensor | int) -> Tensor:
+        return fetched[saved] if isinstance(saved, int) else saved
+
+    def refetch() -> None:
+        with torch.no_grad():
+            fetched[:] = fetch()
+
+    keys, values = call_in_backward(fetched.clear, keys, values)
+    with saved_tensors_hooks(pack, unpack):
+        out = attend(keys, values)
+    (out,) = call_in_backward(refetch, out)
+    return out
+
+
+def call_in_backward(call: Callable[[], object], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors, as views; ``call`` runs when the gradients of all of them are there.
+
+    Around the output of an operation it runs before the operation's own backward, around its
+    inputs after it. It does not run where no tensor requires a gradient.
+    """
+    result: tuple[Tensor, ...] = _CallInBackward.apply(call, *tensors)
+    return result
+
+
+class _CallInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], object], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return None, *gradients

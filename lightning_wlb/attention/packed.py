@@ -55,9 +55,7 @@ def packed_attention(
             backward runs. None returns the output itself, for a caller that projects it later: the
             keys are then sent when the output's gradient is there, and attention waits for them.
         metadata: of the micro-batch, for the layer (``metadata.for_layer``).
-        attention: the kernel.
         groups: has the group of the ranks that share the micro-batch's rows or heads.
-        options: of the layer.
 
     Returns:
         What ``project`` returns, or [rows, heads, v_dim], zero in padding rows.

@@ -6,7 +6,7 @@ call (:mod:`lightning_wlb.sharding.sliced_indices` says how). A single rank join
 consecutive rows, which is one copy, or none where there are no earlier keys. A group gathers each
 rank's runs and picks from them by index.
 
-Backward refetches the keys instead of keeping them (:mod:`.refetch`): the prefixes of a piece of n
+Backward refetches the keys instead of keeping them (:mod:`.kv_cache`): the prefixes of a piece of n
 slices would add up to n/2 times the piece, in every layer. Gradients of keys are summed in float32
 for half types; those of earlier keys are left in the cache for their owner's backward.
 
@@ -28,9 +28,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
-from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.kv_cache import KeyValueCache, attend_with_refetch
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
-from lightning_wlb.attention.refetch import attend_with_refetch
 from lightning_wlb.distributed.collectives import (
     all_gather,
     padded,

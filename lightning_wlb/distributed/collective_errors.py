@@ -3,7 +3,7 @@
 A rank that raises while others wait in a collective would leave them there until the time-out. So
 work that may fail runs inside :meth:`Ranks.every`: each rank says how it went, and if one has
 failed, all raise the error of the first. Cost: one small all-gather. It does not help if a rank is
-killed: the process group's own time-out tells the others.
+killed; the supervision of the run tells the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ _KINDS = (ValueError, FileNotFoundError, OSError, MisconfigurationException)
 
 
 class Ranks:
-    """The ranks of a process group, or this process by itself.
-
-    Args:
-        group: a process group; None means the default one.
-        alone: this process by itself, even if there is a process group.
-    """
+    """The ranks of a process group (None: the default one), or this process by itself."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.alone = alone or not dist.is_initialized()

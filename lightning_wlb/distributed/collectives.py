@@ -1,10 +1,10 @@
-"""All-gather and reduce-scatter of rows, and the dtypes in which values are added up.
+"""All-gather and reduce-scatter of rows, and the dtypes in which values are summed.
 
 Autograd knows nothing of these collectives: their callers pair each with its backward.
 
-A rank adds its own values up in :func:`sum_dtype`. Ranks add theirs up in :func:`reduce_dtype`,
-which is the same unless a step asks for bfloat16: half of the bytes, and a rounding to 8 bits of
-mantissa wherever two ranks' values meet. NCCL and gloo both add bfloat16.
+A rank sums its own values in :func:`sum_dtype`. Sums over ranks are in :func:`reduce_dtype`, which
+is the same unless a step asks for bfloat16: half of the bytes, and a rounding to 8 bits of mantissa
+wherever two ranks' values meet. NCCL and gloo both sum bfloat16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _least = torch.float32
 
 @contextmanager
 def reducing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let ranks add values up in at least ``dtype`` inside: float32, or bfloat16."""
+    """Sum over ranks in at least ``dtype`` inside: float32, or bfloat16."""
     global _least
     before, _least = _least, dtype
     try:
@@ -59,12 +59,12 @@ def reducing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are added up over ranks; never narrower."""
+    """The dtype in which values of ``dtype`` are summed over ranks; never narrower."""
     return torch.promote_types(dtype, _least)
 
 
 def summed_by_row(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
-    """Gradients of keys and values, added up by the row of a buffer that each was read from.
+    """Sum gradients of keys and values by the row of a buffer that each was read from.
 
     Both are [keys, kv_heads, head_dim], ``key_index`` is int64 [keys], and the result is [rows, 2,
     kv_heads, head_dim] in :func:`sum_dtype`.
@@ -77,6 +77,6 @@ def summed_by_row(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: 
 
 
 def padded(x: Tensor, rows: int) -> Tensor:
-    """[queries, heads, head_dim] with zeros behind it, [rows, heads, head_dim]."""
+    """[queries, heads, head_dim] with zero rows appended, [rows, heads, head_dim]."""
     padding = rows - x.shape[0]
     return F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x

@@ -57,8 +57,8 @@ def resolve_mesh(
     Any further ``"auto"`` is 1.
 
     Raises:
-        MisconfigurationException: if a size is not a positive whole number or the product of
-            the sizes is not the world size.
+        MisconfigurationException: a size is not a positive whole number, or the product of the
+            sizes is not the world size.
     """
     asked = dict(zip(AXES, checked_sizes(data, pipeline, context, tensor), strict=True))
     fixed = math.prod(size for size in asked.values() if size != "auto")
@@ -91,7 +91,7 @@ def is_settled(world_size: int, asked: Sequence[Size]) -> bool:
 def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
 
-    Operations on any of its axes may wait for the timeout; None means torch's default.
+    Operations on its axes may wait for ``timeout``; None means torch's default.
     """
     backend = _override(device_type)
     override: dict[int | str, Any] | None = dict.fromkeys(AXES, backend) if backend else None
@@ -104,7 +104,8 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The data and context axes as one, which share the parameters: gradients are summed over both.
+    """The data and context axes as one: its ranks share the parameters, and gradients are summed
+    over it.
 
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
@@ -113,15 +114,15 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_cuda_over_gloo(device: torch.device, group: ProcessGroup) -> bool:
-    """Whether a group sends tensors of a GPU by gloo."""
+    """Whether a group sends a GPU's tensors by gloo."""
     return device.type == "cuda" and group._get_backend(device).name() == "gloo"
 
 
 def _override(device_type: str) -> str | None:
-    """The backend of the axes; None for that of all ranks.
+    """The backend of the axes; None for the default group's.
 
-    On machines with CUDA torch may give NCCL to an axis of all ranks although they have gloo (2.9
-    does, 2.13 does not; read), which refuses two ranks on one GPU.
+    On machines with CUDA torch may give NCCL to an axis of all ranks although these have gloo (2.9
+    does, 2.13 does not; read), and NCCL refuses two ranks on one GPU.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -2,12 +2,12 @@
 
 A process group lives as long as its process, with its sockets and threads and, under NCCL, its
 buffers on the device. A script that fits, validates and tests with a Trainer each must not add
-groups each time, so :func:`kept` keeps them, by mesh or strategy and kind of device, until the
+groups each time, so :func:`kept` keeps them, by mesh or pipelines and kind of device, until the
 default process group is another one. Besides the axes of the mesh there are groups for the channels
 of pipeline messages (:func:`pipeline_groups`) and for replicas that share a micro-batch
 (:class:`MergedGroups`).
 
-Cost: nothing for a mesh or a strategy whose groups have been made before.
+Cost: nothing for a mesh or pipelines whose groups have been made before.
 """
 
 from __future__ import annotations
@@ -77,10 +77,9 @@ class MeshGroups:
     """The process groups of one rank in a mesh.
 
     Args:
-        mesh: has the groups of the axes ``data``, ``pipeline``, ``context`` and ``tensor``.
         channels: the group of each channel of pipeline messages; empty without a pipeline.
         merged: groups over several replicas, made when a plan first needs them.
-        parameters: the ranks that share the parameters, which a step gathers over it, nothing else.
+        parameters: the ranks that share the parameters; it carries their gathers and sums only.
     """
 
     mesh: DeviceMesh
@@ -103,7 +102,7 @@ class MeshGroups:
         return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let operations of these groups, and on that of all ranks, wait for ``timeout``."""
+        """Set the time-out of these groups, and of the group of all ranks."""
         flat = data_context(self.mesh).get_group()
         groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.parameters]
         set_timeout(timeout, *groups, dist.group.WORLD)
@@ -122,10 +121,11 @@ _world: dist.ProcessGroup | None = None
 
 
 def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
-    """Process groups that ``make`` makes at the first call with ``key``; collective over all ranks.
+    """The process groups that ``make`` made at the first call with ``key``; collective over all
+    ranks.
 
-    From now on an operation of theirs may wait for ``timeout``; None: torch's default, or what it
-    was before.
+    Their operations may wait for ``timeout`` from now on; None: torch's default, or what was set
+    before.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -142,7 +142,7 @@ def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
-    ``timeout`` is that of :func:`kept`, and holds for the group of all ranks too.
+    ``timeout`` as in :func:`kept`; the group of all ranks gets it too.
     """
 
     def make() -> MeshGroups:
@@ -161,8 +161,8 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
 def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
     """The ranks that share this rank's parameters, in a group of their own.
 
-    torch gives every axis that has all ranks the default group. Keys of context-parallel attention
-    would then wait in line behind all parameters of the step.
+    torch gives every axis that has all ranks the default group, in which the keys of
+    context-parallel attention would wait behind all parameters of the step.
     """
     group = data_context(mesh).get_group()
     if group is dist.group.WORLD and group.size() > 1:
@@ -178,13 +178,13 @@ def _connect(
     mesh: DeviceMesh,
     channels: Mapping[Channel, dist.ProcessGroup],
 ) -> None:
-    """Let the process groups of point-to-point messages connect before a step uses them.
+    """Connect the process groups of pipeline messages before a step uses them.
 
-    NCCL connects at first use. Where that is a batch of sends and receives, torch asks that *all*
-    ranks of the group join it (``batch_isend_irecv``), and the tied ends of a pipeline are only two
-    of them: so a collective comes first. Outside of a batch the sender waits for the receiver at
-    that very call, so that two neighbours whose first messages cross would wait for each other,
-    whatever the schedule: so each channel carries a message, which a rank receives before it sends.
+    NCCL connects at first use. For a batch of sends and receives torch asks that *all* ranks of the
+    group join (``batch_isend_irecv``), but only the two ends of a pipeline exchange tied gradients:
+    so a collective comes first. Outside of a batch the sender waits for the receiver in that very
+    call, so two neighbours whose first messages cross would wait for each other: so each channel
+    carries a message now, which a rank receives before it sends.
     """
     if rank.mesh.pipeline == 1:
         return
@@ -200,11 +200,7 @@ def connect_channels(
 ) -> None:
     """Let neighbours in a pipeline connect; collective over its ranks.
 
-    Args:
-        ranks: the global rank at each place of the pipeline.
-        global_rank: this rank.
-        device: where this rank's boundary tensors are.
-        channels: the process group of each channel.
+    ``ranks`` has the global rank at each place of the pipeline.
     """
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
@@ -219,11 +215,10 @@ def connect_channels(
 
 
 def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of a group connect with each other; collective over them.
+    """Connect all ranks of a group with each other; collective over them.
 
-    An uneven all-to-all connects two ranks under NCCL when one first sends something to the other,
-    and holds each up in that call until the other has come to it too: it may be one that the step
-    waits for.
+    Under NCCL an uneven all-to-all connects two ranks when one first sends something to the other,
+    and holds each up until the other has come too, which may be a rank that the step waits for.
     """
     count = group.size()
     sent, each = torch.zeros(count, device=device), [1] * count
@@ -253,19 +248,16 @@ class MergedGroups:
 
     A document whose work exceeds a replica's share is spread over the context-parallel groups of an
     aligned power-of-two set of replicas, for its own micro-batch only. Parameters do not move:
-    every rank of the set holds the same stage anyway, and gradients are summed over data and
-    context alike. So do pipelines of a step's strategy that are alike.
+    every rank of the set holds the same stage, and gradients are summed over data and context
+    alike. Equal heterogeneous pipelines share micro-batches in the same way.
 
-    The groups over sets of one size are made at the start of the first step in which any replica
-    needs one: by every rank, for the set that it is in. All ranks hold the whole plan and so agree
-    on it. The ranks of the micro-batch alone could not make theirs: with NCCL a new group is split
-    off that of all ranks, which waits for every one of them.
+    All ranks make the groups over sets of one size at the start of the first step in which any
+    replica needs one; they agree on it, since all hold the whole plan. The ranks of the micro-batch
+    alone could not make theirs: with NCCL a new group is split off that of all ranks, which waits
+    for every one.
 
-    Args:
-        alike: for each set of replicas that are alike, int64 [replicas, stages, context, tensor]
-            global ranks.
-        global_rank: this rank.
-        timeout: how long an operation may wait; None: torch's default.
+    ``alike`` has, for each set of replicas that are alike, int64 [replicas, stages, context,
+    tensor] global ranks.
     """
 
     def __init__(
@@ -277,7 +269,7 @@ class MergedGroups:
         self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let operations on these groups, and on those made later, wait for ``timeout``."""
+        """Set the time-out of these groups, and of those made later."""
         self._timeout = timeout
         set_timeout(timeout, *self._groups.values())
 
@@ -285,8 +277,8 @@ class MergedGroups:
         """Make the groups that a step needs and that are not there yet; collective over all ranks.
 
         Returns:
-            All that this rank is in: number of replicas -> group of their context-parallel ranks on
-            this stage.
+            All groups of this rank: number of replicas -> their context-parallel ranks at this
+                stage.
         """
         counts = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
         for count in sorted(counts - {1} - self._made):
@@ -299,15 +291,11 @@ class MergedGroups:
 
 
 def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
-    """The ranks that exchange keys where ``count`` replicas share a micro-batch.
+    """The sets of ranks that exchange keys where ``count`` replicas share a micro-batch.
 
-    Args:
-        ranks: [replicas, stages, context, tensor], global ranks of replicas that are alike.
-        count: of the replicas of a set.
-
-    Returns:
-        One set for each aligned range of replicas, stage and tensor place: by replica, then by
-        context rank.
+    ``ranks`` are [replicas, stages, context, tensor] global ranks of replicas that are alike. There
+    is one set for each aligned range of replicas, stage and tensor place, ordered by replica, then
+    by context rank.
     """
     _, stages, context, tensor = ranks.shape
     whole = len(ranks) // count * count  # a set that is not whole cannot be asked for
@@ -319,20 +307,14 @@ def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
 def own_group(
     sets: Sequence[Sequence[int]], global_rank: int, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The process group of that one of several disjoint sets of ranks that holds ``global_rank``.
+    """The process group of the set of ranks that holds ``global_rank``; None where no set does.
 
-    Every rank makes one group, however many sets there are. ``dist.new_group`` for each set would
-    take every rank through all of them: hundreds on a thousand ranks. Where the group of all ranks
-    is bound to a device (NCCL), all are split off it in one call, which ranks that no set holds
-    have to make too (read in torch 2.13); else the members of a set make theirs among themselves.
-
-    Args:
-        sets: global ranks, the same on every rank; collective over all ranks.
-        global_rank: this rank.
-        timeout: how long an operation may wait; None: torch's default.
-
-    Returns:
-        None where no set holds the rank.
+    Collective over all ranks, which give the same disjoint sets of global ranks. Every rank makes
+    one group, however many sets there are: ``dist.new_group`` for each set would take every rank
+    through all of them, hundreds on a thousand ranks. Where the group of all ranks is bound to a
+    device (NCCL), all are split off it in one call, which ranks of no set have to make too (read in
+    torch 2.13); else the members of a set make theirs among themselves. ``timeout`` None means
+    torch's default.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -347,13 +329,12 @@ def own_group(
 
 
 def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a device have to lie to be sent or received over a group.
+    """The device on which tensors have to lie to be sent or received over a group.
 
-    gloo copies what a collective is given to the host and back by itself (broadcast, all-reduce,
-    all-gather, all-to-all, and reduce-scatter, which is an all-reduce there), but to a message it
-    takes the address as it is, and hands one of a GPU to a socket. So these are copied here, which
-    waits for the device: for tests of several ranks on one GPU, not for training. Read in torch
-    2.13, not run on CUDA.
+    gloo copies what a collective is given to the host and back by itself, but of a message it takes
+    the address as it is, and hands a GPU's to a socket. So messages are copied here, which waits
+    for the device: for tests of several ranks on one GPU, not for training. Read in torch 2.13, not
+    run on CUDA.
     """
     return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
 
@@ -361,7 +342,7 @@ def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.devi
 def gather_from_all_ranks(mine: Tensor) -> Tensor:
     """Every rank's vector, [n] -> [world size, n] in rank order; collective.
 
-    Without a process group, the own vector alone.
+    Without a process group: [1, n].
     """
     if not dist.is_initialized():
         return mine[None]

@@ -1,18 +1,19 @@
-"""The parameters of a step on pipelines of its own, and the sums of their gradients.
+"""The parameters of a step on heterogeneous pipelines, and the sums of their gradients.
 
-The counterpart of :mod:`~lightning_wlb.training.parameter_buckets`, for steps whose pipelines
-differ from the mesh's; both hang on :mod:`~lightning_wlb.training.parameter_hooks`. All parameters
-are posted before the first action, and a module waits for its own when it is called. Gradients of
-micro-batches add up beside the parameters, in the dtype of sums; in the last backward a turn is
-posted as soon as the gradients of its bucket are complete and the turns after it have been posted.
-No rank posts a push before it has posted every pull, so the two cannot cross. Where that backward
-is of a micro-batch that pipelines share, all turns are posted after it: another of these may have
-micro-batches of its own left, and would join the push only behind them, while this one's attention
-stood behind the push on a device that runs one after the other.
+The counterpart of :mod:`~lightning_wlb.training.parameter_buckets` for steps whose pipelines differ
+from the mesh's; both stand on the hooks of :mod:`~lightning_wlb.training.parameter_hooks`. Every
+pull is posted before the first action, and a module waits for its own parameters when it is called.
+Gradients of micro-batches are summed beside the parameters. During the last backward a bucket is
+pushed as soon as its gradients are complete and all later turns have been pushed. So every rank
+posts all pulls before its first push.
 
-Frozen parameters come, and nothing of them goes back. What reaches a shard are sums over all
-pipelines, over context ranks and, of what tensor-parallel ranks hold alike, over these; and each
-copy of a tied weight gets the whole sum.
+If pipelines share the micro-batch of that backward, all pushes are posted after it. A pipeline that
+still has micro-batches of its own joins a push only behind those; on a device that runs one
+operation after the other, the attention that both share would wait behind the push, and never end.
+
+Frozen parameters are pulled and never pushed. A shard gets the sum over all pipelines and context
+ranks, and over tensor-parallel ranks where these hold the parameter alike; each copy of a tied
+weight gets the whole sum.
 
 Cost: a step holds its stage whole in both dtypes, sums from a first gradient to their push.
 """
@@ -43,13 +44,9 @@ from lightning_wlb.training.sharded_parameters import refuse_hooks, set_gradient
 
 
 class ExchangedParameters:
-    """The :class:`.StepParameters` of a rank in steps on some pipelines.
+    """The :class:`.StepParameters` of a rank in steps on some heterogeneous pipelines.
 
-    Args:
-        stage: of the rank, without values.
-        model: this rank's part of the model on the mesh, with its shards.
-        groups: of the exchanges.
-        settings: of the run.
+    ``model`` is this rank's part of the model on the mesh, with its shards.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class ExchangedParameters:
 
     @contextmanager
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
-        """Post the step's parameters, and at its end what is left of its gradients.
+        """Pull the step's parameters, and at its end push the gradients that are left.
 
         Arguments are those of :meth:`.StepParameters.step`.
         """
@@ -208,10 +205,9 @@ class _StageInStep:
             self._sums[name] = torch.empty_like(live, dtype=self._settings.sum_dtype)
 
     def expect_last_gradients(self, *, held: bool) -> None:
-        """The last backward of the step is next: each parameter's gradient is added once more.
+        """Begin the last backward of the step, in which each parameter gets its last gradient.
 
-        Args:
-            held: whether gradients may be posted only when it is over.
+        ``held``: whether gradients may be pushed only when that backward is over.
 
         Raises:
             ValueError: if no forward has waited for some parameters.
@@ -224,7 +220,7 @@ class _StageInStep:
             self._begin_push()
 
     def finish(self) -> Push | None:
-        """Post what is left: all turns, of zeros, where the rank had no micro-batch."""
+        """Push what is left: all turns, of zeros, where the rank had no micro-batch."""
         self.wait_for_all()
         self._pull.finish()
         if not self._training:

@@ -1,8 +1,8 @@
-"""A rank's place in the steps on some pipelines: its process groups, and its stage.
+"""A rank's stage and process groups in steps on heterogeneous pipelines.
 
-Where a step's pipelines differ from the mesh's, a rank holds the stage of its own scheme for that
-step. A :class:`HeterogeneousStage` has what all steps on the same pipelines have in common: the
-stage's modules, which have no values between steps, and what waits for which parameters.
+For such a step a rank holds the stage of its own scheme. A :class:`HeterogeneousStage` has what all
+steps on the same pipelines share: the stage's modules, which have no values between steps, and
+which module waits for which parameters.
 
 Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
 tensor place of all of them then exchange keys as one group.
@@ -42,16 +42,13 @@ from lightning_wlb.training.parallelize import convert_tensors, keep_stages
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the stages of all pipelines of a run have in common.
+    """What the stages of all pipelines of a run share.
 
     Args:
         build: makes the whole model, on the meta device.
         hidden_size: elements per row of a boundary tensor.
-        schedule: name of the schedule.
-        dtype: of the parameters in a step.
-        sum_dtype: of the sums of gradients.
-        device: of this rank.
-        timeout: of process groups that are made; None: torch's default.
+        dtype: the dtype of parameters in a step.
+        sum_dtype: the dtype in which gradients are summed.
     """
 
     build: Callable[[], Decoder]
@@ -76,11 +73,12 @@ class _SchemeRank(PipelineRank):
 
 
 class HeterogeneousStage:
-    """What a rank needs for steps on some pipelines: process groups, and its stage without values.
+    """A rank's stage, without values, and its process groups, for steps on some pipelines.
 
     Attributes:
-        waiting: the modules that wait for parameters, and the turns in which these come.
-        places: name of a parameter in the whole model -> the modules that have it, its name there.
+        waiting: each module that waits for parameters -> the turns in which these arrive.
+        places: name of a parameter in the whole model -> the modules that have it, and its name
+            there.
     """
 
     def __init__(self, redistribution: Redistribution, settings: StageSettings) -> None:
@@ -115,26 +113,20 @@ class HeterogeneousStage:
                 self.places.setdefault(name, []).append((module, attribute))
 
     def groups_of(self, plan: StepPlan) -> ProcessGroups:
-        """What a model's forward communicates over in a step; collective over all ranks."""
+        """The process groups of a model's forward in a step; collective over all ranks."""
         return replace(self._groups.of_pipeline, merged=self._groups.merged.prepare(plan))
 
 
 @dataclass(frozen=True, eq=False)
 class _SchemeGroups:
-    """The process groups of one rank in the steps on some pipelines.
-
-    Args:
-        channels: those of its pipeline's messages.
-        of_pipeline: those of context and tensor parallelism.
-        merged: over several pipelines.
-    """
+    """The process groups of one rank in the steps on some pipelines."""
 
     channels: Mapping[Channel, ProcessGroup]
     of_pipeline: ProcessGroups
     merged: MergedGroups
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let any operation wait so long."""
+        """Set the time-out of all groups."""
         several = (self.of_pipeline.context, self.of_pipeline.tensor, *self.channels.values())
         set_timeout(timeout, *(group for group in several if group is not None))
         self.merged.set_timeout(timeout)

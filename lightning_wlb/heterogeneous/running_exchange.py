@@ -1,9 +1,8 @@
-"""One exchange of parameters or gradients on its way: its groups, buffers, and second hop.
+"""One all-to-all of parameters or gradients on its way: its groups, buffers, and second hop.
 
-A :class:`RunningExchange` is one uneven all-to-all. Its pieces come from and go to a rank's boxes
-of parameters (:class:`BoxTensors`), or what it hands on between two hops
-(:class:`ForwardedTensors`). The second hop of a turn waits for the first, beside the step: a
-:class:`Forwarder` posts it.
+The pieces of a :class:`RunningExchange` come from and go to a rank's boxes of parameters
+(:class:`BoxTensors`), or to the buffers between two hops (:class:`ForwardedTensors`). The second
+hop waits for the first beside the step: a :class:`Forwarder` posts it.
 
 Cost: each piece is copied once where it is sent and once where it arrives, with a call for each;
 both buffers are freed when the exchange has arrived. Not run on CUDA.
@@ -37,17 +36,16 @@ _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 class Forwarder:
     """Makes calls that wait for one exchange and post the next, in the order they are given.
 
-    Under gloo a wait stops the thread that waits, so a thread of its own makes these calls; it
-    takes the interpreter's lock while it copies pieces. Under NCCL a wait only lets a stream of the
-    device wait, so they are made at once, on a stream of their own.
+    Under gloo a wait stops the thread that waits, so a thread of its own makes these calls. Under
+    NCCL a wait only lets a stream of the device wait, so they are made at once, on a stream of
+    their own.
 
-    An exception of a call is raised where its result is asked for, and no later call is made. By
-    then the step's thread may wait for a rank that itself waits for what would have been sent: so
-    the watchdog is told as well (:mod:`~lightning_wlb.supervision.progress`), which lets all ranks
+    An exception of a call is raised where its result is asked for, and no later call is made. The
+    watchdog is told too (:mod:`~lightning_wlb.supervision.progress`), since the step's thread may
+    wait for a rank that itself waits for what would have been sent; the watchdog lets all ranks
     end.
 
-    Args:
-        device: whose streams wait for exchanges, so that no thread has to; None: a thread waits.
+    ``device`` is the one whose stream waits for exchanges; None: a thread waits.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -110,7 +108,7 @@ class ExchangeGroups:
     forwarder: Forwarder | None = None
 
     def after(self, job: Callable[[], _T]) -> Callable[[], _T]:
-        """Make a call beside the step where there are two hops, else now; waits for its result."""
+        """Make a call, beside the step if there are two hops; return what waits for its result."""
         if self.forwarder is not None:
             return self.forwarder.submit(job).result
         made = job()
@@ -122,7 +120,7 @@ class ExchangeGroups:
             self.forwarder.settle()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let any operation wait so long."""
+        """Set the time-out of all groups."""
         set_timeout(timeout, *self.made.values())
 
 
@@ -135,12 +133,8 @@ def exchange_groups(
 ) -> ExchangeGroups:
     """The process groups of all exchanges of a rank, made at the first call; collective.
 
-    Args:
-        rank: this rank.
-        ranks: their number.
-        per_node: those of a node.
-        timeout: how long an exchange may take from now on; None: torch's default, or what it was.
-        device: of this rank.
+    ``per_node`` is the number of ranks of a node; ``timeout`` None means torch's default, or the
+    one that was set before.
     """
     device = torch.device(device)
 
@@ -176,11 +170,11 @@ class BoxTensors:
     """A rank's tensors of some buckets: its box of each parameter.
 
     Args:
-        redistribution: of the rank.
+        redistribution: this rank's.
         buckets: their numbers.
-        shard: whether the boxes are those of the sharded layout; else those in the step.
-        trained: whether only of parameters that get gradients.
-        given: the tensors by name in the whole model; None until :meth:`make`.
+        shard: whether the boxes are those of the shards between steps; else those in the step.
+        trained: whether parameters without gradients are left out.
+        given: the tensors by name in the whole model; None: :meth:`make` makes them.
 
     Raises:
         ValueError: a tensor of another shape than its box.
@@ -249,12 +243,9 @@ class BoxTensors:
 
 
 class ForwardedTensors:
-    """What a rank hands on between two hops: whole pieces, made where they are first asked for.
+    """Buffers of a rank that forwards pieces between two hops; made where they are first asked for.
 
-    Args:
-        dtype: of the elements.
-        device: of this rank.
-        zeros: whether pieces begin as zeros; else they are to be overwritten.
+    ``zeros``: whether pieces begin as zeros; else they are to be overwritten.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, zeros: bool) -> None:

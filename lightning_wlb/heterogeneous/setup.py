@@ -1,29 +1,26 @@
 """Attaches heterogeneous pipelines to a run, as ``WLBStrategy(dynamic=...)`` gives or chooses them.
 
-Parameters and optimizer state stay where the mesh has them. A step's plan says its pipelines; every
-rank then holds, for that step, the stage of its pipeline's scheme (:mod:`.pipelines`): parameters
-are pulled from their shards, gradients pushed back (:mod:`.parameters`, :mod:`.transfer`). All else
-of a step is the :class:`~lightning_wlb.training.executor.Executor`'s, to which
-:class:`HeterogeneousPipelines` says what it runs on.
+Parameters and optimizer state stay where the mesh has them. For a step whose plan has schemes,
+:class:`HeterogeneousPipelines` tells the executor what this rank runs: the stage of its pipeline's
+scheme (:mod:`.pipelines`), whose parameters are pulled from the shards and whose gradients are
+pushed back (:mod:`.parameters`, :mod:`.transfer`).
 
-A rank has only its mesh's stage of the model. The stage that it runs in such a step is made by
-``build_model`` once more. What was done to the model after it was built, and buffers that were read
-with its weights, would be missing there without a word: such models are refused.
+That stage is made by ``build_model`` once more, since a rank has only its mesh's part of the model.
+Changes to the model after it was built, and buffers read with its weights, would silently be
+missing there: such models are refused.
 
 With ``dynamic="auto"`` pipelines are chosen when the first batch is asked for, by the profile that
-the run's steps are planned by: what is promised is then what is planned, and a run that is resumed,
-whose checkpoint has brought that profile, makes the same choice on the same mesh.
+plans the run's steps. A resumed run, whose checkpoint brings that profile, chooses the same.
 
 1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
-   only, a line says what, and what to do about it.
+   only, a line of the log says what, and the remedy.
 2. Else rank 0 takes the answer from the user's cache folder, or simulates; the others wait for it
    as long as it takes, and end with rank 0's error where it has one.
 3. The log has the figure, whether or not it is worth leaving the mesh for.
 
-Cost: process groups, and modules without values, for each choice of pipelines; the model is looked
-through by name, once a run. ``"auto"`` costs :func:`.choose_pool` on rank 0, minutes for many
-devices, once for a mesh, its documents, settings and profile. Not for an evaluation, which runs on
-the mesh.
+Cost: process groups, and modules without values, for each choice of pipelines. ``"auto"`` costs
+:func:`.choose_pool` on rank 0, minutes for many devices, once for a mesh, its documents, settings
+and profile. Not for an evaluation, which runs on the mesh.
 """
 
 from __future__ import annotations
@@ -75,7 +72,8 @@ is ``"off"``: so YAML reads it without quotes."""
 
 
 def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
-    """The choices that were given; none for ``"off"``, nor for ``"auto"``, which finds some.
+    """The sets of pipelines that are given; none for ``"off"``, and for ``"auto"``, which finds
+    some.
 
     Raises:
         ValueError: something else than schemes, or pipelines that leave ranks out.
@@ -111,18 +109,11 @@ def pool_of(
     data: DataSettings,
     sharding: str,
 ) -> Pool:
-    """What chooses each step's pipelines among those that a run may take.
-
-    Args:
-        choices: at least one.
-        predictor: of the mesh.
-        checkpointing: of all micro-batches.
-        data: the data settings.
-        sharding: of every micro-batch.
+    """What chooses each step's pipelines among the sets that a run may take.
 
     Raises:
         MisconfigurationException: there is no device profile to choose by, the packing deals to
-            equal pipelines only, or a choice is the mesh's own pipelines or does not go with it.
+            equal pipelines only, or a set is the mesh's own pipelines or does not fit it.
     """
     if predictor is None:
         raise MisconfigurationException(
@@ -144,19 +135,11 @@ def attach_pipelines(
     sum_dtype: torch.dtype,
     timeout: timedelta,
 ) -> None:
-    """Let an executor run steps on other pipelines; collective over all ranks.
-
-    Args:
-        executor: on the mesh, over which parameters are sharded.
-        choices: of pipelines that steps may take.
-        module: builds the model.
-        per_node: ranks of a node.
-        sum_dtype: of the sums of gradients.
-        timeout: of process groups.
+    """Let an executor run steps on some sets of pipelines; collective over all ranks.
 
     Raises:
-        MisconfigurationException: pipelines that do not go with the mesh or the model, or a model
-            that ``build_model`` does not make again.
+        MisconfigurationException: pipelines that do not fit the mesh or the model, or a model that
+            ``build_model`` does not make again.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
@@ -195,9 +178,7 @@ def attach_pipelines(
 def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
     """The parameters of a whole model as plain numbers.
 
-    Args:
-        model: whole, on any device.
-        sizes: tensor-parallel sizes of the mesh and of all pipelines.
+    ``sizes`` are the tensor-parallel sizes of the mesh and of all pipelines.
 
     Raises:
         ValueError: a parameter outside of embed, layers and head, or a size that cannot split the
@@ -214,13 +195,11 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
 
 
 class HeterogeneousPipelines:
-    """What a rank's steps on other pipelines run on: for ``Executor.heterogeneous``.
+    """Says what a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``.
 
     Args:
         model: this rank's part of the model on the mesh, with its shards.
-        redistribute: this rank's exchanges with the pipelines of a step.
-        groups: for these exchanges (:func:`.exchange_groups`).
-        settings: of the run.
+        redistribute: makes this rank's exchanges with the pipelines of a step.
     """
 
     def __init__(
@@ -235,8 +214,8 @@ class HeterogeneousPipelines:
         self._made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = {}
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
-        """What this plan's steps run on; collective over all ranks where its pipelines are new, or
-        where as many pipelines as never before share a micro-batch.
+        """What a step runs on; collective over all ranks where its pipelines are new, or where
+        more of them than ever before share a micro-batch.
         """
         if plan.schemes not in self._made:
             stage = HeterogeneousStage(self._redistribute(plan.schemes), self._settings)
@@ -247,14 +226,14 @@ class HeterogeneousPipelines:
 
 
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
-    """Refuse a model that is not what ``build_model`` makes, which other pipelines would run.
+    """Refuse a model that differs from what ``build_model`` makes, which other pipelines would run.
 
     Args:
         module: its model may have been split.
-        rebuilt: what ``build_model`` makes, whole, on the meta device.
+        rebuilt: a whole model from ``build_model``, on the meta device.
 
     Raises:
-        MisconfigurationException: naming the module or parameter. Another rank may have no such.
+        MisconfigurationException: naming the module or parameter. Other ranks may not raise.
     """
     assert module.model is not None
     built = dict(_contents(rebuilt))
@@ -269,7 +248,7 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
 
 
 def check_buffers(rebuilt: Decoder) -> None:
-    """Refuse a model whose buffers have no values, or other ones, once it is built anew.
+    """Refuse a model whose buffers would have no values, or wrong ones, once it is built again.
 
     Raises:
         ValueError: naming a buffer, the same on all ranks.
@@ -304,15 +283,12 @@ def agreed_pool(
     module: LanguageModule,
     profile: Profile | None,
 ) -> tuple[Schemes, ...]:
-    """The pipelines that steps may take in place of the mesh's; collective.
+    """The sets of pipelines that steps may take in place of the mesh's; collective.
 
     Args:
-        request: makes what is searched for: the run's documents, model and ``profile``, with all
-            sizes of the mesh open. Called on rank 0 only.
-        mesh: of the run.
-        packer: the run's packing.
-        module: its model.
-        profile: by which the run's steps are planned; None: by work.
+        request: the run's documents, model and ``profile``, with all sizes of the mesh open; called
+            on rank 0 only.
+        profile: the one that plans the run's steps; None: they are planned by work.
     """
     reason = _obstacle(mesh, packer, profile)
     if reason is None:  # a rank knows its own stages of the model

@@ -1,22 +1,19 @@
-"""Parameters on their way to the pipelines of a step, and gradients on their way back.
+"""Pulls parameters to the pipelines of a step, and pushes their gradients back.
 
-Where a step's pipelines differ from the mesh's, a :class:`.Redistribution` says what every rank
-sends to every other; here it is sent. Each of its turns is one uneven all-to-all over all ranks,
-or, over several nodes, one over the rail and one in the node. A rank that lacks nothing joins it
-with nothing to receive, so that all ranks post the same collectives in the same order whatever
-their stages are.
+A :class:`.Redistribution` says what every rank sends to every other in each turn; here it is sent.
+A turn is one uneven all-to-all over all ranks, or, over several nodes, two hops: one all-to-all
+over the rail (ranks of equal place in their nodes) and one within the node. A rank that lacks
+nothing joins with nothing to receive, so that all ranks post the same collectives in one order.
 
 A :class:`Pull` posts all of a step's parameters at once. A :class:`Push` posts turns from the last
 to the first, each when its gradients are complete, and waits for none before :meth:`.Push.finish`.
-A sum is made in the order of ranks: a step gives the same bits again, and copies of a shard get the
-same bits.
+Ranks are summed in their order: a step gives the same bits again, and so do copies of a shard.
 
-Over two hops the second one of a turn is posted as soon as the first one has arrived, beside the
-step (:class:`Forwarder`). It must not wait for the step's own thread: pipeline ranks of one node
-that wait for each other's activations would wait for each other's part of the second hop too. A
-rail and a node have process groups of their own. A rank's step begins to push when its forwarder
-has posted all that it pulls, so that on every group each rank posts pulls by turn, and then pushes
-from the last turn to the first.
+A second hop is posted as soon as the first has arrived, beside the step's own thread
+(:class:`.Forwarder`): pipeline ranks of one node that wait for each other's activations would else
+wait for each other's second hop too. Rails and nodes have process groups of their own. A rank
+begins to push when its forwarder has posted all that it pulls, so that every group carries pulls by
+turn, and then pushes from the last turn to the first.
 
 Cost: that of the running exchanges, and a stage's sums until they have been sent. Not run on CUDA.
 """
@@ -42,12 +39,7 @@ from lightning_wlb.heterogeneous.running_exchange import (
 class Pull:
     """One step's parameters, from the shards to this rank; collective over all ranks.
 
-    Args:
-        redistribution: of this rank.
-        groups: for the ranks of each of its exchanges.
-        shards: this rank's shard of each parameter that it has one of, by name in the whole model.
-        dtype: of the parameters in the step.
-        device: of this rank.
+    ``shards`` has this rank's shards by name in the whole model, ``dtype`` is that of the step.
     """
 
     def __init__(
@@ -93,13 +85,8 @@ class Pull:
 class Push:
     """One step's gradients, from this rank to the shards; collective over all ranks.
 
-    Args:
-        redistribution: of this rank, as ``groups`` and ``device`` for :class:`Pull`.
-        groups: for the ranks of each of its exchanges.
-        sums: the gradients of this rank's own micro-batches, by name in the whole model, complete
-            when their turn is posted.
-        dtype: of the sums.
-        device: of this rank.
+    ``sums`` has the gradients of this rank's own micro-batches by name in the whole model, each
+    complete when its turn is posted.
     """
 
     def __init__(
@@ -125,7 +112,7 @@ class Push:
         return self._own.turns - 1 - len(self._running)
 
     def post(self) -> None:
-        """Send the gradients of the next turn, which are not held from then on."""
+        """Send the gradients of the next turn, and let go of them."""
         turn = self.next
         running = self._send(turn, self._own.hops - 1, self._sums)
         if turn < len(self._buckets):
@@ -133,7 +120,7 @@ class Push:
         self._running.append(self._groups.after(partial(self._hand_on, turn, running)))
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums of all ranks; those of each trained shard that this rank has."""
+        """Wait for all ranks; the summed gradient of each trained shard of this rank."""
         buckets = range(len(self._own.weights.buckets))
         totals = BoxTensors(self._own, buckets, shard=True, trained=True)
         for bucket in buckets:

@@ -64,13 +64,9 @@ def measure(
     Args:
         config: the decoder whose layers and head are run; its number of layers does not matter.
         name: the profile's name.
-        device: the device to measure.
-        dtype: the dtype to compute in.
         grid: where to measure; by default the grid for the kind of device.
         links: whether to measure the link between two processes of this node. If not, or with one
             GPU, the memory's bandwidth stands in its place, and the profile says so.
-        backend: of attention, see :class:`.VarlenAttention`; the profile names its kernel.
-        report: called with what is being measured.
         until: when to end, by ``time.monotonic``; larger points are left out then. The attention
             kernel has half of the time.
 

@@ -81,11 +81,7 @@ def segments(
     """Number of equal segments in the call that measures a point; 0 where it is left out.
 
     Args:
-        grid: the grid of the point.
-        shape: sizes of the model.
         width: bytes of an element.
-        queries: queries of each segment.
-        keys: keys of each segment.
         cuda: whether the device is a GPU, which must be kept busy; for a CPU a few do.
         budget: bytes that the call may take.
     """

@@ -25,7 +25,6 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | 
     """Latency and bandwidth between two processes of this node, by all-gather.
 
     Args:
-        device: one of the kind to measure.
         timeout_seconds: how long a process waits for the other.
 
     Returns:

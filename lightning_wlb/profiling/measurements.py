@@ -69,11 +69,6 @@ class DeviceBench:
     """Measures the kernel and the layers of one shape and dtype on one device.
 
     Args:
-        config: the decoder whose layers and head are run.
-        device: the device to measure.
-        dtype: the dtype to compute in.
-        grid: where to measure.
-        backend: the attention backend, see :class:`.VarlenAttention`.
         until: when to end, by ``time.monotonic``: what would begin later is left out, as if there
             were no memory for it, but for the smallest points. Set it anew between two tables.
 

@@ -42,17 +42,17 @@ from torch.optim import Optimizer
 from lightning_wlb.arguments import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
-from lightning_wlb.checkpoints.latest import (
+from lightning_wlb.checkpoints.writing import CheckpointContent, write
+from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.strategy import resuming
+from lightning_wlb.strategy.checks import local_path
+from lightning_wlb.strategy.resuming import (
     JOB,
     RESUMABLE,
     can_resume,
     older_requeues,
     requeue_number,
 )
-from lightning_wlb.checkpoints.writing import CheckpointContent, write
-from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.strategy import resuming
-from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
 
 END_SECONDS = 30.0
@@ -63,8 +63,6 @@ class Checkpointer:
     """Writes one checkpoint of all ranks together, and reads it on any mesh.
 
     Args:
-        async_save: write checkpoints while training goes on.
-        verify: compare what is read with its checksums.
         timeout: how long an operation between ranks may wait while a checkpoint is written.
 
     Raises:
@@ -158,10 +156,8 @@ class Checkpointer:
         """Write a sharded checkpoint folder; collective over all ranks.
 
         Args:
-            path: the folder to write, the same on all ranks.
             checkpoint: what Lightning saves, the same on all ranks.
             module: whose parameters and buffers are saved.
-            optimizers: those whose state is saved, unless Lightning saves weights only.
             renamed: names of parameters in checkpoints, by other names in the module.
         """
         weights_only = "optimizer_states" not in checkpoint
@@ -286,8 +282,6 @@ class Checkpointer:
 
         Args:
             path: a checkpoint, or a folder with some.
-            module: whose parameters and buffers are read.
-            optimizers: those whose state is read in a fit.
             renamed: names of parameters in checkpoints, by other names in the module.
             weights_only: whether to load plain types only, as ``torch.load`` has it.
 

@@ -200,9 +200,6 @@ def check_script(processes: int) -> None:
 
     Lightning's launcher runs the command of this process again, once for each further rank.
 
-    Args:
-        processes: how many run on this node.
-
     Raises:
         MisconfigurationException: in a notebook or another interactive session, with ``python -c``,
             or where the program came by standard input.

@@ -52,9 +52,6 @@ class RunDevices:
     """The devices that a run has, and what it computes in on them.
 
     Args:
-        device: the device of this rank.
-        count: devices of all nodes.
-        per_node: devices of each node.
         compute_dtype: the dtype of activations.
         parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.

@@ -61,8 +61,6 @@ class MeshOptions:
 
     Args:
         sizes: the sizes of the axes in mesh order; ``"auto"`` leaves one open.
-        schedule: the pipeline's; ``"auto"`` leaves it open.
-        virtual_stages: stages of each pipeline rank; None leaves them open.
 
     Raises:
         MisconfigurationException: for a size that is none.
@@ -122,10 +120,6 @@ def choose_run_mesh(
     """The mesh and the schedule of a run, which also begins with a profile; collective.
 
     Args:
-        options: sizes that are given.
-        devices: the run's devices.
-        trainer: with the module and the documents.
-        profiles: begins a run.
         facts: what else all ranks have to be given alike, in words.
 
     Raises:
@@ -178,13 +172,6 @@ def searched_mesh(
 ) -> tuple[Mesh, str]:
     """The mesh that is predicted to be fastest, and its schedule; collective over all ranks.
 
-    Args:
-        options: sizes that are given.
-        devices: the run's devices.
-        data: the documents and their settings.
-        module: builds the model.
-        profile: what the devices take, the same on all ranks.
-
     Raises:
         MisconfigurationException: ranks would choose for different documents, models, settings or
             devices.
@@ -215,7 +202,7 @@ def mesh_request(
     module: LanguageModule,
     profile: Profile,
 ) -> MeshRequest:
-    """The request of a run; the arguments are those of :func:`searched_mesh`."""
+    """What a mesh is searched for: the documents, the model, the settings and the devices."""
     store, model = data.store, module.build_blank_model()
     fixed = {axis: n for axis, n in zip(AXES, options.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not can_split(model):

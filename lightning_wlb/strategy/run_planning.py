@@ -86,11 +86,7 @@ class RunPlanning:
         """Plan for a split model; collective over all ranks.
 
         Args:
-            split: the model on this rank.
-            module: the module that it belongs to.
-            devices: the devices of the run.
             timeout: how long operations between heterogeneous pipelines may wait.
-            data: the documents, if they are known by now.
 
         Raises:
             MisconfigurationException: pipelines do not go with the mesh, the model or the packing.

@@ -38,9 +38,8 @@ from lightning_wlb.strategy.checks import checked_model
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.messages import PipelineRank
-from lightning_wlb.training.parallelize import parallelize
+from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
 from lightning_wlb.training.precision import WLBPrecision, name_of
-from lightning_wlb.training.tied_weights import Tie, add_tied_gradients
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,9 +47,7 @@ class SplitModel:
     """A module's model on the ranks of a mesh.
 
     Args:
-        executor: runs steps on it.
         ties: weights that are in its embedding and in its head.
-        groups: the mesh's process groups.
         precision: the Trainer's, such as ``"bf16-mixed"``.
         planned_by_profile: whether its first run had a device profile of its own to plan by.
         prepared_for: the heterogeneous pipelines that the executor can run steps on, and how long
@@ -86,11 +83,6 @@ class SplitModel:
 
         Args:
             module: with its model, whole and perhaps without values.
-            rank: where this rank stands in the mesh.
-            schedule: the pipeline's.
-            groups: the mesh's process groups.
-            precision: says the dtypes.
-            device: the device of this rank.
             mean_context: tokens that a token attends to on average: what a layer costs, and so how
                 layers are split into stages, depends on it. 0: not known.
             planned_by_profile: whether the run has a device profile of its own to plan by.
@@ -225,9 +217,7 @@ class StepRunner:
     """Runs steps inside ``training_step``, and finishes each in the strategy's ``backward``.
 
     Args:
-        split: the model.
         module: its ``step`` calls :meth:`run`.
-        guard: answers losses and gradients that are not finite.
         name_of: how messages call a document, by its number.
     """
 
@@ -274,9 +264,6 @@ class StepRunner:
         The loss, and what the ranks have told each other, are read when all of that is queued on
         the device, which would have nothing to do while they are waited for.
 
-        Args:
-            returned: what ``training_step`` has returned.
-
         Raises:
             MisconfigurationException: it is not the loss of the step that ran.
         """
@@ -310,9 +297,7 @@ class WholeModelSummary(pl.Callback):
     0``.
 
     Args:
-        rank: where this rank stands in the mesh.
         copies: parameters of the module that another stage has, too: the head that is tied to it.
-        describes: whether to describe the model.
     """
 
     def __init__(self, rank: Rank, copies: Collection[str], describes: bool) -> None:

@@ -112,11 +112,9 @@ class HeartbeatServer(threading.Thread):
     """The thread of rank 0 that hears all ranks and tells them whether they can go on.
 
     Args:
-        world_size: number of ranks.
         token: what a connection must begin with; others are closed.
         stalled_after: seconds without any progress after which the ranks behind are named.
         timeout: of collectives, in seconds, for the message.
-        say: prints a message.
     """
 
     def __init__(

@@ -50,10 +50,6 @@ class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        link: connection to the server.
-        token: what the server asks for.
         stalled_after: seconds without a word from rank 0 after which that is reported.
     """
 

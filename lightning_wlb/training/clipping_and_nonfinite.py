@@ -73,11 +73,7 @@ class StepGuard:
         """Guard a model.
 
         Args:
-            model: the rank's stages.
-            mesh: of the run.
-            device: where this rank's gradients are.
             copies: parameters whose gradient another stage counts in the norm.
-            name_of: names a document in messages.
         """
         self._model, self._mesh, self._device = model, mesh, device
         self._copies, self._name_of = copies, name_of
@@ -199,7 +195,6 @@ def gradient_norm(
 
     Args:
         parameters: this stage's parameters, gradients already reduced.
-        device: of this rank.
         copies: those whose gradient another stage counts.
 
     Returns:

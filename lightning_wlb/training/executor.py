@@ -45,10 +45,8 @@ class StepRuntime:
     """What one step of a rank runs on: on the mesh, or on heterogeneous pipelines.
 
     Args:
-        model: the rank's stages.
-        pipeline: the pipeline that the rank is in.
         groups: the process groups that the model's forward communicates over.
-        parameters: brings the model its parameters and takes their gradients away.
+        parameters: gathers the model's parameters and reduces their gradients.
     """
 
     model: Decoder
@@ -60,20 +58,12 @@ class StepRuntime:
 class Executor:
     """Runs steps on one rank.
 
-    Args:
-        model: the rank's stages on the mesh.
-        pipeline: the pipeline that the rank is in on the mesh.
-        groups: the rank's process groups; each step passes its own to the model's forward.
-        parameters: the parameters of ``model``.
-
     Attributes:
-        heterogeneous: gives what a step runs on whose plan has pipelines of its own; None: such
-            a plan is refused.
+        heterogeneous: what a step runs on whose plan has pipelines of its own; None: such a plan is
+            refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
-        losses: of every rank in the last step; 0 where a rank computes none, or the same as
-            another.
-        step_type: what runs a step's actions.
-        step_parameters: the parameters of the last step.
+        losses: the loss of every rank in the last step; 0 where a rank computes none, or the same
+            as another.
     """
 
     def __init__(
@@ -100,8 +90,8 @@ class Executor:
     def begin(self, reduce_dtype: torch.dtype) -> None:
         """Begin a run, whose tensor- and context-parallel sums have this dtype.
 
-        What ranks have agreed on in an earlier one is forgotten: an exception may have ended it
-        before some of them took note.
+        What ranks agreed on in an earlier run is forgotten: an exception may have ended it before
+        some of them took note.
         """
         self.reduce_dtype, self._agreed, self._told = reduce_dtype, None, None
 
@@ -116,11 +106,11 @@ class Executor:
         return self.stopwatch.timings() if self.stopwatch is not None else []
 
     def run(self, batch: StepBatch, denominator: int) -> Tensor:
-        """One step of this rank: all forwards and, where gradients are enabled, all backwards.
+        """Run one step of this rank: all forwards and, where gradients are enabled, all backwards.
 
-        Gradients are reduced from here on; :meth:`finish` waits for them. What the ranks have told
-        each other is not read yet where gradients are enabled: that would wait for the device,
-        and leave it nothing to do meanwhile. :meth:`read` does it. Collective over all ranks.
+        Collective over all ranks. Gradients are being reduced when it returns; :meth:`finish` waits
+        for them. In training the ranks' exchange is left to :meth:`read`, since reading it here
+        would wait for the device, which would then have nothing to do.
 
         Args:
             batch: this rank's part of the step.
@@ -132,7 +122,7 @@ class Executor:
         Raises:
             RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
                 different tokens from a store.
-            ValueError: the plan has a strategy of its own that cannot be run.
+            ValueError: the plan has pipelines of its own that cannot be run.
         """
         training = torch.is_grad_enabled()
         PROGRESS.begin_step(batch)
@@ -199,10 +189,11 @@ class Executor:
         return self.heterogeneous(plan)
 
     def read(self) -> None:
-        """Take note of what the ranks have told each other in the last step: wait for the device.
+        """Read what the ranks exchanged at the end of the last step, which waits for the device.
 
         Raises:
-            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next.
+            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next
+                step.
         """
         assert self._told is not None, "a step has run"
         (batch, told), self._told = self._told, None
@@ -225,7 +216,7 @@ class Executor:
         return total.to(loss.dtype)
 
     def _check_agreement(self, batch: StepBatch) -> None:
-        """Do nothing where the last step's exchange already covered this plan, else exchange."""
+        """Compare the ranks' plans and data, unless the last step's exchange covered this plan."""
         if self._agreed == batch.plan.digest and not batch.samples:
             return
         # Not xor, which the same store twice in a mixture would make 0.
@@ -242,11 +233,6 @@ class Step:
     """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
 
     Args:
-        model: the rank's stages.
-        pipeline: the pipeline that the rank is in.
-        groups: the process groups that the model's forward communicates over.
-        batch: this rank's part of the step.
-        messages: to and from the neighbours in the pipeline.
         denominator: what the summed loss of all ranks is divided by, in tokens.
         stopwatch: times every action; None: nothing is timed.
 
@@ -362,11 +348,10 @@ def _who(digests: list[int]) -> str:
     ranks: dict[int, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)
-    return "; ".join(f"{_name(digest)} on {names_of_ranks(who)}" for digest, who in ranks.items())
-
-
-def _name(digest: int) -> str:
-    return f"digest {digest:016x}" if digest else "no such step"
+    return "; ".join(
+        f"{f'digest {digest:016x}' if digest else 'no such step'} on {names_of_ranks(who)}"
+        for digest, who in ranks.items()
+    )
 
 
 def names_of_ranks(ranks: list[int]) -> str:

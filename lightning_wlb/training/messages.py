@@ -1,13 +1,13 @@
 """Messages between the stages of a pipeline: sent without waiting, freed when received.
 
-* A send is posted, its tensor and handle are kept, and it is waited for late: waiting at once
-  deadlocks two neighbours that both send first. When a message comes back that the peer sent after
-  it had received this one (:mod:`~lightning_wlb.schedule.actions`), the wait returns at once and
-  the tensor is freed; the rest is waited for at the step's end.
-* Each channel of messages has its own process group, so that forward and backward messages, and
-  those that close the ring of virtual stages, do not wait in each other's queue. Within a channel
-  the messages of a pair of ranks are in FIFO order, since NCCL ignores tags.
-* Over gloo a tensor of a GPU goes by the host (:func:`.message_device`).
+* A send is posted, and its tensor is kept: waiting at once would deadlock two neighbours that both
+  send first. When a message comes back that the peer sent after it had received this one
+  (:mod:`~lightning_wlb.schedule.actions`), the wait returns at once and the tensor is freed; the
+  rest is waited for at the step's end.
+* Each channel has its own process group, so that forward and backward messages, and those that
+  close the ring of virtual stages, do not wait behind each other. Within a channel the messages of
+  a pair of ranks are in FIFO order, since NCCL ignores tags.
+* Over gloo a GPU's tensor passes through the host (:func:`.message_device`).
 * A stage that sends to another stage of its own rank passes the tensor on.
 """
 
@@ -41,8 +41,6 @@ class PipelineRank:
         schedule: its name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         groups: the process group of each channel; empty for a single rank.
         hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
-        dtype: of boundary tensors.
-        device: of boundary tensors.
     """
 
     rank: Rank
@@ -61,7 +59,8 @@ class PipelineRank:
     def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
         """The actions of this rank and its neighbours in a step, by place in the pipeline.
 
-        ``replicas`` are all replicas' plans as they are executed, ``number`` is the rank's replica.
+        ``replicas`` are all replicas' plans as they are executed, ``number`` is this rank's
+        replica.
         """
         ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages
         return {
@@ -73,9 +72,7 @@ class PipelineRank:
 class Messages:
     """Sends and receives the boundary tensors of one step of a rank.
 
-    Args:
-        pipeline: the pipeline that the rank is in.
-        receipts: for an action that receives, the actions whose sends have then been received.
+    ``receipts`` has, for an action that receives, the actions whose sends have then been received.
     """
 
     def __init__(self, pipeline: PipelineRank, receipts: Mapping[Action, Sequence[Action]]) -> None:

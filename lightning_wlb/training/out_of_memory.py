@@ -33,12 +33,7 @@ _SHOWN = 8
 
 @contextmanager
 def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
-    """Run a part of a training step inside; an error for want of memory gets a :func:`note`.
-
-    Args:
-        executor: runs the step's actions.
-        memory: makes the memory model of the mesh.
-    """
+    """Run a part of a training step inside; an error for want of memory gets a :func:`note`."""
     try:
         yield
     except Exception as error:
@@ -62,7 +57,6 @@ def note(
 
     Args:
         action: what ran; None if no action had begun.
-        batch: this rank's part of the step.
         pipeline: the one that the rank is in, in this step.
         model: memory of the model on the mesh, or on one of pipelines like this one.
     """

@@ -7,24 +7,32 @@
 
 Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
 shards and what it fills one of them from.
+
+If embeddings are tied and the two ends are on different stages, both hold a copy of the weight,
+sharded alike, and each computes part of its gradient. In every step the two exchange their shards
+of the gradient and add them, so that identical optimizers keep the copies identical. Cost: one
+exchange of a tied weight's shard per step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_wlb.distributed.device_mesh import data_context
+from lightning_wlb.distributed.process_groups import message_device
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.training.parameter_buckets import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, refuse_hooks, shard_over
-from lightning_wlb.training.tied_weights import Tie, find_ties
 
 
 def parallelize(
@@ -42,23 +50,20 @@ def parallelize(
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
-        model: whole.
-        mesh: from :func:`~lightning_wlb.distributed.device_mesh.device_mesh`.
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
-        group: the ranks that share the parameters, as :class:`.ParameterBuckets` wants it.
+        group: the ranks that share the parameters; :class:`.ParameterBuckets` alone uses it.
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
-        device: where the parameters live.
-        dtype: of the sharded parameters.
-        compute_dtype: of the parameters in a step.
-        sum_dtype: of the sums of gradients in a step.
+        dtype: the dtype of the shards.
+        compute_dtype: the dtype of parameters in a step.
+        sum_dtype: the dtype in which gradients are summed.
 
     Returns:
         The weights that the model's two ends share, and what gathers the parameters in a step.
 
     Raises:
-        ValueError: a buffer without values, or a parameter that two layers share, or that several
-            pipeline stages would.
+        ValueError: a buffer without values, or a parameter that two layers or several pipeline
+            stages share.
     """
     ties = find_ties(model)
     place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
@@ -94,7 +99,7 @@ def parallelize(
 
 
 def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
-    """Drop the layers and ends that other ranks own. Names keep their global layer number."""
+    """Drop the layers and ends that other ranks own; names keep their global layer number."""
     mine = {layer for stage in stages[rank::ranks] for layer in stage}
     for name in list(model.layers):
         if int(name) not in mine:
@@ -134,9 +139,7 @@ def _buckets(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[
 def check_parameters(model: Decoder, pipeline: int) -> None:
     """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
 
-    Args:
-        model: whole, since a rank cannot look at the parts of other stages later.
-        pipeline: number of ranks that hold its stages.
+    ``model`` is whole, since a rank cannot look at the parts of other stages later.
 
     Raises:
         ValueError: naming the parameter, with the remedy.
@@ -192,3 +195,56 @@ def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> No
                             new = nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
                         done[id(tensor)] = new
                     kind[name] = done[id(tensor)]  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One weight under two names of the model: in its embedding and in its head."""
+
+    embedding: str
+    head: str
+
+
+def find_ties(model: nn.Module) -> list[Tie]:
+    """Weights that the model's embedding and head share, by name in the model."""
+    names: dict[int, str] = {
+        id(parameter): f"embed.{name}"
+        for name, parameter in cast(nn.Module, model.embed).named_parameters()
+    }
+    head = cast(nn.Module, model.head)
+    return [
+        Tie(names[id(parameter)], f"head.{name}")
+        for name, parameter in head.named_parameters()
+        if id(parameter) in names
+    ]
+
+
+def add_tied_gradients(
+    model: nn.Module, ties: list[Tie], peer: int | None, group: dist.ProcessGroup | None
+) -> None:
+    """Add the other stage's gradient shard to this stage's, for every tied weight.
+
+    ``peer`` is the global rank of the same shard on the other end; None on stages without a tied
+    end and where both ends are on one stage. Gradients have been reduced already.
+    """
+    if peer is None:
+        return
+    parameters = dict(model.named_parameters())
+    for tie in ties:
+        mine = parameters[tie.embedding if tie.embedding in parameters else tie.head]
+        if not mine.requires_grad:
+            continue
+        assert mine.grad is not None, "the final reduction gives every parameter a gradient"
+        gradient = mine.grad.to_local() if isinstance(mine.grad, DTensor) else mine.grad
+        assert group is not None
+        sent = gradient.contiguous().to(message_device(gradient.device, group))
+        other = torch.empty_like(sent)
+        exchange = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, peer, group),
+                dist.P2POp(dist.irecv, other, peer, group),
+            ]
+        )
+        for work in exchange:
+            work.wait()
+        gradient.add_(other.to(gradient.device))

@@ -63,9 +63,6 @@ class ParameterBuckets:
     Args:
         buckets: all parameters of the rank's stages, in the order of first use.
         group: ranks that share the parameters; used for nothing else.
-        tensor_group: the tensor-parallel ranks; None for one.
-        dtype: that the model computes in.
-        sum_dtype: that gradients are summed in.
     """
 
     def __init__(

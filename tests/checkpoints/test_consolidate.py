@@ -10,7 +10,7 @@ from lightning_wlb.checkpoints import consolidate, sharded, writing
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.language_module import LanguageModule
-from tests.checkpoints.test_latest import write
+from tests.checkpoints.small_checkpoints import write
 
 
 @pytest.fixture

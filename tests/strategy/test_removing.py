@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_wlb.checkpoints.writing import CheckpointContent
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.checkpointing import Checkpointer
-from tests.checkpoints.test_latest import write
+from tests.checkpoints.small_checkpoints import write
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What ``ckpt_path`` means: which checkpoints are tried, in which order."""
 
+import os
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -8,10 +9,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.test_latest import write
+from tests.checkpoints.small_checkpoints import write
 
 
 @pytest.fixture
@@ -160,3 +162,57 @@ def test_the_first_that_is_not_damaged():
         resuming.load_first([bad], load)
     with pytest.raises(Damaged, match=r"None of the 2 checkpoints can be used\. bad .* worse "):
         resuming.load_first([bad, worse], load)
+
+
+def test_by_the_time_that_the_manifest_records(tmp_path):
+    late = write(tmp_path / "late.ckpt", 4, 300.0)
+    # Set back to an earlier checkpoint, the run wrote an earlier step later.
+    again = write(tmp_path / "again.ckpt", 2, 400.0)
+    first = write(tmp_path / "first.ckpt", 9, 100.0)
+    os.utime(first)  # as a copy has it
+    found = resuming.checkpoints_in(tmp_path)
+    assert resuming.newest_first(found) == [again, late, first]
+    # What has no manifest that can be read is as new as its folder.
+    (first / manifest.NAME).write_text("{}")
+    os.utime(first, (350, 350))
+    assert resuming.newest_first(found) == [again, first, late]
+
+
+def test_what_is_a_checkpoint(tmp_path):
+    one = write(tmp_path / "one.ckpt", 1, 1.0)
+    (tmp_path / ".old").mkdir()
+    old = write(tmp_path / ".old" / "two.ckpt", 1, 2.0)
+    half = write(tmp_path / "half.ckpt", 1, 3.0)
+    (half / "meta.pt").unlink()  # damaged, and to be refused by name
+    (tmp_path / "link.ckpt").symlink_to("one.ckpt")
+    (tmp_path / "nowhere.ckpt").symlink_to("gone.ckpt")
+    (tmp_path / "file.ckpt").write_text("of another strategy")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".partial").mkdir()
+    (tmp_path / ".partial" / "three.ckpt").mkdir()
+    manifest.write(tmp_path / "folder", manifest.EXPORT, "save", 1, -1, {})
+    assert set(resuming.checkpoints_in(tmp_path)) == {one, old, half}
+    assert set(resuming.checkpoints_in(tmp_path, "t*")) == {old}
+    assert resuming.checkpoints_in(tmp_path / "nowhere") == []
+
+
+def test_checkpoints_before_time_limits(tmp_path):
+    paths = [write(tmp_path / f"hpc_ckpt_{n}.ckpt", n, 1.0) for n in (2, 9, 10)]
+    other = write(tmp_path / "last.ckpt", 1, 1.0)
+    assert resuming.requeue_number(paths[2]) == 10
+    assert resuming.requeue_number(other) is None
+    assert set(resuming.older_requeues(paths[2])) == set(paths[:2])
+    assert resuming.older_requeues(other) == []
+
+
+def test_what_the_rest_of_a_checkpoint_says(tmp_path):
+    mine = write(tmp_path / "mine.ckpt", 1, 1.0, slurm_job_id="7", lr_schedulers=[])
+    weights = write(tmp_path / "weights.ckpt", 1, 1.0)
+    assert resuming.is_of_job(mine, "7")
+    assert not resuming.is_of_job(mine, "8")
+    assert not resuming.is_of_job(weights, "7")
+    assert resuming.can_resume(mine)
+    assert not resuming.can_resume(weights)
+    (weights / "meta.pt").write_bytes(b"damaged")
+    assert resuming.can_resume(weights)
+    assert resuming.is_of_job(weights, "7"), "so that it is refused by name"
