@@ -3,14 +3,14 @@
 Lightning answers an exception with callbacks that save
 (``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
 wait for ranks that wait for it in their step. So before any callback the ranks agree over their
-heartbeats (:mod:`.heartbeat`). An exception that all have at the same place - a signal that they
-have agreed on, data that all refuse - is theirs together, and they save. Else this rank takes part
-in no collective any more: nothing is saved, the last checkpoint stands, and the exception goes on
-to end the process, which closes its connections, so that the others come out too.
+heartbeats (:mod:`.heartbeat`). If all ranks have the exception at the same place (a signal that
+they have agreed on, data that all refuse), they save. Else this rank takes part in no collective
+any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
+process, which closes its connections, so that the others come out too.
 
-An exception inside the optimizer's step leaves some parameters moved and others not. That is no
-state to go on from, so nothing is saved after it, by however many ranks, also by one alone; nor
-after :class:`.StateLost`.
+An exception inside the optimizer's step leaves some parameters moved and others not, which is no
+state to go on from. So nothing is saved after it, by however many ranks, nor after
+:class:`.StateLost`.
 
 Cost: nothing without an exception; with one at most ``heartbeat.PATIENCE`` seconds, or
 ``heartbeat.AGREED_PATIENCE`` where all ranks are to come.
@@ -165,7 +165,7 @@ class Faults(pl.Callback):
 
 
 def _in_short(error: str) -> str:
-    """The first line of an error, and the last: where a loader worker failed, that says of what."""
+    """The first and the last line of an error; for a loader worker's the last says what failed."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     ends = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
     return " ".join(each[: TOLD // 2 - 5] for each in ends)

@@ -1,13 +1,13 @@
 """Heartbeats: each rank tells rank 0 where it stands, and learns whether the ranks can go on.
 
 Process groups cannot carry that: a rank that has failed is not where the others wait for it. So
-rank 0 listens on a port of its own, in a thread (:class:`HeartbeatServer`), and every rank keeps a
-connection to it, rank 0 too. Messages are lines of JSON. A rank writes where it stands every few
+rank 0 listens on a port of its own, in a thread (:class:`HeartbeatServer`), and every rank, rank 0
+too, keeps a connection to it. Messages are lines of JSON. A rank writes where it stands every few
 seconds, when its main thread has an exception, and when its run is over. The kernel closes the
-connections of a process that ends, however it ends: that is how a killed rank is known within
-milliseconds, under any backend.
+connections of a process that ends, however it ends: so a killed rank is known within milliseconds,
+under any backend.
 
-Rank 0 says to all ranks
+Rank 0 tells all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
 * ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
@@ -21,9 +21,9 @@ its stack.
 torch's TCPStore is not used: a request to a store whose process is stopped waits for ever, and one
 to a store that is gone prints a stack trace of C++ on every rank.
 
-Cost: some hundred bytes from each rank every ``heartbeat_seconds``, which let rank 0 read at most
-100 messages a second, each in some 10 µs. A connection lasts as long as the run, and takes one of
-rank 0's open files. Once all ranks are there nobody else can connect.
+Cost: some hundred bytes from each rank every ``heartbeat_seconds``; rank 0 reads at most 100
+messages a second, each in some 10 µs, and has an open file for each rank. Once all ranks are there
+nobody else can connect.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _RankStatus:
     """What rank 0 knows of a rank.
 
     Attributes:
-        place: where it has an exception; None: it has none.
+        place: where the rank has an exception; None: it has none.
         text: what its exception says.
         since: when it began what it is doing, in seconds of ``time.monotonic``, as ``heard``.
     """
@@ -114,7 +114,7 @@ class HeartbeatServer(threading.Thread):
     Args:
         token: what a connection must begin with; others are closed.
         stalled_after: seconds without any progress after which the ranks behind are named.
-        timeout: of collectives, in seconds, for the message.
+        timeout: the time-out of collectives in seconds, for the message.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class HeartbeatServer(threading.Thread):
         return f"rank {self._first.rank} failed, {self._first.text}{silent and f'; {silent}'}"
 
     def _decide(self, now: float) -> None:
-        """Decide whether the ranks that have failed have done so together."""
+        """Decide whether the ranks that have failed have failed together."""
         if self._verdict or self._first is None:
             return
         places = [peer.place for peer in self._peers.values() if peer.place is not None]
@@ -270,7 +270,7 @@ class HeartbeatServer(threading.Thread):
             self._alone(self._cause())
 
     def _report_stall(self, now: float, pause: float) -> None:
-        """Where no rank makes progress, say once which is behind."""
+        """Say once which ranks are behind if none makes progress."""
         peers = [peer for peer in self._peers.values() if not peer.ended]
         over = self._first or self._verdict or not peers
         if over or max(peer.since for peer in peers) > now - self._stalled_after:

@@ -1,9 +1,9 @@
 """Lightning's launcher of the ranks of a node, changed so that ranks end with it, and not too soon.
 
-Three things differ. A rank dies with its launcher, also in start-up, when no rank watches yet. A
-rank that ends with an error gives the others ``GRACE`` seconds to come out by themselves before
-they are killed, and the launcher says which one it was. At Ctrl-C the launcher's rank waits as long
-for the others before it kills them, since they may still save.
+Three things differ. A rank dies with its launcher, also in start-up, when no rank watches yet. If a
+rank ends with an error, the others have ``GRACE`` seconds to come out by themselves before they are
+killed, and the launcher says which one it was. At Ctrl-C the launcher's rank waits as long for the
+others before it kills them, since they may still save.
 
 Cost: a thread that looks every five seconds, as in Lightning.
 """

@@ -1,7 +1,7 @@
 """How far the main thread of this process is in its run: it writes, other threads read.
 
 A run that hangs shows nothing, so each rank notes what it is about to do, and the watchdog
-(:mod:`.watchdog`) tells those notes when no rank makes progress.
+(:mod:`.watchdog`) reports these notes when no rank makes progress.
 
 Cost: one attribute write for an action, below a microsecond; text is made when it is asked for.
 """
@@ -24,6 +24,7 @@ class _Moment(NamedTuple):
 
     Attributes:
         runs: how many steps and evaluated batches have begun.
+        batch: the batch of the last one; None before the first.
         part: which part of the step it is in.
         doing: an action, or what else it does, in words.
         since: when that began, in seconds of ``time.monotonic``.

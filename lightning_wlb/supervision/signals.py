@@ -15,9 +15,9 @@ with the loss into the exchange that ends every step. Then all ranks, in the sam
   1. A second one ends this process at once.
 
 Outside of fit the requeue signal is only reported: an evaluation has nothing to save, and requeued
-it would begin anew before the same limit. It must not end a process either, so that it is heeded
-from the Trainer's making on, and after the run. SIGTERM before the first step and after the last
-one ends the process, as ever.
+it would begin anew before the same limit. The signal must not end a process either, so a handler is
+set when the Trainer is made, and stays after the run. SIGTERM before the first step and after the
+last one ends the process, as ever.
 
 A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
 there were no more data. Lightning has taken one batch ahead, whose step then is the last one.
@@ -163,15 +163,15 @@ def _requeue_signal(environment: Any) -> signal.Signals | None:
 
 
 class EndOnSignal(pl.Callback):
-    """Does what the ranks have agreed on. ``WLBStrategy`` adds it, as the last callback."""
+    """Acts on the signals that ranks have agreed on; the last callback, added by WLBStrategy."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Where a signal has ended the wait for the loader, its epoch goes on all the same."""
+        """Let the epoch go on after a signal has ended the wait for the loader."""
         if WAIT.ended:
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Do what the ranks have agreed on; every other callback has seen the step.
+        """Requeue, or end the run, as agreed; every other callback has seen the step.
 
         Raises:
             SIGTERMException: on every rank, when it has saved.

@@ -4,16 +4,16 @@ It sends the heartbeats of its rank, which say how far the main thread is (:mod:
 listens to what rank 0 says of all ranks (:mod:`.heartbeat`). Once the ranks can no longer go on
 together, the main thread has ``GRACE`` seconds to come out of its wait; then the watchdog ends the
 process, with exit code 1 and the cause in its last line. Under gloo the main thread does come out,
-since the other end of its connections closes; under NCCL it may wait for its time-out. Should the
-main thread be in foreign code that holds Python's lock, so that no other thread of Python runs, a
-thread of C (faulthandler's) ends the process ``LOCKED`` seconds later.
+since the other end of its connections closes; under NCCL it may wait for its time-out. If the main
+thread is in foreign code that holds Python's lock, a thread of C (faulthandler's) ends the process
+``LOCKED`` seconds later.
 
-A rank that gives no sign of life, as it is stopped or its host is, is reported only: it may come
-back. The time-out of the process groups ends that run. A second Ctrl-C, too, ends a process whose
-main thread cannot heed the first one.
+A rank that gives no sign of life, since it or its host is stopped, is only reported: it may come
+back. The time-out of the process groups ends that run. The watchdog also ends a process after a
+second Ctrl-C if its main thread cannot heed the first one.
 
-The thread touches no device and no process group, and keeps no process alive. Cost: see
-:mod:`.heartbeat`.
+The thread touches no device and no process group, and keeps no process alive. Its cost is that of
+the heartbeats.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LOCKED = 5.0
 class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
-    Args:
-        stalled_after: seconds without a word from rank 0 after which that is reported.
+    ``stalled_after`` is the number of seconds without a word from rank 0 after which that is
+    reported.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Watchdog(threading.Thread):
         """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
 
         Args:
-            place: what is the same on every rank if all have the exception together.
+            place: the same on every rank if all have the exception together.
             text: what has happened here, for the others.
             agreed: whether all ranks have said that they will come here.
 

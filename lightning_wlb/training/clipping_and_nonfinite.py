@@ -1,12 +1,11 @@
 """Clips gradients, and answers a loss or gradients that are not finite on all ranks alike.
 
-One such step, let through, makes every parameter NaN. So between the gradients of a step and its
-optimizer :class:`StepGuard` looks at the losses of all ranks, which the step's last exchange has
-brought, and at the norm of all gradients. Where one of them is NaN or infinite, every rank knows:
-all raise, or all leave the optimizer's step out. Then parameters and optimizer state stay bit for
-bit as they are, the position in the documents moves on, and the step counts as taken. Where a
-parameter itself is not finite no step can be right: all raise, whatever the user says but
-``"ignore"``, and nothing is saved.
+One such step, let through, makes every parameter NaN. So before the optimizer :class:`StepGuard`
+looks at the losses of all ranks, which the step's last exchange has brought, and at the norm of all
+gradients. Where one of them is NaN or infinite, all ranks raise, or all leave the optimizer's step
+out. Then parameters and optimizer state stay bit for bit as they are, the position in the documents
+moves on, and the step counts as taken. Where a parameter itself is not finite no step can be right:
+all raise unless the user has said ``"ignore"``, and nothing is saved.
 
 Cost: one pass over the rank's own gradients, one all-reduce of a number, and one wait for the
 device before the optimizer's step; where gradients are clipped by their norm, the norm is that one.
@@ -70,11 +69,7 @@ class StepGuard:
         copies: list[nn.Parameter],
         name_of: Callable[[int], str],
     ) -> None:
-        """Guard a model.
-
-        Args:
-            copies: parameters whose gradient another stage counts in the norm.
-        """
+        """Guard the rank's stages; another stage counts the gradients of ``copies`` in the norm."""
         self._model, self._mesh, self._device = model, mesh, device
         self._copies, self._name_of = copies, name_of
 
@@ -190,12 +185,9 @@ def gradient_norm(
 ) -> Tensor:
     """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
-    Each rank adds up the squares of its own shards, and of a part that several tensor-parallel
-    ranks hold as many parts of the square. The sums are added over all ranks.
-
-    Args:
-        parameters: this stage's parameters, gradients already reduced.
-        copies: those whose gradient another stage counts.
+    Each rank sums the squares of its own shards. If n tensor-parallel ranks hold the same shard,
+    each adds 1/n of its square. The sums are added over all ranks. Gradients have been reduced
+    already, and another stage counts those of ``copies``.
 
     Returns:
         0-dim float64, the same on every rank; not finite where a gradient of any rank is not.

@@ -31,7 +31,7 @@ EXPANDABLE = "expandable_segments:True"
 def prepare_cuda(ranks: int) -> None:
     """Set what is not set, for this process and those that it starts.
 
-    One of ``ranks`` alone sends no messages, and gets no setting for them.
+    A single rank sends no messages, and gets no setting for them.
     """
     given = os.environ
     wanted = {} if CONNECTIONS in given or ranks == 1 else {CONNECTIONS: str(MOST_CONNECTIONS)}

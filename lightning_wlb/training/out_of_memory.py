@@ -1,10 +1,10 @@
 """Explains a step that runs out of memory: what ran, and which options would take how much less.
 
-The error stays what it is and gets a note, which Python prints below its message. The bytes are
-those of the memory model (``cost/memory_model.py``) with all micro-batches like the one of the rank
-that would need most, the account by which ``lightning-wlb plan`` says what fits. So they are an
-upper bound of what is modelled; fragmentation and communication buffers are not. A step on
-heterogeneous pipelines is taken for one on a mesh of pipelines like the rank's, as in planning.
+The error gets a note, which Python prints below its message. Its bytes are those of the memory
+model (``cost/memory_model.py``) if all micro-batches were like the rank's largest, the account by
+which ``lightning-wlb plan`` says what fits. So they are an upper bound of what is modelled, without
+fragmentation and communication buffers. A step on heterogeneous pipelines is taken for one on a
+mesh of pipelines like the rank's, as in planning.
 
 Cost: nothing until there is an error.
 """
@@ -53,7 +53,7 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
 def note(
     action: Action | None, batch: StepBatch, pipeline: PipelineRank, model: MemoryModel
 ) -> str:
-    """One paragraph about a step in training that ran out of memory.
+    """A paragraph about a training step that ran out of memory.
 
     Args:
         action: what ran; None if no action had begun.
@@ -110,7 +110,7 @@ def note(
 def _by_micro_batch(
     batch: StepBatch, longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int
 ) -> Iterator[tuple[str, int]]:
-    """Options of the micro-batches, and the bytes that this rank needs with each."""
+    """Options for the micro-batches, and the bytes that this rank needs with each."""
     number, tensor = len(batch.units.forward), model.mesh.tensor
     for mode in get_args(Recompute):
         yield (

@@ -5,7 +5,7 @@ grouped into buckets: a layer, an end, or what else the model has. In a step
 
 * every bucket's gather is posted, in the order in which the stages use them first; a forward waits
   for the bucket of the module that it enters, and for no other;
-* each backward adds its gradients to the sums of the bucket, in the dtype of reduction;
+* each backward adds its gradients to the bucket's sums, in the dtype of reduction;
 * when the last backward of the step has passed through a bucket, its parameters are freed and its
   reduce-scatter is posted, so that it runs while the backward goes on.
 
@@ -13,19 +13,19 @@ Every rank that shares a stage posts the same operations in the same order, what
 it has: gathers by first use, reductions from the last bucket to the first, each as soon as those
 before it have been posted. A rank without micro-batches posts zeros. So no two ranks can wait for
 each other here, and the sums do not depend on who is first: a step gives the same bits again.
-Replicas that share a micro-batch wait for each other in it too. So a rank reduces nothing before
-its last one is over, or two of them could have each the other's reduction in front of its attention
-on a device that runs one after the other.
 
-Reduction is a plain sum: the loss is divided by the *global* number of target tokens. A parameter
-that tensor-parallel ranks hold alike is summed over them at the end.
+Replicas that share a micro-batch wait for each other in its attention too. A rank therefore reduces
+nothing before the last such micro-batch is over. On a device that runs one operation after the
+other, two ranks could else each have the reduction that the other waits for in front of the
+attention that the other waits for.
+
+Reduction is a plain sum: the loss is divided by the *global* number of target tokens. The gradient
+of a parameter that tensor-parallel ranks hold alike is summed over them at the end.
 
 Cost: within a step this is ZeRO-1. From its first forward to its last backward a bucket is held
 whole, 6 bytes per parameter in bf16. Not for models whose stages do not fit that way; use more
 pipeline or tensor parallelism. One more copy of a bucket is made when it is gathered, and of its
 gradients where a backend reduces in place. On one rank with one dtype nothing is copied or sent.
-
-The process group is used for nothing else: NCCL runs it on a stream of its own, gloo in threads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ParameterBuckets:
 
     Args:
         buckets: all parameters of the rank's stages, in the order of first use.
-        group: ranks that share the parameters; used for nothing else.
+        group: ranks that share the parameters; used for nothing else, so that NCCL runs it on a
+            stream of its own and gloo in threads.
+        dtype: the dtype in which the model computes.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class ParameterBuckets:
 
     @contextmanager
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
-        """Post the gathers of a step, and at its end what is left to reduce.
+        """Post the gathers of a step, and at its end the reductions that are left.
 
         Arguments are those of :meth:`.StepParameters.step`.
         """
@@ -117,7 +119,7 @@ class ParameterBuckets:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Run one action inside; buckets of which it is the last backward are reduced."""
+        """Run one action inside; the buckets for which it is the last backward are reduced."""
         closing = self._closed_by.get(action, [])
         for each in closing:
             each.expect_last_gradients()
@@ -164,7 +166,7 @@ class ParameterBuckets:
         self._in_step[number].wait()
 
     def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[_BucketInStep]]:
-        """The last backward that reaches each bucket -> these buckets."""
+        """Map the last backward that reaches each bucket to these buckets."""
         last = {each.stage: at for at, each in enumerate(program) if each.kind == BACKWARD}
         closed_by: dict[Action, list[_BucketInStep]] = {}
         for each in self._in_step:
@@ -187,11 +189,7 @@ class ParameterBuckets:
 
 
 class _BucketInStep:
-    """One bucket in one step.
-
-    Attributes:
-        closed: whether no backward of the step adds to its gradients any more.
-    """
+    """One bucket in one step; ``closed`` when no backward adds to its gradients any more."""
 
     def __init__(self, bucket: Bucket, run: ParameterBuckets, training: bool) -> None:
         self.bucket, self._run = bucket, run
@@ -281,7 +279,7 @@ class _BucketInStep:
             self._chunks[number] = part.unflatten(1, each.chunk)
 
     def expect_last_gradients(self) -> None:
-        """The last backward of the step is next: each parameter's gradient is added once more.
+        """Begin the last backward of the step, in which each parameter gets its last gradient.
 
         Raises:
             ValueError: if no forward has waited for the parameters.
@@ -297,7 +295,7 @@ class _BucketInStep:
             raise gradient_too_late(", ".join(self._module_names()))
 
     def close(self) -> None:
-        """Nothing of the step uses the parameters any more; a second call does nothing."""
+        """Free the parameters, which the step no longer uses; a second call does nothing."""
         if self.closed:
             return
         if self._gather is not None:
@@ -329,7 +327,7 @@ class _BucketInStep:
         )
 
     def reduced(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Wait for the sums: this rank's shard of every trained parameter's gradient."""
+        """Wait for the reduction; yield this rank's shard of every trained parameter's gradient."""
         if not self._trained:
             return
         if self._reduction is not None:

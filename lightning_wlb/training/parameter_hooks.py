@@ -1,10 +1,9 @@
 """The hooks by which a step's parameters enter a model's modules and their gradients leave them.
 
-Between steps a module holds sharded parameters. In a step they are gathered, and a forward hook
-lets each module wait for its own before it runs. A backward leaves every gradient in the sums of
-the step, in the dtype of reduction, so that ``.grad`` of a gathered parameter stays None. Which
-ranks the parameters come from is not known here: :mod:`.parameter_buckets` says it for the mesh,
-``heterogeneous/parameters.py`` for pipelines that differ.
+Between steps a module holds shards. In a step they are gathered, and a forward hook lets each
+module wait for its own before it runs. Every gradient moves to the step's sums as soon as it is
+made, so that ``.grad`` of a gathered parameter stays None. The parameters come from
+:mod:`.parameter_buckets` on the mesh, from ``heterogeneous/parameters.py`` on other pipelines.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lightning_wlb.schedule.actions import Action
 
 
 class StepParameters(Protocol):
-    """Brings a step its parameters and takes its gradients away."""
+    """Gathers a step's parameters and reduces their gradients."""
 
     def step(
         self, program: Sequence[Action], shared: Collection[int] = ()
@@ -44,9 +43,9 @@ class StepParameters(Protocol):
 def before_forward(
     module: nn.Module, wait: Callable[[], None], dtype: torch.dtype
 ) -> RemovableHandle:
-    """Call ``wait`` before each forward of a module, and give it bfloat16 where ``dtype`` is that.
+    """Call ``wait`` before each forward of a module, and cast its inputs if ``dtype`` is bfloat16.
 
-    It comes before the module's own hooks, which may read its parameters.
+    It runs before the module's own hooks, which may read its parameters.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -70,7 +69,7 @@ def take_gradients(parameter: nn.Parameter, take: Callable[[Tensor], None]) -> N
 
 
 def module_not_called(names: Iterable[str]) -> ValueError:
-    """What to raise before the last backward if no forward has waited for some parameters."""
+    """The error for a stage whose last backward begins before it has called one of its modules."""
     return ValueError(
         f"A stage ran without calling a module that it holds ({', '.join(names)}), so parameters"
         " were not waited for and would not be trained. Call embed, head and every layer in the"
@@ -79,7 +78,7 @@ def module_not_called(names: Iterable[str]) -> ValueError:
 
 
 def gradient_too_late(name: str) -> RuntimeError:
-    """What to raise where a module runs, or gets a gradient, behind its last one of the step."""
+    """The error for a module that runs, or gets a gradient, after its last one of the step."""
     return RuntimeError(
         f"{name} runs, or gets a gradient, after its gradients of the step were complete."
         " A checkpoint of your model's own with use_reentrant=True does that: use False."

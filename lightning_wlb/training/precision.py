@@ -45,9 +45,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class WLBPrecision(Precision):
-    """Lightning's precision plugin for :class:`.WLBStrategy`.
-
-    Made by the strategy from the Trainer's ``precision``; there is no need to pass it.
+    """Lightning's precision plugin for :class:`.WLBStrategy`, which makes it from ``precision``.
 
     Raises:
         MisconfigurationException: for a precision outside the table above.

@@ -2,7 +2,7 @@
 
 ``fully_shard`` cuts every parameter over data × context and records in a DTensor which part of
 which global parameter a rank holds, on the tensor-parallel axis too. Checkpoints, the optimizer and
-the norm of the gradients read that. FSDP2's own run time is left out: it reduces inside of a
+the norm of the gradients read that. FSDP2's own run time is not used: it reduces inside of a
 backward, which a rank without micro-batches does not have, and on backends without streams it waits
 there. :mod:`.parameter_buckets` gathers and reduces instead.
 
@@ -29,9 +29,7 @@ from lightning_wlb.mesh import sharded_dim
 def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace every parameter by this rank's shard of it; one that two modules share stays shared.
 
-    Args:
-        model: its parameters are plain, or DTensors on the tensor axis, on any device.
-        mesh: has one axis.
+    Parameters are plain, or DTensors on the tensor axis, on any device; ``mesh`` has one axis.
     """
     # FSDP2 changes the module that it is given, and lets it gather by itself: so not the model.
     holder = nn.Module()
@@ -61,9 +59,9 @@ class ShardedParameter:
 
     Attributes:
         places: the modules that have it, and its name in each.
-        shape: of the whole parameter, or of this rank's tensor-parallel part of it.
+        shape: the shape of the whole parameter, or of this rank's tensor-parallel part of it.
         dim: the dim that is cut.
-        rows: of that dim on each rank but the last ones, which may have fewer.
+        rows: each rank's size of that dim; the last ranks may have fewer.
         is_part: whether the gradient is a part of a sum over the tensor-parallel ranks.
     """
 
@@ -120,9 +118,8 @@ class Bucket:
     def of(
         modules: Sequence[nn.Module], stages: Sequence[int], inside: Sequence[nn.Module]
     ) -> Bucket:
-        """Put the sharded parameters of the modules ``inside``, but not of their children, in one.
-
-        ``modules`` and ``stages`` are those of the bucket.
+        """Put the sharded parameters of the modules ``inside``, but not of their children, in a
+        bucket.
         """
         places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
         for module in inside:
@@ -134,7 +131,7 @@ class Bucket:
 
 
 def chunks_of(gradient: Tensor, buffer: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a whole gradient, and where each goes in ``buffer``, [ranks, *chunk]."""
+    """Views of a whole gradient, each with its place in ``buffer``, [ranks, *chunk]."""
     rows = buffer.shape[1 + dim]
     full, rest = divmod(gradient.shape[dim], rows)
     even = gradient.narrow(dim, 0, full * rows)
