@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.image import imread
 
 from lightning_wlb.callbacks.heat_map import KEPT_STEPS, HeatMap
@@ -31,14 +30,6 @@ def test_the_sum_is_over_sorted_steps():
     drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], mesh), [2, 2], slots=4)
     even = (1 + 3 + 2 + 2 / 3) / 4
     np.testing.assert_allclose(drawing.relative, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
-
-
-def test_context_ranks_keep_their_row():
-    mesh = Mesh(context=2)
-    drawing = HeatMap(mesh)
-    drawing.add(0, seconds_of([[1.0, 4.0], [2.0, 1.0]], mesh), [2], slots=2)
-    # The micro-batch of 4 seconds first, on both ranks.
-    np.testing.assert_allclose(drawing.relative, np.array([[4.0, 1.0], [1.0, 2.0]]) / 2)
 
 
 def test_more_micro_batches_in_a_later_step_and_empty_ones():
@@ -95,14 +86,8 @@ def test_only_the_last_steps_are_kept():
     assert drawing.typical[0] >= 10
 
 
-@pytest.mark.parametrize(
-    ("mesh", "columns"),
-    [
-        (Mesh(data=2, context=2, tensor=2), 3),
-        (Mesh(data=8, pipeline=4, context=4), 40),
-    ],
-)
-def test_it_draws_small_and_large_meshes(mesh, columns, tmp_path: Path):
+def test_it_draws_a_large_mesh(tmp_path: Path):
+    mesh, columns = Mesh(data=8, pipeline=4, context=4), 40
     drawing = HeatMap(mesh)
     generator = np.random.default_rng(0)
     for step in range(3):

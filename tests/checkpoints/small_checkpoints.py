@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,9 +41,28 @@ def list_wrongly(folder: Path) -> None:
     manifest.write(folder, listed.kind, listed.save, listed.ranks, listed.step, files)
 
 
-def model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def poison(path: Path, way: str, made: Path) -> None:
+    """Put something that makes a folder when it is unpickled into a checkpoint that verifies."""
+    stored = pickle.loads((path / ".metadata").read_bytes())
+    if way == "metadata":
+        stored.planner_data["extra"] = Hostile(made)
+        (path / ".metadata").write_bytes(pickle.dumps(stored))
+    elif way == "rest":
+        rest = torch.load(path / "meta.pt", weights_only=True)
+        torch.save(rest | {"callbacks": Hostile(made)}, path / "meta.pt")
+    else:
+        # In the place of a learning rate, whose entry has more than enough bytes.
+        place = next(p for index, p in stored.storage_data.items() if index.fqn.endswith(".lr"))
+        entry = pickle.dumps(Hostile(made))
+        shard = bytearray((path / place.relative_path).read_bytes())
+        shard[place.offset : place.offset + len(entry)] = entry
+        (path / place.relative_path).write_bytes(shard)
+    list_anew(path)
+
+
+def model(value: float, width: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, all of whose numbers follow from one."""
-    layers = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    layers = nn.Sequential(nn.Linear(3, width), nn.LayerNorm(width))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=value)
     for parameter in layers.parameters():
         nn.init.constant_(parameter, value)
@@ -51,20 +71,20 @@ def model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return layers, optimizer
 
 
-def save(path: Path, value: float) -> None:
+def save(path: Path, value: float, width: int = 2) -> None:
     """Save the model of a value, after as many steps."""
-    layers, optimizer = model(value)
+    layers, optimizer = model(value, width)
     writing.write(
         path, sharded.collect(layers, [optimizer], {"global_step": int(value), "value": value}, {})
     )
 
 
-def load(path: Path, **options: Any) -> float:
+def load(path: Path, width: int = 2, **options: Any) -> float:
     """The value whose model a folder holds; fails where parts of it are of different ones."""
-    layers, optimizer = model(0.5)
+    layers, optimizer = model(0.5, width)
     rest = sharded.load(path, layers, [optimizer], {}, None, **options)
     value = rest["value"]
-    wanted, settings = model(value)
+    wanted, settings = model(value, width)
     assert rest == {"global_step": int(value), "value": value}
     for name, each in wanted.state_dict().items():
         assert torch.equal(layers.state_dict()[name], each), name

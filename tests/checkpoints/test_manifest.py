@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 import zlib
@@ -117,14 +116,3 @@ def test_a_parent_that_another_run_removes_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", mkdir)
     make_folder(aside)
     assert aside.is_dir()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
-    opened = io.FileIO
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io, "FileIO", lambda path, mode: opened("/dev/full", "w"))
-        file = DurableFile(tmp_path / "file")
-    file.write(b"fits into the buffer")
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/file'"):
-        file.close()

@@ -140,9 +140,7 @@ def test_every_option_that_help_names_is_one_with_that_default() -> None:
         ("wlb.queues=-1", "queues=-1, but it must be at least 0"),
     ],
 )
-def test_a_wrong_option_is_answered(
-    capsys: pytest.CaptureFixture[str], given: str, message: str
-) -> None:
+def test_a_wrong_option_is_answered(capsys, given, message):
     assert main([*SMALL, "--packing-option", given]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -176,23 +174,38 @@ def test_the_generator_makes_enough_documents() -> None:
         assert lengths.max() <= 4096
 
 
-def test_text_may_have_words_or_lines(tmp_path) -> None:
-    path = tmp_path / "lengths"
-    path.write_text("3 1\n4\n\n1 5\n")
-    assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1, 4, 1, 5]
+def test_text_may_have_words_or_lines_and_arrays_are_numpy_s(tmp_path) -> None:
+    text, array = tmp_path / "lengths", tmp_path / "lengths.npy"
+    text.write_text("3 1\n4\n\n1 5\n")
+    np.save(array, [3, 1, 4, 1, 5])
+    for path in (text, array):
+        assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1, 4, 1, 5]
 
 
-def test_pickled_arrays_are_not_loaded(tmp_path) -> None:
-    path = tmp_path / "lengths.npy"
-    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="not a list of lengths"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "lengths"),
+        ("12\nthree", "lengths"),
+        ("1.5 2", "lengths"),
+        ("\0", "lengths"),
+        (np.ones((2, 2)), r"float64 with shape \(2, 2\)"),
+        (np.array([{"a": 1}], dtype=object), "not a list of lengths"),
+    ],
+)
+def test_files_without_lengths_are_refused(tmp_path, content, message: str) -> None:
+    path = tmp_path / ("lengths.txt" if isinstance(content, str) else "lengths.npy")
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        np.save(path, content, allow_pickle=True)
+    with pytest.raises(ValueError, match=message) as error:
         load_lengths(str(path), **SETTINGS)
+    assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("ending", ["", *STORE_FILES])
-def test_folders_and_files_of_documents_are_opened_as_documents(
-    tmp_path, monkeypatch, ending: str
-) -> None:
+def test_folders_and_files_of_documents_are_opened_as_documents(tmp_path, monkeypatch, ending):
     path = tmp_path / f"corpus{ending}"
     if ending:
         path.write_bytes(b"")

@@ -61,8 +61,16 @@ def save_untouched(rank: int, mesh: tuple[int, ...], folders: list[str]) -> None
         runner.save_checkpoint(f"{folder}.ckpt", weights_only=True)
 
 
-def test_what_was_not_trained_comes_out_bit_for_bit(tmp_path, monkeypatch):
-    families = ("gemma3_text", "mixtral", "deepseek_v3", "phi3")
+@pytest.mark.parametrize(
+    "families",
+    [
+        # Tied embeddings with a buffer, and experts.
+        ("gemma3_text", "mixtral"),
+        pytest.param(("deepseek_v3", "phi3"), marks=pytest.mark.families),
+    ],
+    ids="-".join,
+)
+def test_what_was_not_trained_comes_out_bit_for_bit(families, tmp_path, monkeypatch):
     folders = [tmp_path / family for family in families]
     for folder in folders:
         write(folder, tiny(folder.name), torch.bfloat16)

@@ -55,9 +55,7 @@ def answer(capsys: pytest.CaptureFixture[str], error: Exception) -> str:
     return capsys.readouterr().err
 
 
-def test_a_mistake_is_said_once_a_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_said_once_a_node(monkeypatch, capsys):
     wrong = MisconfigurationException("wrong sizes")
     for name, other in (("LOCAL_RANK", "SLURM_LOCALID"), ("SLURM_LOCALID", "LOCAL_RANK")):
         monkeypatch.delenv(other, raising=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
-from lightning_wlb.cli.meshes import is_searched
 from lightning_wlb.mesh_search.evaluate import MeshChoice
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
@@ -48,9 +46,7 @@ def searched(capsys: pytest.CaptureFixture[str], lengths: str, *options: str) ->
     return report
 
 
-def test_the_report_and_its_rows_planned_again(
-    capsys: pytest.CaptureFixture[str], lengths: str, tmp_path: Path
-) -> None:
+def test_the_report_and_its_rows_planned_again(capsys, lengths, tmp_path):
     picture = tmp_path / "meshes.png"
     report = searched(capsys, lengths, "--steps", "1", "--picture", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -81,9 +77,7 @@ def test_the_report_and_its_rows_planned_again(
     assert again["recomputed"] == row["recomputed"]
 
 
-def test_the_lines_to_paste_make_that_strategy(
-    capsys: pytest.CaptureFixture[str], lengths: str
-) -> None:
+def test_the_lines_to_paste_make_that_strategy(capsys, lengths):
     report = searched(
         capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto,2,auto,1",
         "--reduce-dtype", "bfloat16",
@@ -100,9 +94,7 @@ def test_the_lines_to_paste_make_that_strategy(
     assert "Of best_fit, mesh" in report["verdict"]["text"][1]
 
 
-def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(
-    capsys: pytest.CaptureFixture[str], lengths: str
-) -> None:
+def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(capsys, lengths):
     # Interleaved pipelines of one rank have one stage, the strategy's default is two.
     options = ["--schedule", "interleaved", "--packing", "best_fit", "--steps", "1"]
     options += ["--cap", "20000", "--seed", "3", "--long-documents", "truncate"]
@@ -114,9 +106,7 @@ def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(
     assert "packing='best_fit', cap=20000, long_documents='truncate', seed=3, profile=" in data
 
 
-def test_short_documents_are_told_that_it_does_not_pay(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_short_documents_are_told_that_it_does_not_pay(capsys, tmp_path):
     np.save(tmp_path / "short.npy", np.full(400, 256))
     short = str(tmp_path / "short.npy")
     report = searched(capsys, short, "--steps", "1", "--schedule", "1f1b", "--micro-batches", "2")
@@ -129,9 +119,7 @@ def test_short_documents_are_told_that_it_does_not_pay(
     )
 
 
-def test_a_reference_that_fits_on_no_mesh_is_said(
-    capsys: pytest.CaptureFixture[str], lengths: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_that_fits_on_no_mesh_is_said(capsys, lengths, monkeypatch):
     def only_slices(request: MeshRequest, **options: Any) -> MeshChoice:
         if request.data.packing_choice.method == "best_fit":
             raise ValueError("no mesh")
@@ -159,13 +147,7 @@ def test_a_reference_that_fits_on_no_mesh_is_said(
         ("2,2,1,1", ("--devices", "8"), "has 4 devices, not --devices 8"),
     ],
 )
-def test_mistakes_are_answered(
-    capsys: pytest.CaptureFixture[str],
-    lengths: str,
-    mesh: str,
-    options: tuple[str, ...],
-    message: str,
-) -> None:
+def test_mistakes_are_answered(capsys, lengths, mesh, options, message):
     code, _, err = run(capsys, lengths, *options, mesh=mesh)
     assert code == 2
     assert message in " ".join(err.split())
@@ -176,9 +158,3 @@ def test_micro_batches_have_to_be_given(lengths: str, capsys: pytest.CaptureFixt
     given = ["plan", "--lengths", lengths, "--mesh", "auto", "--devices", "4", *options]
     assert main(given) == 2
     assert "needs --micro-batches" in " ".join(capsys.readouterr().err.split())
-
-
-def test_only_open_sizes_are_searched() -> None:
-    assert is_searched("auto")
-    assert is_searched("auto,2,auto,1")
-    assert not is_searched("1,2,2,1")

@@ -72,9 +72,8 @@ def test_gantt_shows_forward_and_backward_in_proportion(tmp_path):
     assert share(pixels, "#ececec") > 0.01
 
 
-def test_gantt_of_many_ranks_and_of_an_empty_step(tmp_path):
-    many = simulate(make_programs("1f1b", 40, 2), lambda _: 3)
+def test_gantt_of_an_empty_step(tmp_path):
     empty = simulate(make_programs("1f1b", 2, 0), lambda _: 1)
     path = tmp_path / "gantt.png"
-    draw_gantt(path, {"predicted": predicted(), "many ranks": many, "empty": empty}, "a title")
+    draw_gantt(path, {"predicted": predicted(), "empty": empty}, "a title")
     assert imread(path).shape[1] == 12 * 150

@@ -75,9 +75,7 @@ def test_chats_say_what_may_be_a_target(tmp_path, capsys) -> None:
     ("error", "message"),
     [(KeyboardInterrupt(), "Interrupted. What is done lies in "), (OSError("full"), "full. What")],
 )
-def test_a_command_that_was_ended_says_how_to_go_on(
-    tmp_path, capsys, monkeypatch, error, message
-) -> None:
+def test_a_command_that_was_ended_says_how_to_go_on(tmp_path, capsys, monkeypatch, error, message):
     def ended(*given: object) -> None:
         raise error
 

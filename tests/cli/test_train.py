@@ -81,21 +81,6 @@ def test_sizes_without_the_strategy_are_refused():
         cli("--trainer.strategy=auto", "--wlb.context_parallel_size=2")
 
 
-def test_any_module_is_named_by_its_class():
-    made = WLBCLI(
-        run=False,
-        args=[
-            *DATA,
-            *QUIET,
-            "--model=lightning_wlb.LanguageModule",
-            "--model.config=tiny",
-            "--model.learning_rate=0.5",
-            "--trainer.accelerator=cpu",
-        ],
-    )
-    assert made.model.learning_rate == 0.5
-
-
 def train(rank: int) -> int:
     """The exit code of a run of two steps."""
     return main(
@@ -122,21 +107,6 @@ def test_the_command_trains(tmp_path, monkeypatch):
     assert run_ranks(train, 1, process_group=False) == [0]
     (metrics,) = tmp_path.rglob("metrics.csv")
     assert len(metrics.read_text().splitlines()) == 3
-
-
-def test_a_mistake_is_said_without_a_traceback(capsys):
-    code = main(
-        [
-            "fit",
-            "--model=lightning_wlb.LanguageModule",
-            "--model.config=no_preset",
-            *DATA,
-        ]
-    )
-    assert code == 2
-    said = capsys.readouterr().err
-    assert "no_preset" in said
-    assert "Traceback" not in said
 
 
 def test_the_configuration_and_no_checkpoint_says_what_the_model_is(tmp_path, monkeypatch):

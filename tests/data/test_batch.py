@@ -32,7 +32,6 @@ def batch() -> StepBatch:
     mesh = Mesh(context=2)
     work = Work(PassWork(1, 0), PassWork(2, 0))
     plan = Planner(store.lengths, DataSettings(16, 1), work, mesh).next_step()
-    assert plan is not None
     return make_step_batch(plan, store, Rank(mesh, context=1), {"a": 1}, 7, True)
 
 
@@ -41,8 +40,6 @@ def test_moving_a_batch_keeps_the_plan_and_moves_every_tensor(batch: StepBatch) 
     assert moved.plan is batch.plan
     assert (moved.state, moved.next_digest, moved.last) == ({"a": 1}, 7, True)
     micro_batch = moved.micro_batches[0]
-    assert micro_batch.tokens is not None
-    assert micro_batch.labels is not None
     devices = {
         micro_batch.tokens.device.type,
         micro_batch.labels.device.type,
@@ -89,9 +86,7 @@ class Copies(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("device", "queued"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
-def test_lightning_moves_a_batch_without_waiting_for_each_tensor(
-    batch: StepBatch, device: str, queued: bool
-) -> None:
+def test_lightning_moves_a_batch_without_waiting_for_each_tensor(batch, device, queued):
     with Copies() as copies:
         move_data_to_device(batch, torch.device(device))
     assert len(copies.asked) >= 5 * len(batch.micro_batches)
@@ -99,19 +94,13 @@ def test_lightning_moves_a_batch_without_waiting_for_each_tensor(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
-def test_pinned_memory(batch: StepBatch) -> None:
-    (micro_batch,) = batch.pin_memory().micro_batches
-    assert micro_batch.tokens is not None
-    assert micro_batch.tokens.is_pinned()
-    assert micro_batch.attention.cu_seqlens_q.is_pinned()
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_page_locked_it_arrives_on_a_gpu_as_it_was(batch: StepBatch) -> None:
     """Moved as Lightning moves it, which does not wait for the copies."""
-    arrived = move_data_to_device(batch.pin_memory(), torch.device("cuda", 0))
+    pinned = batch.pin_memory()
+    assert pinned.micro_batches[0].tokens.is_pinned()
+    assert pinned.micro_batches[0].attention.cu_seqlens_q.is_pinned()
+    arrived = move_data_to_device(pinned, torch.device("cuda", 0))
     torch.cuda.synchronize()
     for ours, theirs in zip(batch.micro_batches, arrived.micro_batches, strict=True):
         for name in ("tokens", "labels", "positions"):
@@ -184,8 +173,6 @@ def test_tokens_labels_and_positions_of_one_rank() -> None:
     plan = one_micro_batch([Slice(0, 0, 0, 3), Slice(1, 2, 2, 6)], rank, "per_document")
     (micro_batch,) = batch_of(plan, store, rank).micro_batches
     assert micro_batch.rows == 8
-    assert micro_batch.tokens is not None
-    assert micro_batch.labels is not None
     assert micro_batch.tokens.tolist() == [0, 1, 2, 1002, 1003, 1004, 1005, 0]
     # Token 2 is masked as a target, the label of 1005 comes from beyond the piece.
     assert micro_batch.labels.tolist() == [1, -100, -100, 1003, 1004, 1005, 1006, -100]
@@ -201,16 +188,12 @@ def test_a_context_rank_gets_its_chunks() -> None:
     rank = Rank(Mesh(context=2), context=1)
     plan = one_micro_batch([Slice(0, 0, 0, 8)], rank, "per_document")
     (micro_batch,) = batch_of(plan, store, rank).micro_batches
-    assert micro_batch.tokens is not None
-    assert micro_batch.labels is not None
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5]
     assert micro_batch.labels.tolist() == [3, 4, 5, 6]
     assert micro_batch.positions.tolist() == [2, 3, 4, 5]
     assert store.was_read == [2, 3, 4, 5, 6]
     first = replace(rank, context=0)
     (micro_batch,) = batch_of(plan, store, first).micro_batches
-    assert micro_batch.tokens is not None
-    assert micro_batch.labels is not None
     assert micro_batch.tokens.tolist() == [0, 1, 6, 7]
     assert micro_batch.labels.tolist() == [1, 2, 7, IGNORE]
 
@@ -240,8 +223,6 @@ def test_a_rank_without_rows_and_a_micro_batch_without_tokens() -> None:
     rank = Rank(Mesh(context=2), context=1)
     plan = one_micro_batch([Slice(0, 0, 0, 1)], rank, "per_document")
     (micro_batch,) = batch_of(plan, store, rank).micro_batches
-    assert micro_batch.tokens is not None
-    assert micro_batch.labels is not None
     assert (micro_batch.rows, micro_batch.attention.queries) == (1, 0)
     assert micro_batch.tokens.tolist() == [0]
     assert micro_batch.labels.tolist() == [IGNORE]
@@ -283,8 +264,6 @@ def test_the_mesh_together_gets_every_token_its_target_and_its_position(
             store.was_read = []
             own: list[int] = []
             for micro_batch in batch_of(plan, store, rank).micro_batches:
-                assert micro_batch.tokens is not None
-                assert micro_batch.labels is not None
                 assert micro_batch.rows % mesh.tensor == 0
                 real = micro_batch.attention.queries
                 assert (micro_batch.labels[real:] == IGNORE).all()

@@ -124,9 +124,7 @@ def test_resume_equals_an_unbroken_run(tmp_path: Path, unbroken: Recorder, worke
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_resume_from_checkpoints_of_the_callback(
-    tmp_path: Path, unbroken: Recorder, workers: int
-) -> None:
+def test_resume_from_checkpoints_of_the_callback(tmp_path, unbroken, workers):
     """Saved in the middle of the loop, while the loader has read ahead."""
     epoch = epoch_length(unbroken)
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -176,9 +174,7 @@ def test_a_checkpoint_after_a_failed_step_repeats_that_step(tmp_path: Path) -> N
     assert module.steps + rest.steps == list(range(9))
 
 
-def test_max_tokens_ends_the_run_and_a_resumed_end_stays_one(
-    tmp_path: Path, unbroken: Recorder
-) -> None:
+def test_max_tokens_ends_the_run_and_a_resumed_end_stays_one(tmp_path, unbroken):
     module = Recorder()
     runner = fit(tmp_path, module, max_tokens=1000)
     assert sum(module.tokens[:-1]) < 1000 <= sum(module.tokens)
@@ -201,13 +197,8 @@ def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
     steps = list(module.steps)
     runner.fit(module, datamodule)
     assert module.steps == steps
-
-
-def test_a_new_trainer_starts_from_the_beginning(tmp_path: Path) -> None:
-    module, datamodule = Recorder(), data()
     trainer(tmp_path, max_steps=3).fit(module, datamodule)
-    trainer(tmp_path, max_steps=3).fit(module, datamodule)
-    assert module.steps == [0, 1, 2, 0, 1, 2]
+    assert module.steps == [*steps, 0, 1, 2], "a new Trainer starts from the beginning"
 
 
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
@@ -241,7 +232,6 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
 
     def held_out(seed: int) -> list[int]:
         kept, validation = data(documents=store, seed=seed, validation_documents=10)._stores()[:2]
-        assert validation is not None
         assert sorted([*kept.numbers, *validation.numbers]) == list(range(40))  # type: ignore[attr-defined]
         return list(validation.numbers)  # type: ignore[attr-defined]
 
@@ -249,7 +239,6 @@ def test_held_out_documents_are_chosen_by_the_seed() -> None:
     assert held_out(5) == held_out(5) != held_out(6)
     own = data(validation_documents=InMemoryDocuments([[1, 2]]))
     kept, validation, _ = own._stores()
-    assert validation is not None
     assert (len(kept.lengths), len(validation.lengths)) == (40, 1)
 
 
@@ -299,44 +288,7 @@ def test_a_trainer_of_another_namespace_is_refused() -> None:
         iter(data())
 
 
-CONFIG = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_steps: 2
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-data:
-  class_path: lightning_wlb.data.datamodule.WLBDataModule
-  init_args:
-    documents:
-      class_path: lightning_wlb.data.stores.in_memory.InMemoryDocuments
-      init_args:
-        sequences: [[1, 2, 3], [4, 5], [6]]
-    context_window: 4
-    micro_batches: 1
-    packing: {method: wlb, queues: 1}
-    model_shape:
-      class_path: lightning_wlb.cost.shape.ModelShape
-      init_args: {dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}
-"""
-
-
-def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG)
-    cli = LightningCLI(
-        Recorder,
-        L.LightningDataModule,
-        subclass_mode_data=True,
-        save_config_callback=None,
-        args=["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"],
-    )
-    assert isinstance(cli.datamodule.documents, InMemoryDocuments)
-    assert cli.datamodule.settings.packing_choice.options.queues == 1
-    assert cli.model.steps == [0, 1]
+def test_lightning_cli_builds_it_from_its_command_line() -> None:
     named = LightningCLI(
         Recorder,
         WLBDataModule,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,9 +136,7 @@ def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) 
     assert [content(batch) for batch in taken[: len(want)]] == want
 
 
-def test_a_worker_plans_ahead_while_a_step_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_plans_ahead_while_a_step_runs(tmp_path, monkeypatch):
     place = Planner.place
 
     def noting(planner: Planner, release: Release) -> Any:
@@ -155,9 +152,7 @@ def test_a_worker_plans_ahead_while_a_step_runs(
         time.sleep(0.01)
 
 
-def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(monkeypatch):
     placed: list[int] = []
     place = Planner.place
 
@@ -192,22 +187,6 @@ def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbe
     assert torch.equal(torch.random.get_rng_state(), before)
     with pytest.raises(TypeError):
         len(loader)
-
-
-def test_only_a_taken_step_is_consumed() -> None:
-    first, second = list(dataset())[:2]
-    consumed = ConsumedState()
-    assert consumed.current(0) is None
-    consumed.begin(first, 0)
-    assert consumed.current(0) is None, "the step failed before the optimiser"
-    assert consumed.current(1) == first.state
-    consumed.begin(second, 1)
-    assert consumed.current(1) == first.state
-    assert consumed.current(2) == second.state
-    consumed.begin(second, 1)
-    assert consumed.current(1) == first.state, "tried again"
-    consumed.restore({"elsewhere": 1})
-    assert consumed.current(9) == {"elsewhere": 1}
 
 
 def test_a_dataset_for_a_model() -> None:

@@ -104,13 +104,22 @@ data:
   test_documents: {documents}
   context_window: 4
   micro_batches: 1
+  packing: {{method: wlb, queues: 1}}
   model_shape:
     class_path: lightning_wlb.cost.flops.ModelShape
     init_args: {{dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}}
 """
 
 
-@pytest.mark.parametrize("how", ["{path}", "{{path: {path}, vocab_size: 8}}", "[{path}]"])
+IN_MEMORY = (
+    "{{class_path: lightning_wlb.data.stores.in_memory.InMemoryDocuments, "
+    "init_args: {{sequences: [[1, 2, 3], [4], [5, 6]], vocab_size: 8}}}}"
+)
+
+
+@pytest.mark.parametrize(
+    "how", ["{path}", "{{path: {path}, vocab_size: 8}}", "[{path}]", IN_MEMORY]
+)
 def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, how: str) -> None:
     config = tmp_path / "config.yaml"
     given = how.format(path=corpus)
@@ -118,6 +127,7 @@ def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, ho
     arguments = ["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}"]
     cli = LightningCLI(Recorder, wlb.WLBDataModule, save_config_callback=None, args=arguments)
     assert cli.model.steps == [0, 1]
+    assert cli.datamodule.settings.packing_choice.options.queues == 1
     assert isinstance(cli.datamodule, L.LightningDataModule)
     store, validation, _ = cli.datamodule._stores()
     assert store.lengths.tolist() == validation.lengths.tolist() == [3, 1, 2]

@@ -102,7 +102,6 @@ def test_process_groups_of_strategies_take_room_of_every_step() -> None:
     found = []
     for schemes in ((), (pairs,)):
         predictor = replace(context, rank=Rank(Mesh(4)), schemes=schemes).predictor
-        assert predictor is not None
         found.append(predictor.usable_bytes)
         if schemes:
             (kinds,) = Pool.of(schemes, predictor).kinds.values()
@@ -152,9 +151,7 @@ def test_packing_auto_goes_by_the_device_profile() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "slices"), [("1f1b", True), ("gpipe", False)])
-def test_documents_are_sliced_where_the_strategys_schedule_runs_slices(
-    schedule: str, slices: bool
-) -> None:
+def test_documents_are_sliced_where_the_strategys_schedule_runs_slices(schedule, slices):
     documents = data(
         documents=[[1] * length for length in (4000, 100, 100)],
         context_window=4000,

@@ -53,13 +53,8 @@ def fail(honest: Any) -> Any:
 
 
 LIES = [
-    (
-        "read",
-        lambda t: t[:-1],
-        r"read\(1, 0, 6\) returned an array of int64 with shape \[5\], not 6",
-    ),
+    ("read", lambda t: t[:-1], r"read\(1, 0, 6\) returned .* int64 with shape \[5\], not 6"),
     ("read", lambda t: np.append(t, 1), r"of int64 with shape \[7\], not 6 whole numbers"),
-    ("read", lambda t: t[:1], r"of int64 with shape \[1\], not 6"),
     ("read", lambda t: t[0], r"of int64 with shape \[\], not 6"),
     ("read", lambda t: t[None], r"of int64 with shape \[1, 6\]"),
     ("read", lambda t: t.astype(np.float32), "an array of float32 .* Its length is said to be 6"),
@@ -67,11 +62,7 @@ LIES = [
     ("read", lambda t: t + 4, r"has the token 9 at position 4, outside the vocabulary \[0, 9\)"),
     ("read", lambda t: t - 2, "has the token -1 at position 0"),
     ("read", fail, r"reading tokens of \[0, 6\) failed: OSError: the disk is gone"),
-    (
-        "mask",
-        lambda m: m[:-1],
-        r"mask\(1, 1, 6\) returned an array of bool with shape \[4\], not 5",
-    ),
+    ("mask", lambda m: m[:-1], r"mask\(1, 1, 6\) returned .* bool with shape \[4\], not 5"),
     ("mask", lambda m: np.where(m, 5, -100), "of int64 .*, not 5 booleans.* labels != -100"),
     ("mask", fail, r"reading the mask of \[1, 6\) failed: OSError"),
     ("targets", lambda n: n + 1, r"targets\(1, 0, 6\) is 5, but its length and mask leave 4"),
@@ -85,7 +76,6 @@ def test_what_a_store_returns_is_what_it_said(method: str, answer: Any, message:
     data = DataSettings(10, 1, packing="original", shuffle=False)
     dataset = StepDataset.for_model(honest, data, TransformerConfig(vocab_size=9).shape)
     plan = dataset.planner().next_step()
-    assert plan is not None
     make_step_batch(plan, honest, Rank(), {}, 0, True, None, 9)
     with pytest.raises(ValueError, match=message) as error:
         make_step_batch(plan, lying, Rank(), {}, 0, True, None, 9)
@@ -98,7 +88,6 @@ def test_other_kinds_of_whole_numbers_are_taken() -> None:
         assert read.dtype == np.int64
         assert read.tolist() == [2, 3, 4]
     mask = read_mask(Lying("mask", list), 1, 1, 4)
-    assert mask is not None
     assert mask.tolist() == [True, False, True]
     check_targets(Lying("targets", np.int32), 1, 0, 6, 4)
 

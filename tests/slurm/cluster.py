@@ -130,7 +130,6 @@ class Cluster:
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         path = _program(program)
-        assert path is not None
         with open(self.folder / f"{name}.out", "ab") as out:
             self.daemons[name] = subprocess.Popen(
                 [path, *arguments],

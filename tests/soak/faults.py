@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from signal import SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
+from signal import SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, Signals
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ ALL = (0, 1, 2, 3)
 LAUNCHER: dict[str, Any] = {"ranks": (0,), "ends": "dies", "says": ""}
 """All ranks are killed with their launcher, before they can say so."""
 STUCK: dict[str, Any] = {"timeout": 15.0, "says": r"(?i)timed out|time-?out|rank 3"}
+APART: dict[str, Any] = {"interpreters": True}
 KILL = plants.sends(SIGKILL)
 DIED = r"(?i)connection (closed|reset)|terminated with code|broken pipe|rank [03]"
 """What survivors may say of a rank that died without a word."""
@@ -76,9 +77,10 @@ def _died(name: str, place: str, does: Callable[[Any], Any], **options: Any) -> 
     return Fault(name, place, does, **({"says": DIED, "silent": True} | options))
 
 
-def _signal(name: str, place: str, does: Callable[[Any], Any], **options: Any) -> Fault:
-    """A signal that ends the run on all ranks together."""
-    return Fault(name, place, does, **({"ends": "stops", "says": "", "saves": "asked"} | options))
+def _signal(name: str, place: str, number: Signals, **options: Any) -> Fault:
+    """A signal to all processes of a run, which ends it on all ranks together."""
+    options = {"does": plants.sends_all(number), "ends": "stops", "says": ""} | options
+    return Fault(name, place, **({"saves": "asked"} | options))
 
 
 RAISED = (
@@ -86,10 +88,8 @@ RAISED = (
     Fault("a step raises on rank 0", "step", plants.raises, ranks=(0,)),
     Fault("a step raises on all ranks", "step", plants.raises, ranks=ALL, saves="asked"),
     Fault("forward raises on rank 3", "forward", plants.raises),
-    Fault("forward raises on rank 0", "forward", plants.raises, ranks=(0,)),
     Fault("backward raises on rank 3", "backward", plants.raises),
     Fault("an optimizer raises on rank 3", "optimizer", plants.raises),
-    Fault("an optimizer raises on rank 0", "optimizer", plants.raises, ranks=(0,)),
     Fault("a callback raises on rank 3", "batch end", plants.raises),
     Fault("a callback raises on all ranks", "batch end", plants.raises, ranks=ALL, saves="asked"),
     Fault("validation raises on rank 3", "validation", plants.raises),
@@ -108,6 +108,10 @@ RAISED = (
     Fault("out of memory on rank 3", "forward", plants.runs_out_of_memory),
 )
 
+START_UP: dict[str, Any] = {"place": "start-up", "step": 0}
+WORKER: dict[str, Any] = {"says": r"(?i)worker", "silent": False}
+NETWORK: dict[str, Any] = {"says": r"(?i)connection|broken pipe|socket", "silent": False}
+KILLS_ITS_RANK = plants.hangs_after(plants.kills_rank)
 DIED_SILENTLY = (
     _died("exit with code 1 on rank 3", "step", plants.exits(1)),
     _died("exit with code 0 on rank 3", "optimizer", plants.exits(0)),
@@ -116,141 +120,55 @@ DIED_SILENTLY = (
     _died("kill -9 of rank 3 while validating", "validation", KILL),
     _died("kill -9 of rank 3 while saving", "writing", KILL, step=6),
     _died("kill -9 of the launcher while saving", "writing", KILL, step=6, **LAUNCHER),
-    _died("kill -9 of rank 3 in start-up", "start-up", KILL, step=0, says=""),
-    _died(
-        "kill -9 of the launcher in start-up",
-        "start-up",
-        KILL,
-        step=0,
-        interpreters=True,
-        **LAUNCHER,
-    ),
+    _died("kill -9 of rank 3 in start-up", does=KILL, says="", **START_UP),
+    _died("kill -9 of the launcher in start-up", does=KILL, **START_UP, **LAUNCHER, **APART),
     _died("a segmentation fault on rank 3", "backward", plants.sends(SIGSEGV)),
-    _died(
-        "kill -9 of a loader worker of rank 3",
-        "step",
-        plants.sends_workers(SIGKILL),
-        says=r"(?i)worker",
-        silent=False,
-    ),
-    _died(
-        "kill -9 of a loader worker of rank 0",
-        "step",
-        plants.sends_workers(SIGKILL),
-        says=r"(?i)worker",
-        silent=False,
-        ranks=(0,),
-    ),
-    _died(
-        "kill -9 of rank 3, its worker in a read without end",
-        "read",
-        plants.hangs_after(plants.kills_rank),
-    ),
+    _died("kill -9 of a loader worker of rank 3", "step", plants.sends_workers(SIGKILL), **WORKER),
+    _died("kill -9 of rank 3, its worker in a read without end", "read", KILLS_ITS_RANK),
     _died("a read without end in a worker of rank 3", "read", plants.hangs, **STUCK),
     _died("rank 3 is stopped (SIGSTOP)", "step", plants.sends(SIGSTOP), **STUCK),
     _died("rank 3 sleeps for ever", "batch end", plants.hangs, **STUCK),
-    _died(
-        "rank 3 loses its connections",
-        "step",
-        plants.cuts_connections,
-        silent=False,
-        says=r"(?i)connection|broken pipe|socket",
-    ),
+    _died("rank 3 loses its connections", "step", plants.cuts_connections, **NETWORK),
 )
 
+TERMINATES, INTERRUPTS = plants.sends(SIGTERM), plants.sends(SIGINT)
+EITHER: dict[str, Any] = {"saves": "either"}
+# A rank that has no batch in hand ends without the others' consent.
+IN_READ = {"does": plants.hangs_after(plants.sends_all(SIGTERM), 2.0), "ends": "dies"} | EITHER
+CTRL_C: dict[str, Any] = {"ends": "error", "ranks": (0,)}
+EARLY = START_UP | EITHER
 SIGNALS = (
-    _signal("SIGTERM to rank 3", "step", plants.sends(SIGTERM)),
-    _signal("SIGTERM to rank 0", "step", plants.sends(SIGTERM), ranks=(0,)),
-    _signal("SIGTERM to all processes", "forward", plants.sends_all(SIGTERM)),
-    _signal("SIGTERM to all processes while validating", "validation", plants.sends_all(SIGTERM)),
-    _signal(
-        "SIGTERM to all processes while saving",
-        "writing",
-        plants.sends_all(SIGTERM),
-        step=6,
-        saves="either",
-    ),
-    _signal(
-        "SIGTERM to all processes, a worker in a read without end",
-        "read",
-        plants.hangs_after(plants.sends_all(SIGTERM), 2.0),
-        # A rank that has no batch in hand ends without the others' consent.
-        ends="dies",
-        saves="either",
-    ),
-    _signal(
-        "SIGTERM to all processes in start-up",
-        "start-up",
-        plants.sends_all(SIGTERM),
-        step=0,
-        saves="either",
-        **LAUNCHER,
-    ),
+    _signal("SIGTERM to rank 3", "step", SIGTERM, does=TERMINATES),
+    _signal("SIGTERM to rank 0", "step", SIGTERM, does=TERMINATES, ranks=(0,)),
+    _signal("SIGTERM to all processes", "forward", SIGTERM),
+    _signal("SIGTERM to all processes while validating", "validation", SIGTERM),
+    _signal("SIGTERM to all processes while saving", "writing", SIGTERM, step=6, **EITHER),
+    _signal("SIGTERM to all processes, a worker in a read without end", "read", SIGTERM, **IN_READ),
+    _signal("SIGTERM to all processes in start-up", number=SIGTERM, **EARLY, **LAUNCHER),
     _signal(
         "SIGTERM to the launcher in start-up",
-        "start-up",
-        plants.sends(SIGTERM),
-        step=0,
-        saves="either",
-        interpreters=True,
+        number=SIGTERM,
+        does=TERMINATES,
+        **EARLY,
         **LAUNCHER,
+        **APART,
     ),
-    _signal(
-        "SIGTERM to rank 3 in start-up",
-        "start-up",
-        plants.sends(SIGTERM),
-        step=0,
-        ends="dies",
-        saves="either",
-    ),
-    _signal("Ctrl-C", "forward", plants.sends_all(SIGINT), ends="error", ranks=(0,)),
-    _signal(
-        "Ctrl-C while validating", "validation", plants.sends_all(SIGINT), ends="error", ranks=(0,)
-    ),
-    _signal(
-        "Ctrl-C in start-up",
-        "start-up",
-        plants.sends_all(SIGINT),
-        step=0,
-        saves="either",
-        **LAUNCHER,
-    ),
-    _signal("SIGINT to rank 3 alone", "step", plants.sends(SIGINT), ends="error"),
+    _signal("SIGTERM to rank 3 in start-up", number=SIGTERM, does=TERMINATES, ends="dies", **EARLY),
+    _signal("Ctrl-C", "forward", SIGINT, **CTRL_C),
+    _signal("Ctrl-C while validating", "validation", SIGINT, **CTRL_C),
+    _signal("Ctrl-C in start-up", number=SIGINT, **EARLY, **LAUNCHER),
+    _signal("SIGINT to rank 3 alone", "step", SIGINT, does=INTERRUPTS, ends="error"),
 )
 
+NOT_A_NUMBER: dict[str, Any] = {"says": r"(?i)finite|nan"}
+INFINITE: dict[str, Any] = {"says": r"(?i)finite|inf", "saves": "asked"}
 NUMBERS = (
-    Fault(
-        "not a number in a weight of rank 3", "step", plants.fills_weights, says=r"(?i)finite|nan"
-    ),
-    Fault(
-        "an infinite gradient on rank 3",
-        "after backward",
-        plants.fills_gradients,
-        says=r"(?i)finite|inf",
-        saves="asked",
-    ),
+    Fault("not a number in a weight of rank 3", "step", plants.fills_weights, **NOT_A_NUMBER),
+    Fault("an infinite gradient on rank 3", "after backward", plants.fills_gradients, **INFINITE),
     Fault(
         "a store returns too few tokens on rank 3",
         "tokens",
         lambda tokens: tokens[:-1],
-        says=r"document \d+",
-    ),
-    Fault(
-        "a store returns one token for all on rank 3",
-        "tokens",
-        lambda tokens: tokens[:1],
-        says=r"document \d+",
-    ),
-    Fault(
-        "a store returns floats on rank 3",
-        "tokens",
-        lambda tokens: tokens.astype(np.float32) + 0.5,
-        says=r"document \d+",
-    ),
-    Fault(
-        "a store returns tokens out of the vocabulary on rank 3",
-        "tokens",
-        lambda tokens: tokens + 1000,
         says=r"document \d+",
     ),
     Fault(
@@ -262,61 +180,35 @@ NUMBERS = (
     ),
 )
 
+DISK: dict[str, Any] = {"place": "saving", "step": 6, "ranks": (0,), "mounted": True}
+GONE: dict[str, Any] = {"ranks": (0,), "ends": "goes on", "says": ""} | EITHER
+STATE: dict[str, Any] = {"place": "state", "step": 6, "ranks": ALL}
 SAVING = (
-    Fault(
-        "the disk is full",
-        "saving",
-        plants.fills_disk,
-        step=6,
-        ranks=(0,),
-        says=r"(?i)no space|full",
-        mounted=True,
-    ),
+    Fault("the disk is full", does=plants.fills_disk, says=r"(?i)no space|full", **DISK),
     Fault(
         "the checkpoints' folder is read-only",
-        "saving",
-        plants.forbids_writing,
-        step=6,
-        ranks=(0,),
+        does=plants.forbids_writing,
         says=r"(?i)read-only|denied",
-        mounted=True,
+        **DISK,
     ),
-    Fault(
-        "the checkpoints' folder disappears",
-        "batch end",
-        plants.removes_checkpoints,
-        ranks=(0,),
-        ends="goes on",
-        says="",
-        saves="either",
-    ),
+    Fault("the checkpoints' folder disappears", "batch end", plants.removes_checkpoints, **GONE),
     Fault(
         "state that cannot be pickled on all ranks",
-        "state",
-        lambda plant: lambda: None,
-        step=6,
-        ranks=ALL,
+        does=lambda plant: lambda: None,
         says=r"(?i)pickl|callback",
+        **STATE,
     ),
     Fault(
         "state that could not be read again on all ranks",
-        "state",
-        lambda plant: np.float64(1),
-        step=6,
-        ranks=ALL,
+        does=lambda plant: np.float64(1),
         says=r"(?i)numpy|weights_only",
+        **STATE,
     ),
 )
 
 CRASHES = tuple(
-    _died(
-        f"kill -9 of the launcher in a save: {point}",
-        f"save: {point}",
-        KILL,
-        step=6,
-        **LAUNCHER,
-    )
-    for point in atomic_folders.POINTS
+    _died(f"kill -9 of the launcher in a save: {each}", f"save: {each}", KILL, step=6, **LAUNCHER)
+    for each in atomic_folders.POINTS
 )
 
 FAULTS = {

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
@@ -64,7 +65,6 @@ class Plant:
         """The run has come to a place: act if this is where and when."""
         if self.due(place) and not self.fired.value:
             self.mark()
-            assert self.fault is not None
             self.fault.does(self)
 
     def mark(self) -> None:
@@ -121,13 +121,26 @@ def planted(fault: Fault | None, rank: int, folder: Path) -> Iterator[Plant]:
             hook.remove()
 
 
+HOOKS = {
+    "on_train_batch_start": "step",
+    "on_after_backward": "after backward",
+    "on_before_optimizer_step": "optimizer",
+    "on_train_batch_end": "batch end",
+    "on_validation_batch_start": "validation",
+    "on_save_checkpoint": "saving",
+}
+"""The callback hooks of Lightning at which a run comes to a place."""
+
+
 class PlantedCallback(L.Callback):
     """Comes to the places of a Trainer."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
+        for hook, place in HOOKS.items():
+            setattr(self, hook, partial(self._at, place))
 
-    def _at(self, place: str, trainer: L.Trainer) -> None:
+    def _at(self, place: str, trainer: L.Trainer, *_: Any) -> None:
         self.plant.step.value = trainer.global_step
         self.plant.at(place)
 
@@ -135,29 +148,10 @@ class PlantedCallback(L.Callback):
         self.plant.module = pl_module
         self._at("setup", trainer)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("step", trainer)
-
-    def on_after_backward(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("after backward", trainer)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("optimizer", trainer)
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("batch end", trainer)
-
-    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("validation", trainer)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
-        self._at("saving", trainer)
-
     def state_dict(self) -> dict[str, Any]:
         if not self.plant.due("state"):
             return {}
         self.plant.mark()
-        assert self.plant.fault is not None
         return {"value": self.plant.fault.does(self.plant)}
 
 
@@ -173,7 +167,6 @@ class PlantedDocuments(InMemoryDocuments):
             return tokens
         if not self.plant.fired.value:
             self.plant.mark()
-        assert self.plant.fault is not None
         return self.plant.fault.does(tokens)
 
 
@@ -298,13 +291,11 @@ def cuts_connections(plant: Plant) -> None:
 
 def fills_weights(plant: Plant) -> None:
     """Not a number in this rank's part of a weight."""
-    assert plant.module is not None
     _local(next(plant.module.parameters())).fill_(float("nan"))
 
 
 def fills_gradients(plant: Plant) -> None:
     """Infinity in this rank's part of a gradient."""
-    assert plant.module is not None
     for parameter in plant.module.parameters():
         if parameter.grad is not None and _local(parameter.grad).numel():
             _local(parameter.grad).fill_(float("inf"))

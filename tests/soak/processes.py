@@ -102,7 +102,6 @@ class _Forked:
 
         self._process = _context.Process(target=forked.begin, args=(options, environment))
         self._process.start()
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:

@@ -52,7 +52,6 @@ def run_parts(rank: int, folder: str) -> list[int]:
 
 
 def test_parts_of_the_gpu_hour_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
-    """Part 1, which starts pytest, is in test_gpu_hour.py."""
     (statuses,) = run_ranks(run_parts, 1, str(tmp_path), process_group=False)
     assert statuses == [0, 0, 0, 0]
     found = {
@@ -75,3 +74,14 @@ def test_parts_of_the_gpu_hour_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
     assert sum(step["shares"].values()) == pytest.approx(1)
     assert set(step["shares"]) == {"products", "attention", "other"}
     assert (tmp_path / "gpu_trace.json.gz").stat().st_size > 1000
+
+
+def test_part_1_of_the_gpu_hour_counts_tests(tmp_path: Path) -> None:
+    """Without a CUDA device those of kernels are skipped."""
+    options = ["--part", "1", "--device", "cpu", "--small", "--output", str(tmp_path)]
+    assert gpu_part(options) == 0
+    result = json.loads((tmp_path / "gpu_right.json").read_text())
+    kernels, gradients = result["rows"].values()
+    assert kernels["passed"] + kernels["skipped"] > 50
+    assert gradients["passed"] == result["summary"]["passed"] - kernels["passed"] >= 3
+    assert result["summary"]["failed"] == 0

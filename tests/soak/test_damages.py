@@ -5,7 +5,6 @@ The checkpoints are those of a run of four ranks; what becomes of them is tried 
 
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,57 +26,36 @@ DAMAGES = 200
 MESH = (2, 2, 1, 1)
 
 
-def flip(chance: random.Random, path: Path, other: Path) -> None:
-    """One bit."""
+def damage(kind: str, chance: random.Random, path: Path, other: Path) -> None:
+    """Damage a file of a checkpoint; ``other`` is the file of that name of an older one."""
     content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
+    size = len(content)
+    if kind == "flip":  # one bit
+        content[chance.randrange(size)] ^= 1 << chance.randrange(8)
+    elif kind == "truncate":
+        del content[chance.choice([0, size - 1, chance.randrange(size)]) :]
+    elif kind == "zero":  # a block that never reached the disk
+        start = chance.randrange(0, size, 512)
+        content[start : start + 512] = bytes(len(content[start : start + 512]))
+    elif kind == "append":
+        content += chance.randbytes(chance.randrange(1, 100))
+    elif kind == "older":
+        content = bytearray(other.read_bytes())
+    elif kind == "neighbour":  # another file of the same checkpoint, under this name
+        others = [each for each in path.parent.iterdir() if each != path]
+        content = bytearray(chance.choice(others).read_bytes())
+    elif kind == "extra":  # a further file, named like a shard
+        path = path.parent / f"__{chance.randrange(4, 9)}_0.distcp"
+        content = bytearray(other.read_bytes())
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "delete":
+        path.write_bytes(content)
 
 
-def truncate(chance: random.Random, path: Path, other: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.truncate(chance.choice([0, size - 1, chance.randrange(size)]))
-
-
-def zero(chance: random.Random, path: Path, other: Path) -> None:
-    """A block that never reached the disk."""
-    content = bytearray(path.read_bytes())
-    start = chance.randrange(0, len(content), 512)
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    path.write_bytes(content)
-
-
-def append(chance: random.Random, path: Path, other: Path) -> None:
-    with path.open("ab") as file:
-        file.write(chance.randbytes(chance.randrange(1, 100)))
-
-
-def delete(chance: random.Random, path: Path, other: Path) -> None:
-    path.unlink()
-
-
-def older(chance: random.Random, path: Path, other: Path) -> None:
-    """The file of the same name of an older checkpoint."""
-    shutil.copy(other, path)
-
-
-def neighbour(chance: random.Random, path: Path, other: Path) -> None:
-    """Another file of the same checkpoint, under this name."""
-    shutil.copy(chance.choice([each for each in path.parent.iterdir() if each != path]), path)
-
-
-def folder(chance: random.Random, path: Path, other: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def extra(chance: random.Random, path: Path, other: Path) -> None:
-    """A further file, named like a shard."""
-    (path.parent / f"__{chance.randrange(4, 9)}_0.distcp").write_bytes(other.read_bytes())
-
-
-KINDS = (flip, flip, flip, truncate, zero, append, delete, older, neighbour, folder, extra)
+KINDS = ("flip", "flip", "flip", "truncate", "zero", "append", "delete", "older", "neighbour",
+         "folder", "extra")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +107,8 @@ def test_no_damage_is_accepted(checkpoints: Path, tmp_path: Path) -> None:
         name = files[number // len(KINDS) % len(files)] if number < 99 else chance.choice(files)
         home = Path(shutil.copytree(checkpoints, tmp_path / "damaged"))
         newest = home / "last-step=6.ckpt"
-        kind(chance, newest / name, home / "last-step=3.ckpt" / name)
-        said = f"{kind.__name__} of {name} ({number})"
+        damage(kind, chance, newest / name, home / "last-step=3.ckpt" / name)
+        said = f"{kind} of {name} ({number})"
         try:
             path, step = load_first(candidates_in(home, fitting=True), state.load)
         except Exception as error:
@@ -150,13 +128,11 @@ def test_no_damage_is_accepted(checkpoints: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [flip, truncate, older, delete], ids=lambda kind: kind.__name__)
-def test_a_run_goes_on_from_the_newest_undamaged_one(
-    kind: Callable[[random.Random, Path, Path], None], checkpoints: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["flip", "delete"])
+def test_a_run_goes_on_from_the_newest_undamaged_one(kind, checkpoints, tmp_path):
     home = Path(shutil.copytree(checkpoints, tmp_path / "checkpoints"))
-    shard = "__3_0.distcp"
-    kind(random.Random(0), home / "last-step=6.ckpt" / shard, home / "last-step=3.ckpt" / shard)
+    newest, older = (home / f"last-step={step}.ckpt/__3_0.distcp" for step in (6, 3))
+    damage(kind, random.Random(0), newest, older)
     assert run(Run(str(tmp_path), MESH, resume=True), 60).code == 0
     assert (tmp_path / "began").read_text() == "3"
     log = (tmp_path / "rank-0.log").read_text()

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
+from lightning_wlb.checkpoints import atomic_folders
 from tests.soak import table
-from tests.soak.faults import FAULTS, Fault
+from tests.soak.faults import CRASHES, FAULTS, Fault
 from tests.soak.processes import losses, run, states, tail
 from tests.soak.training import Run
 
@@ -96,13 +98,26 @@ def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> N
     table.write_outcome(fault, column, outcome + (f", saves step {newest}" if newest > 3 else ""))
 
 
-def resumes(mesh: str, folder: Path, newest: int) -> None:
+def resumes(mesh: str, folder: Path, newest: int, **options: Any) -> None:
     """From the newest checkpoint to the end, and every bit is the unbroken run's."""
     (folder / "losses").unlink()
-    again = run(Run(str(folder), MESHES[mesh], STEPS, resume=True), 60)
+    again = run(Run(str(folder), MESHES[mesh], STEPS, resume=True, **options), 60)
     said = tail(folder / "rank-0.log")
     assert again.code == 0, said
     assert int((folder / "began").read_text()) == newest, said
     want, ends = unbroken(mesh)
     assert losses(folder) == {step: loss for step, loss in want.items() if step > newest}
     assert states(folder) == ends
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["in_step", "in_background"])
+@pytest.mark.parametrize("crash", CRASHES, ids=[crash.key for crash in CRASHES])
+def test_a_kill_in_a_save(crash: Fault, background: bool, tmp_path: Path) -> None:
+    """Kill -9 at every named point of a save that replaces the only checkpoint: nothing is lost."""
+    options: dict[str, Any] = {"name": "last", "strategy": {"async_save": background}}
+    ending = run(Run(str(tmp_path), MESHES["pipeline"], STEPS, crash.key, **options), 60)
+    assert (tmp_path / "fired-0").exists(), tail(tmp_path / "rank-0.log")
+    assert not ending.left, ending.left
+    points = atomic_folders.POINTS
+    late = points.index(crash.place.removeprefix("save: ")) >= points.index("named")
+    resumes("pipeline", tmp_path, 6 if late else 3, **options)

@@ -36,9 +36,7 @@ def write_flat(folder: Path, rows: Documents, dtype: str = "uint16") -> dict[str
     st.sampled_from([None, np.bool_, np.uint8]),
     st.booleans(),
 )
-def test_arrays_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, rows: Documents, dtype: str, flags: Any, raw: bool
-) -> None:
+def test_arrays_read_as_they_were_written(tmp_path_factory, rows, dtype, flags, raw):
     folder = tmp_path_factory.mktemp("flat")
     spec, masks = write_flat(folder, rows, dtype), masks_of(rows, 0)
     if flags is not None:
@@ -52,9 +50,7 @@ def test_arrays_read_as_they_were_written(
 
 @settings(max_examples=15, deadline=None)
 @given(corpora(), st.booleans())
-def test_a_token_can_end_documents(
-    tmp_path_factory: pytest.TempPathFactory, rows: Documents, last_ends: bool
-) -> None:
+def test_a_token_can_end_documents(tmp_path_factory, rows, last_ends):
     folder = tmp_path_factory.mktemp("flat")
     rows = [[token + 1 for token in row if token < 50_000] + [0] for row in rows]
     if not last_ends and len(rows) > 1:
@@ -66,9 +62,7 @@ def test_a_token_can_end_documents(
     assert len(list(folder.glob(".lightning_wlb/tokens.npy-offsets-*/offsets.npy"))) == 1
 
 
-def test_the_ends_of_documents_are_found_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ends_of_documents_are_found_once(tmp_path, monkeypatch):
     spec = {"tokens": write_flat(tmp_path, TOKENS)["tokens"], "end_of_document": 4}
     check(documents(spec), [[1, 2, 3, 4], [5, 6]])
     with monkeypatch.context() as patch:
@@ -150,9 +144,7 @@ def write_megatron(stem: Path, sequences: Documents, bounds: list[int], dtype: s
 
 @settings(max_examples=40, deadline=None)
 @given(corpora(), st.sampled_from(["int32", "int64", "uint16"]), st.data())
-def test_pairs_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, sequences: Documents, dtype: str, data: st.DataObject
-) -> None:
+def test_pairs_read_as_they_were_written(tmp_path_factory, sequences, dtype, data):
     inner = data.draw(st.sets(st.integers(1, len(sequences)), max_size=4))
     bounds = sorted({0, len(sequences)} | inner)
     stem = write_megatron(tmp_path_factory.mktemp("megatron") / "a.b", sequences, bounds, dtype)
@@ -207,9 +199,7 @@ HEADER, SIZES, POINTERS, DOCUMENTS = 34, 12, 24, 32
         (HEADER + SIZES + POINTERS + 8, struct.pack("<qq", 2, 1), "go back"),
     ],
 )
-def test_an_index_that_disagrees_is_refused(
-    tmp_path: Path, at: int, values: bytes, message: str
-) -> None:
+def test_an_index_that_disagrees_is_refused(tmp_path, at, values, message):
     stem = write_megatron(tmp_path / "a", TOKENS, [0, 1, 2, 3], "int32")
     assert Path(f"{stem}.idx").stat().st_size == HEADER + SIZES + POINTERS + DOCUMENTS
     changed(stem, at, values)

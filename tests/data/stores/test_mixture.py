@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents as open_documents
@@ -26,12 +25,10 @@ from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import StoreShare
+from tests.callbacks.test_monitor import make_trainer
+from tests.data.test_loader import DATA, WORK, content
 from tests.ranks import run_ranks
-
-WORK = Work(PassWork(16, 1), PassWork(33, 1))
-DATA = DataSettings(context_window=64, micro_batches=2, packing="wlb", seed=3)
 
 
 def sequences(count: int, first: int) -> list[list[int]]:
@@ -70,13 +67,6 @@ def test_documents_are_those_of_the_stores_in_every_pass(data) -> None:
     name, own = ("web", number) if number < len(WEB) else ("books", number - len(WEB))
     assert store.name_of(later).startswith(f"document {own} of {name}, InMemoryDocuments(")
     assert store.vocab_size == whole.vocab_size
-
-
-def content(batch: Any) -> list[Any]:
-    return [(each.tokens.tolist(), each.labels.tolist()) for each in batch.micro_batches] + [
-        batch.plan,
-        batch.state,
-    ]
 
 
 def test_an_epoch_has_every_document_as_often_as_its_store_was_passed() -> None:
@@ -167,18 +157,8 @@ def epochs_of_a_run(rank: int, folder: str) -> tuple[dict[str, float], dict[str,
     """What the monitor logs last, and where the planner stands then."""
     config = TransformerConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=16, vocab_size=256)
     data = WLBDataModule(mixed(), context_window=64, micro_batches=2, num_workers=0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy="wlb",
-        devices=1,
-        max_steps=6,
-        log_every_n_steps=1,
-        logger=CSVLogger(folder),
-        callbacks=[ImbalanceMonitor(heat_map=False)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    options = {"devices": 1, "max_steps": 6, "logger": CSVLogger(folder)}
+    trainer = make_trainer("wlb", Path(folder), [ImbalanceMonitor(heat_map=False)], **options)
     trainer.fit(LanguageModule(config, learning_rate=1e-3), data)
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     return logged, data.state_dict()["planner"]["mixture"]

@@ -88,9 +88,7 @@ def test_bytes_are_tokens(sources: Path) -> None:
     assert store.mask(1, 0, 5) is None
 
 
-def test_byte_pairs_are_fewer_and_the_same_each_time(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_byte_pairs_are_fewer_and_the_same_each_time(sources, cache, tmp_path, monkeypatch):
     store = StdlibDocuments("file", "bpe", 300, directory=sources)
     assert 256 < store.vocab_size <= 300
     assert store.lengths[1] < len(SOURCE_A)
@@ -101,9 +99,7 @@ def test_byte_pairs_are_fewer_and_the_same_each_time(
         assert again.read(number, 0, length).tolist() == store.read(number, 0, length).tolist()
 
 
-def test_the_cache_is_used_and_follows_the_sources(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_used_and_follows_the_sources(sources, cache, monkeypatch):
     builds = []
     build = stdlib._build
     monkeypatch.setattr(stdlib, "_build", lambda *args: (builds.append(1), build(*args)))
