@@ -43,6 +43,7 @@ from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
 from benchmarks.ranks import run_ranks
+from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -55,9 +56,6 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.profiling.device_profile import measure_quickly
-from lightning_wlb.profiling.link_speed import measure_link
-from lightning_wlb.training.action_overhead import measure_overhead
 
 CONFIG = TransformerConfig.preset("tiny", dim=128, layers=4, ffn_dim=352)
 CLEARLY = 0.97
@@ -85,20 +83,6 @@ SETTINGS: dict[str, tuple[Mesh, tuple[Schemes, ...]]] = {
         ),
     ),
 }
-
-
-def measured_profile(seconds: float) -> Profile:
-    """The profile of this machine, for ranks of one thread."""
-    device, dtype, before = torch.device("cpu"), torch.float32, torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        profile = measure_quickly(CONFIG, device=device, dtype=dtype, seconds=seconds)
-        beside = measure_overhead(CONFIG, device, dtype)
-    finally:
-        torch.set_num_threads(before)
-    link = measure_link(device)
-    assert link is not None
-    return replace(profile, action=profile.action + beside, links={"node": link})
 
 
 def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> PlannedStep:
@@ -226,7 +210,6 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="default: all")
     add("--profile", help="in place of one that is measured: a name or a file")
-    add("--seconds", type=float, default=12.0, help="to measure the device (default 12)")
     add("--rounds", type=int, default=1, help="in each every way runs twice")
     add("--steps", type=int, default=4, help="of a turn, beside the first")
     add("--window", type=int, default=4096)
@@ -236,8 +219,11 @@ def main(argv: list[str] | None = None) -> None:
     options = {
         name: getattr(arguments, name) for name in ("rounds", "steps", "window", "micro_batches")
     }
-    given = arguments.profile
-    profile = Profile.load(given) if given else measured_profile(arguments.seconds)
+    if arguments.profile:
+        profile = Profile.load(arguments.profile)
+    else:
+        cpu = torch.device("cpu")
+        profile = measured_profile(CONFIG, name="here", device=cpu, dtype=torch.float32)
     runs = {name: measured(name, profile, options) for name in arguments.settings}
     for name, run in runs.items():
         pairs = run["processor"]["of_all"]

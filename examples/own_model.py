@@ -86,7 +86,6 @@ def main() -> None:
     """Train for a few steps."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--profile", help="of the device (default: it is measured)")
     arguments = parser.parse_args()
     config = wlb.TransformerConfig(
         dim=64, layers=4, heads=2, kv_heads=1, ffn_dim=240, vocab_size=256
@@ -105,9 +104,7 @@ def main() -> None:
     )
     trainer.fit(
         OwnModule(config, learning_rate=3e-3),
-        wlb.WLBDataModule(
-            "stdlib", context_window=1024, micro_batches=4, profile=arguments.profile
-        ),
+        wlb.WLBDataModule("stdlib", context_window=1024, micro_batches=4),
     )
 
 

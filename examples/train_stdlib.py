@@ -381,7 +381,7 @@ def parse() -> argparse.Namespace:
     add("--packing", nargs="+", default=["original", "best_fit", "auto"],
         help="two methods or more to compare; the others are divided by the last")  # fmt: skip
     add("--seed", type=int, default=0)
-    add("--profile", help="of the device (default: on a pipeline it is measured for auto)")
+    add("--profile", help="of the device (default: auto chooses by exact work)")
     add("--output", default="runs", help="folder for checkpoints and figures.json")
     options = parser.parse_args()
     if len(options.packing) < 2 or len(set(options.packing)) < len(options.packing):

@@ -33,7 +33,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_of_ones_own(tmp_path):
-    printed = run(tmp_path, str(EXAMPLES / "own_model.py"), "--steps=8", "--profile=none").stdout
+    printed = run(tmp_path, str(EXAMPLES / "own_model.py"), "--steps=8").stdout
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
@@ -66,7 +66,6 @@ def test_the_command_line(tmp_path):
         "--data.context_window=1024",
         # Bytes need no training of a tokenizer.
         "--data.documents=stdlib",
-        "--data.profile=none",
     )
     (version,) = (tmp_path / "runs/cli").iterdir()
     assert "context_parallel_size: 2" in (version / "config.yaml").read_text()
@@ -90,7 +89,7 @@ def demo() -> dict[str, Any]:
 def test_the_demo_runs_its_packings_in_turns(tmp_path):
     done = run(
         tmp_path, str(EXAMPLES / "train_stdlib.py"), "--rounds=2", "--steps=1",
-        "--context-window=256", "--details", "--profile=none",
+        "--context-window=256", "--details",
     )  # fmt: skip
     figures = json.loads((tmp_path / "runs/figures.json").read_text())
     rounds = figures["rounds"]

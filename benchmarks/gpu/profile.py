@@ -7,7 +7,6 @@ otherwise. Where that fails their other rows go by the profile that is shipped.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.recording import Figures, Row, Run, machine
+from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import shipped_profile
-from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.grid import Grid
-from lightning_wlb.training.action_overhead import measure_overhead
 
 LAYERS = ("7b", "llama3-8b")
 """Presets: as many key and value heads as query heads, and a quarter of them."""
@@ -55,17 +53,15 @@ def measured(run: Run, name: str, config: TransformerConfig) -> Profile:
         if (kept.device, kept.versions["torch"]) == (here, torch.__version__):
             return kept
         path.unlink()
-    dtype = dtype_of(run.device)
-    profile = measure(
+    profile = measured_profile(
         config,
         name=f"measured-{name}",
         device=run.device,
-        dtype=dtype,
+        dtype=dtype_of(run.device),
+        threads=torch.get_num_threads(),
         grid=SMALL_GRID if run.small else None,
         links=False,
     )
-    beside = measure_overhead(config, run.device, dtype)
-    profile = replace(profile, action=profile.action + beside)
     path.write_text(profile.to_json(), encoding="utf-8")
     return profile
 

@@ -136,19 +136,16 @@ class ImbalanceMonitor(L.Callback):
             self._predictor = run_predictor(
                 self.profile, pl_module, self._mesh, executor.pipeline, strategy.reduce_dtype
             )
+        if strategies := strategy.planning.schemes:
+            own = schemes_of(self._mesh, executor.pipeline.stages)
+            self._by_strategy = ByStrategy((own, *strategies))
+            if self._predictor is not None:
+                self._pool = Pool.of(strategies, self._predictor)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the step's clock."""
-        assert self._records is not None
-        # With dynamic="auto" the strategies are known when the first batch is there.
-        strategies = _strategy(trainer).planning.schemes
-        if strategies and not len(self._records):
-            own = schemes_of(self._mesh, _executor(trainer).pipeline.stages)
-            self._by_strategy = ByStrategy((own, *strategies))
-            if self._predictor is not None:
-                self._pool = Pool.of(strategies, self._predictor)
         self._begin = time.perf_counter()
 
     def on_train_batch_end(

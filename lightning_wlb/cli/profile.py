@@ -11,6 +11,7 @@ leave the machine alone meanwhile.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from rich.console import Console
 from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.cli.arguments import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device_profile import measure
+from lightning_wlb.profiling.grid import Grid
 from lightning_wlb.training.action_overhead import measure_overhead
 
 
@@ -73,28 +77,20 @@ def run(arguments: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
-    device, backend = torch.device(arguments.device), arguments.attention_backend
 
     def report(text: str) -> None:
         console.print(f"Measuring: {text}", highlight=False)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads)
-    try:
-        profile = measure(
-            config,
-            name=arguments.name or arguments.output.stem,
-            device=device,
-            dtype=getattr(torch, dtype),
-            links=not arguments.no_links,
-            backend=backend,
-            report=report,
-        )
-        report("what actions take beside the model")
-        beside = measure_overhead(config, device, getattr(torch, dtype), backend)
-    finally:
-        torch.set_num_threads(before)
-    profile = replace(profile, action=profile.action + beside)
+    profile = measured_profile(
+        config,
+        name=arguments.name or arguments.output.stem,
+        device=torch.device(arguments.device),
+        dtype=getattr(torch, dtype),
+        threads=arguments.threads,
+        links=not arguments.no_links,
+        backend=arguments.attention_backend,
+        report=report,
+    )
     try:
         arguments.output.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
@@ -107,3 +103,48 @@ def run(arguments: argparse.Namespace) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def measured_profile(
+    config: TransformerConfig,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int = 1,
+    grid: Grid | None = None,
+    links: bool = True,
+    backend: str = "auto",
+    report: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """The profile of a device, with what actions of a run cost beside the model.
+
+    Args:
+        config: the decoder whose layers and head are run.
+        name: the profile's name.
+        device: the device to measure.
+        dtype: the dtype to compute in.
+        threads: threads of a CPU rank.
+        grid: where to measure; by default the grid for the kind of device.
+        links: whether to measure the link between two processes of this node.
+        backend: of attention.
+        report: called with what is being measured.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        profile = measure(
+            config,
+            name=name,
+            device=device,
+            dtype=dtype,
+            grid=grid,
+            links=links,
+            backend=backend,
+            report=report,
+        )
+        report("what actions take beside the model")
+        beside = measure_overhead(config, device, dtype, backend)
+    finally:
+        torch.set_num_threads(before)
+    return replace(profile, action=profile.action + beside)

@@ -49,10 +49,11 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
             write there. None, and else: in the user's cache folder, or one for temporary files.
     """
-    found = built_before(key, source)
-    if found is not None:
-        return found
-    for root in _roots(source):
+    roots = [*([] if source is None else [source.parent / BESIDE]), *cache_folders()]
+    for root in roots:
+        if (root / key).is_dir():
+            return root / key
+    for root in roots:
         try:
             root.mkdir(parents=True, exist_ok=True)
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
@@ -105,15 +106,6 @@ def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _An
         return read((folder / _ANSWER).read_text())
     except (OSError, ValueError):  # A crash or a clean-up has damaged the answer.
         return make()
-
-
-def built_before(key: str, source: Path | None = None) -> Path | None:
-    """The folder that :func:`built_once` would find; None where it would build one."""
-    return next((root / key for root in _roots(source) if (root / key).is_dir()), None)
-
-
-def _roots(source: Path | None) -> list[Path]:
-    return [*([] if source is None else [source.parent / BESIDE]), *cache_folders()]
 
 
 def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:

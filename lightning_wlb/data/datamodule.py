@@ -30,7 +30,7 @@ from lightning_wlb.data.open_documents import (
     documents_or_number,
     hold_out,
 )
-from lightning_wlb.data.planning_context import PlanningStrategy, context_of, own_shape
+from lightning_wlb.data.planning_context import context_of, own_shape
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.planning import DataSettings
@@ -66,9 +66,8 @@ class WLBDataModule(L.LightningDataModule):
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
             predict, the same on every rank: a shipped name (``"h100"``), the file that
             ``lightning-wlb profile`` wrote, or a :class:`~lightning_wlb.cost.profile.Profile`.
-            None: where times decide about plans, ``strategy="wlb"`` measures the ranks' devices
-            when a fit begins, for at most 20 seconds, once for a model and device. ``"none"``: it
-            does not. Where no device is known, the reference kernel cost and work in FLOPs.
+            None: with ``strategy="wlb"`` on GPUs, or a mesh that is searched for, the shipped one
+            of the device; else, as with ``"none"``, the reference kernel cost and work in FLOPs.
         seed: decides the order of documents and which of them are held out.
         shuffle: a new order each epoch; False: the store's order.
         max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
@@ -82,8 +81,7 @@ class WLBDataModule(L.LightningDataModule):
         pin_memory: None: where the device is a CUDA GPU.
 
     Attributes:
-        measured: the profile that was measured for this run, as JSON; empty where the devices could
-            not be measured, None before they are.
+        plans_by_work: whether no device profile is wanted: ``profile="none"``.
 
     Raises:
         MisconfigurationException: documents that are not known or not there, more documents held
@@ -132,10 +130,9 @@ class WLBDataModule(L.LightningDataModule):
                 " lightning_wlb.cost.shape.ModelShape, or None for that of the LightningModule."
             )
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
-        self.measures = profile is None
-        given = None if profile == "none" else profile
+        self.plans_by_work = profile == "none"
+        given = None if self.plans_by_work else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given
-        self.measured: str | None = None
         self.num_workers = whole("num_workers", num_workers, 0)
         self.model_shape = model_shape
         self.pin_memory = None if pin_memory is None else flag("pin_memory", pin_memory)
@@ -154,7 +151,6 @@ class WLBDataModule(L.LightningDataModule):
             )
         if self._trainer is not None and trainer is not self._trainer:
             self._consumed.restore(None)
-            self.measured = None
         self._trainer = trainer
 
     def __iter__(self) -> Any:
@@ -281,23 +277,21 @@ class WLBDataModule(L.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The planner's state after the last step taken, and the profile measured for the run.
+        """The planner's state after the last step taken, None before the first step.
 
-        The planner's state is None before the first step. (Lightning would not restore an empty
-        dictionary, and leave a run that goes back to its beginning where it was, as after a search
-        for a learning rate.)
+        (Lightning would not restore an empty dictionary, and leave a run that goes back to its
+        beginning where it was, as after a search for a learning rate.)
         """
-        state = {"planner": self._state()}
-        return state if self.measured is None else {**state, "profile": self.measured}
+        return {"planner": self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict.get("planner"))
-        self.measured = state_dict.get("profile")
-
-    def keep_measurement(self, profile: Profile | None) -> None:
-        """Keep the profile measured for this run and those resumed from it; None: it failed."""
-        self.measured = "" if profile is None else profile.to_json()
+        if state_dict.get("profile"):  # of version 0.1
+            rank_zero_info(
+                "WLBDataModule: the run that saved this checkpoint measured its devices and planned"
+                " by that. This one does not; WLBDataModule(profile=...) takes a profile."
+            )
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
@@ -359,6 +353,8 @@ class WLBDataModule(L.LightningDataModule):
             context.predictor,
             context.activation_checkpointing,
         )
+        if settings is self.settings:  # An evaluation stays on the mesh.
+            dataset.step_chooser = context.chooser
         # A shape that was given may leave the vocabulary out, or have another than the model.
         own = own_shape(trainer.lightning_module)
         vocabularies = [dataset.vocab_size, own.vocab_size if own else None]
@@ -368,21 +364,13 @@ class WLBDataModule(L.LightningDataModule):
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
-        def begin() -> dict[str, Any] | None:
-            if self.trainer and isinstance(strategy := self.trainer.strategy, PlanningStrategy):
-                strategy.settle_planning(self)  # A checkpoint has been loaded by now.
-                context = strategy.planning_context(self)
-                dataset.predictor = context.predictor
-                dataset.step_chooser = context.chooser if dataset.data is self.settings else None
-            return begin_at()
-
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start
         # as many workers as there are cores does not hold here.
         warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return StepLoader(dataset, begin, self.num_workers, pin)
+        return StepLoader(dataset, begin_at, self.num_workers, pin)
 
 
 def about_steps(store: DocumentStore, settings: DataSettings) -> int | None:

@@ -1,9 +1,8 @@
 """What a run tells its data module: where this rank stands, and what its steps are planned for.
 
 A strategy that runs step plans is a :class:`PlanningStrategy`. The data module asks it for a
-:class:`PlanningContext` when it makes a loader, by when the layers are split into stages, and again
-when the loader's first batch is asked for, by when a checkpoint is loaded and devices are measured.
-Under any other strategy a run has one rank, and :meth:`PlanningContext.of_one_rank` is its context.
+:class:`PlanningContext` when it makes a loader, by when the layers are split into stages. Under any
+other strategy a run has one rank, and :meth:`PlanningContext.of_one_rank` is its context.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class PlanningContext:
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         schemes: the heterogeneous pipelines that a step may run on in place of the mesh's, each a
             sequence of schemes on consecutive ranks.
-        chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh, or the
-            choice is not settled yet.
+        chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
         activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
     """
 
@@ -99,10 +97,7 @@ class PlanningStrategy(Protocol):
     """A Lightning strategy that runs step plans, each rank its part: :class:`.WLBStrategy`."""
 
     def planning_context(self, data: WLBDataModule) -> PlanningContext:
-        """What is known by now of the run that steps are planned for."""
-
-    def settle_planning(self, data: WLBDataModule) -> None:
-        """Settle, once in a run, what is known when the first batch is asked for; collective."""
+        """What the steps of the run are planned for, once the model is split."""
 
 
 @runtime_checkable

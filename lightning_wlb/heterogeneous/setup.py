@@ -9,8 +9,8 @@ That stage is made by ``build_model`` once more, since a rank has only its mesh'
 Changes to the model after it was built, and buffers read with its weights, would silently be
 missing there: such models are refused.
 
-With ``dynamic="auto"`` pipelines are chosen when the first batch is asked for, by the profile that
-plans the run's steps. A resumed run, whose checkpoint brings that profile, chooses the same.
+With ``dynamic="auto"`` pipelines are chosen when a fit is set up, by the profile that plans the
+run's steps. A resumed run chooses the same on the same mesh.
 
 1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
    only, a line of the log says what, and the remedy.
@@ -104,7 +104,7 @@ def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
 
 def pool_of(
     choices: Sequence[Schemes],
-    predictor: Predictor | None,
+    predictor: Predictor,
     checkpointing: ActivationCheckpointing,
     data: DataSettings,
     sharding: str,
@@ -112,14 +112,9 @@ def pool_of(
     """What chooses each step's pipelines among the sets that a run may take.
 
     Raises:
-        MisconfigurationException: there is no device profile to choose by, the packing deals to
-            equal pipelines only, or a set is the mesh's own pipelines or does not fit it.
+        MisconfigurationException: the packing deals to equal pipelines only, or a set is the mesh's
+            own pipelines or does not fit it.
     """
-    if predictor is None:
-        raise MisconfigurationException(
-            "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times. Give"
-            " WLBDataModule(profile=...), a file of `lightning-wlb profile` or a shipped name."
-        )
     try:
         check_packing(data.packer)
         return Pool.of(choices, predictor, checkpointing, sharding)
@@ -281,19 +276,19 @@ def agreed_pool(
     mesh: Mesh,
     packer: type[Packer],
     module: LanguageModule,
-    profile: Profile | None,
+    profile: Profile,
 ) -> tuple[Schemes, ...]:
     """The sets of pipelines that steps may take in place of the mesh's; collective.
 
     Args:
         request: the run's documents, model and ``profile``, with all sizes of the mesh open; called
             on rank 0 only.
-        profile: the one that plans the run's steps; None: they are planned by work.
+        profile: the one that plans the run's steps.
     """
-    reason = _obstacle(mesh, packer, profile)
+    reason = _obstacle(mesh, packer)
     if reason is None:  # a rank knows its own stages of the model
         reason = next(filter(None, Ranks().every(lambda: _obstacle_of(module))), None)
-    if reason is not None or profile is None:
+    if reason is not None:
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
     with patient_ranks() as ranks:
@@ -315,7 +310,7 @@ def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     return remembered(name, search, PoolChoice.from_json)
 
 
-def _obstacle(mesh: Mesh, packer: type[Packer], profile: Profile | None) -> str | None:
+def _obstacle(mesh: Mesh, packer: type[Packer]) -> str | None:
     """Why no step can leave the mesh, and the remedy; None: some may."""
     if mesh.devices == 1:
         return "there is only one rank."
@@ -323,11 +318,6 @@ def _obstacle(mesh: Mesh, packer: type[Packer], profile: Profile | None) -> str 
         return (
             f"it has {mesh.virtual_stages} stages on each rank, pipelines that differ have one."
             ' Give schedule="1f1b".'
-        )
-    if profile is None:
-        return (
-            "no device profile is known to choose by. Give WLBDataModule(profile=...), a file of"
-            " `lightning-wlb profile` or a shipped name."
         )
     try:
         check_packing(packer)

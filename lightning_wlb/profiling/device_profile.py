@@ -13,10 +13,6 @@ CPU:
   like those of long-context pretraining (:mod:`lightning_wlb.planning.synthetic_lengths`). The
   median and the worst relative error of their prediction go into the profile (``errors``).
 
-:func:`measure_quickly` does it for the start of a run, in seconds, at fewer points
-(:func:`.grid_for_seconds`). It holds nothing out of the fit, so there is no error to quote, and
-does not measure the link, since other processes would be needed.
-
 On a CPU with one thread, times are the thread's own CPU time, as in the executor's stopwatch, so
 that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
 keeps full (:mod:`.call_timer`). The CUDA branch has not been run by this project yet.
@@ -30,10 +26,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import inf
 
 import torch
 
@@ -42,7 +36,7 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name, memory_bytes, peak_flops
-from lightning_wlb.profiling.grid import GRIDS, Grid, grid_for_seconds, small_grid
+from lightning_wlb.profiling.grid import GRIDS, Grid
 from lightning_wlb.profiling.link_speed import measure_link
 from lightning_wlb.profiling.measurements import DeviceBench
 
@@ -57,7 +51,6 @@ def measure(
     links: bool = True,
     backend: str = "auto",
     report: Callable[[str], None] = lambda text: None,
-    until: float = inf,
 ) -> Profile:
     """Measure a device in full.
 
@@ -67,8 +60,6 @@ def measure(
         grid: where to measure; by default the grid for the kind of device.
         links: whether to measure the link between two processes of this node. If not, or with one
             GPU, the memory's bandwidth stands in its place, and the profile says so.
-        until: when to end, by ``time.monotonic``; larger points are left out then. The attention
-            kernel has half of the time.
 
     Raises:
         ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
@@ -79,11 +70,9 @@ def measure(
         raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
-    now = time.monotonic()
-    bench = DeviceBench(config, device, dtype, grid, backend, now + (until - now) / 2)
+    bench = DeviceBench(config, device, dtype, grid, backend)
     report("attention kernel")
     attention = bench.attention()
-    bench.until = until
     report("layers, head and overhead")
     stages = bench.stages()
     report("memory bandwidth")
@@ -131,8 +120,6 @@ def measure(
         shape=asdict(config.shape),
         kernel=kernel_name(backend, device),
     )
-    if not grid.held_out:
-        return profile
     report("micro-batches held out of the fit")
     return replace(profile, errors=bench.errors(profile))
 
@@ -148,48 +135,4 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
         f"Measured{where} by lightning-wlb profile, medians of {grid.repeats} by {clock}: the"
         f" attention kernel with {shape.heads} heads of {shape.head_dim}, and decoder layers of"
         f" dim {shape.dim}, feed-forward {shape.ffn_dim}, vocabulary {shape.vocab_size}."
-    )
-
-
-def measure_quickly(
-    config: TransformerConfig,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    seconds: float = 20.0,
-    report: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """Measure a device coarsely; its link is taken to be as fast as its memory.
-
-    How large the points are follows from the speed of a matrix product and from how much of the
-    processor other processes leave. Mostly half of the time given is used.
-
-    Args:
-        config: the decoder whose layers and head are run.
-        device: the device to measure.
-        dtype: the dtype to compute in.
-        backend: of attention.
-        seconds: after which no larger point is begun.
-        report: called with what is being measured.
-
-    Raises:
-        ValueError: a dtype that profiles do not know.
-        TimeoutError: the smallest points would take longer.
-    """
-    begin, own = time.monotonic(), time.process_time()
-    speed = DeviceBench(config, device, dtype, small_grid(32, 32, 32)).best_product()
-    share = (time.process_time() - own) / (time.monotonic() - begin)
-    if device.type == "cpu" and share < 1:  # its clock leaves out what other processes take
-        speed *= share
-    return measure(
-        config,
-        name="automatic",
-        device=device,
-        dtype=dtype,
-        grid=grid_for_seconds(config.shape, speed, seconds, device.type),
-        links=False,
-        report=report,
-        backend=backend,
-        until=begin + seconds,
     )

@@ -11,10 +11,8 @@ Attention over many keys for each query takes most memory: for the 7B model's he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.shape import ModelShape
 
 BUSY_TOKENS = 16384
@@ -94,80 +92,3 @@ def segments(
     tiles = shape.each_layer[0].heads * -(-queries // 128)
     enough = -(-BUSY_TILES // tiles)  # segments
     return min(fit, wanted) if fit >= min(wanted, enough) else 0
-
-
-SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Sizes among which :func:`grid_for_seconds` chooses the most rows and the most queries."""
-
-CALLS = 4
-"""Calls of everything that is measured quickly; the first of them warms up."""
-
-
-def grid_for_seconds(shape: ModelShape, speed: float, seconds: float, device_type: str) -> Grid:
-    """Where to measure so that attention and layers take two fifths of the time each.
-
-    Args:
-        shape: sizes of the model.
-        speed: FLOP/s of a large matrix product; half of it is expected of layers and of attention.
-        seconds: time for the whole measurement.
-        device_type: ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        TimeoutError: the smallest points would take longer.
-    """
-    least = 32 if device_type == "cpu" else 256
-    layer, usable = shape.each_layer[0], 0.4 * seconds * speed / 2 / CALLS  # FLOPs
-
-    def layers(most: int) -> float:
-        # Stages of one and of three layers, and the head: forward, backward and its logits again.
-        return sum(
-            4 * 3 * layer_linear_flops(layer, rows) + 4 * head_flops(shape, rows)
-            for rows in _points(least, most)
-        )
-
-    def attention(most: int) -> float:
-        grid = small_grid(least, most, least)
-        points = [
-            (queries, round(queries * ratio))
-            for queries in grid.queries
-            for ratio in grid.keys_per_query
-        ]
-        cuda, budget = device_type == "cuda", 2**62
-        return sum(
-            14
-            * layer.heads
-            * layer.head_width
-            * causal_pairs(queries, keys - queries)
-            * segments(grid, shape, 4, queries, keys, cuda=cuda, budget=budget)
-            for queries, keys in points
-        )
-
-    def largest(cost: Callable[[int], float]) -> int:
-        fitting = [size for size in SIZES if cost(size) <= usable]
-        if not fitting:
-            raise TimeoutError(
-                f"layers of width {shape.dim} would take more than {0.4 * seconds:.0f} s here"
-            )
-        return fitting[-1]
-
-    return small_grid(least, largest(attention), largest(layers))
-
-
-def small_grid(least: int, queries: int, rows: int) -> Grid:
-    """A coarse grid from ``least`` up to so many queries and rows, with nothing held out."""
-    return Grid(
-        queries=_points(least // 2, queries),
-        keys_per_query=(1.0, 4.0, 16.0),
-        pairs=queries**2,
-        rows=_points(least, rows),
-        repeats=CALLS - 1,
-        held_out=0,
-    )
-
-
-def _points(least: int, most: int) -> tuple[int, ...]:
-    """From ``least`` in steps of eight, and ``most``."""
-    points = [least]
-    while 4 * points[-1] < most:
-        points.append(8 * points[-1])
-    return (*(each for each in points if each < most), max(most, least))

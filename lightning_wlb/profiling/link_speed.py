@@ -37,29 +37,10 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | 
         arguments = device.type, f"file://{folder}/rendezvous", timeout_seconds
         ranks = [pool.submit(_seconds_of_rank, rank, *arguments) for rank in range(2)]
         (small, large), _ = (rank.result() for rank in ranks)
-    return _link(small, large, 2)
-
-
-def link_of_ranks(device: torch.device) -> Link:
-    """Latency and bandwidth between all ranks of a run, which are on one node, by all-gather.
-
-    Collective over the ranks, each of which may measure a little differently.
-    """
-    return _link(*_seconds(device), dist.get_world_size())
-
-
-def _link(small: float, large: float, ranks: int) -> Link:
-    """The link, from the seconds of a small and of a large message between so many ranks."""
-    moved = _of_a_rank(SIZES[1], ranks)
     return Link(
         latency_ns=float(round(small * 1e9)),
-        bytes_per_second=float(round((ranks - 1) * moved / max(large - small, 1e-9))),
+        bytes_per_second=float(round(SIZES[1] / max(large - small, 1e-9))),
     )
-
-
-def _of_a_rank(size: int, ranks: int) -> int:
-    """Bytes that each rank sends, so that a rank receives as much whatever their number."""
-    return max(2 * size // ranks // 4, 1) * 4
 
 
 def _seconds_of_rank(
@@ -87,13 +68,13 @@ def _seconds_of_rank(
 
 def _seconds(device: torch.device) -> tuple[float, float]:
     """Seconds of a small and of a large all-gather, as this rank measures them."""
-    cuda, ranks = device.type == "cuda", dist.get_world_size()
+    cuda = device.type == "cuda"
     # A message may take less than the host needs to queue it and to wait for it: several in a row.
     messages = 10 if cuda else 1
     seconds = []
     for size in SIZES:
-        mine = torch.zeros(_of_a_rank(size, ranks) // 4, device=device)
-        everyone = torch.zeros(ranks * len(mine), device=device)
+        mine = torch.zeros(size // 4, device=device)
+        everyone = torch.zeros(2 * len(mine), device=device)
         samples = []
         for _ in range(15):
             dist.barrier()

@@ -15,11 +15,9 @@ each query and with fewer queries, and rows of layers end with those that fit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,10 +66,6 @@ class StageTimes(NamedTuple):
 class DeviceBench:
     """Measures the kernel and the layers of one shape and dtype on one device.
 
-    Args:
-        until: when to end, by ``time.monotonic``: what would begin later is left out, as if there
-            were no memory for it, but for the smallest points. Set it anew between two tables.
-
     Attributes:
         rows: numbers of rows of the grid with which layers fit into memory.
         out_of_memory: points and micro-batches for which memory ran out against expectation.
@@ -87,10 +81,9 @@ class DeviceBench:
         dtype: torch.dtype,
         grid: Grid,
         backend: str = "auto",
-        until: float = inf,
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
-        self.backend, self.out_of_memory, self.until = backend, 0, until
+        self.backend, self.out_of_memory = backend, 0
         self._timer = make_timer(device)
         self._free = free_bytes(device)
         self.rows = tuple(
@@ -108,11 +101,8 @@ class DeviceBench:
         call = self._call_overhead()
         for row, queries in enumerate(queries_axis):
             for column, ratio in enumerate(ratios):
-                first = row == column == 0
-                rate = None
-                if first or time.monotonic() < self.until:
-                    rate = self._rate(queries, round(queries * ratio), call)
-                if rate is None and first:
+                rate = self._rate(queries, round(queries * ratio), call)
+                if rate is None and row == column == 0:
                     raise ValueError(
                         f"no memory for attention over {queries} queries of {shape.heads} heads of"
                         f" {shape.head_dim}, the smallest point. Free memory on {self.device}."
@@ -185,8 +175,6 @@ class DeviceBench:
         last = self._stage(layers=0, head=True)
         measured: list[Any] = []
         for rows in self.rows:
-            if len(measured) > 1 and time.monotonic() > self.until:
-                break
             models, lengths = (one, three, last), _short_documents(rows)
             seconds = self._if_it_fits(partial(self._linear_seconds, models, lengths))
             if seconds is None:

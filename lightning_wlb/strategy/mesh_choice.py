@@ -1,4 +1,4 @@
-"""The mesh and the schedule of a run: as they are given, as an earlier run has them, or searched.
+"""A run's mesh, schedule and device profile: given, as an earlier run has them, or searched.
 
 Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh where that has
 the sizes given. Else, where the sizes leave a choice, :mod:`lightning_wlb.mesh_search` makes it.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -47,10 +47,10 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh, progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.profiling.device import shipped_profile
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.strategy.launch import RunDevices
-from lightning_wlb.strategy.profile_choice import ProfileChoice
 from lightning_wlb.strategy.split_model import SplitModel
 from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 
@@ -110,14 +110,28 @@ class MeshOptions:
         return f"{self.sizes}, schedule {self.schedule}, {stages}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunMesh:
+    """The mesh of a run, and what goes with it.
+
+    Args:
+        mesh: ranks along each axis.
+        schedule: the pipeline's.
+        searched: whether it was searched for, by this run or by the one that has split the module.
+        profile: the device profile that plans the run's steps; None: the data module's does, and
+            without one exact work.
+    """
+
+    mesh: Mesh
+    schedule: str
+    searched: bool
+    profile: Profile | None
+
+
 def choose_run_mesh(
-    options: MeshOptions,
-    devices: RunDevices,
-    trainer: pl.Trainer,
-    profiles: ProfileChoice,
-    facts: Mapping[str, str],
-) -> tuple[Mesh, str]:
-    """The mesh and the schedule of a run, which also begins with a profile; collective.
+    options: MeshOptions, devices: RunDevices, trainer: pl.Trainer, facts: Mapping[str, str]
+) -> RunMesh:
+    """The mesh of a run; collective over all ranks.
 
     Args:
         facts: what else all ranks have to be given alike, in words.
@@ -127,9 +141,9 @@ def choose_run_mesh(
         ValueError: no mesh fits in memory.
     """
     data, module = data_module_of(trainer), trainer.lightning_module
-    given = None if data is None else data.profile
-    otherwise = "whatever is measured" if data is not None and data.measures else "none"
-    known = otherwise if given is None else given.provenance
+    known = "profile=None"
+    if data is not None and (data.profile is not None or data.plans_by_work):
+        known = 'profile="none"' if data.profile is None else data.profile.provenance
     mine = {"sizes": str(options), **facts, "a device profile": known}
     # Ranks that go different ways here, or to different meshes, would wait for each other.
     compare_ranks(Ranks().every(lambda: mine))
@@ -141,26 +155,52 @@ def choose_run_mesh(
         and earlier.mesh.devices == devices.count
         and options.allow(earlier.mesh, earlier.schedule)
     ):
-        profiles.begin(devices, backend, given, searched=earlier.planned_by_profile)
-        mesh, schedule = earlier.mesh, earlier.schedule
+        searched, mesh, schedule = earlier.mesh_searched, earlier.mesh, earlier.schedule
+        profile = run_profile(devices, backend, data, searched=searched)
     else:
         mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
         searched = not options.settled(devices.count)
-        profiles.begin(devices, backend, given, searched=searched)
+        profile = run_profile(devices, backend, data, searched=searched)
         # Without data or module nothing can be trained, which is answered later.
         if searched and data is not None and isinstance(module, LanguageModule):
-            if profiles.profile is not None:
+            if profile is not None:
                 PROGRESS.note(BETWEEN, "the choice of a mesh")
-                found = searched_mesh(options, devices, data, module, profiles.profile)
+                mesh, schedule = searched_mesh(options, devices, data, module, profile)
                 PROGRESS.begin()
-                return found
+                return RunMesh(mesh=mesh, schedule=schedule, searched=True, profile=profile)
             rank_zero_info(
                 "WLBStrategy: no mesh is chosen, since no device profile is known of"
                 f" {devices.device.type} devices on {devices.nodes} nodes. Give"
                 " WLBDataModule(profile=...), or the sizes."
             )
     rank_zero_info(f"WLBStrategy: mesh {mesh}")
-    return mesh, schedule
+    return RunMesh(mesh=mesh, schedule=schedule, searched=searched, profile=profile)
+
+
+def run_profile(
+    devices: RunDevices, backend: str, data: WLBDataModule | None, *, searched: bool
+) -> Profile | None:
+    """The profile that plans a run's steps, where it is not left to the data module; collective.
+
+    A mesh that is searched for needs a profile: the data module's, or the shipped one that is
+    nearest to the device. Steps are planned by the same, since the mesh may have room for them only
+    with the recomputation that it predicts. On GPUs steps are planned by the shipped profile on any
+    other mesh as well, unless the data module gives one or says ``profile="none"``.
+
+    Args:
+        devices: the run's devices.
+        backend: the kernel backend of attention, or ``"auto"``.
+        data: the data module, if it is known.
+        searched: whether the run's mesh is searched for.
+    """
+    given = None if data is None else data.profile
+    settled = given is not None or (data is not None and data.plans_by_work)
+    if not searched and (devices.device.type == "cpu" or settled):
+        return None
+    profile = shipped_profile(devices.device, backend) if given is None else given
+    if profile is None or (devices.nodes > 1 and "network" not in profile.links):
+        return None
+    return replace(profile, devices_per_node=devices.per_node)
 
 
 def searched_mesh(

@@ -49,7 +49,7 @@ class SplitModel:
     Args:
         ties: weights that are in its embedding and in its head.
         precision: the Trainer's, such as ``"bf16-mixed"``.
-        planned_by_profile: whether its first run had a device profile of its own to plan by.
+        mesh_searched: whether its mesh was searched for.
         prepared_for: the heterogeneous pipelines that the executor can run steps on, and how long
             their operations may wait; None: none yet.
     """
@@ -58,7 +58,7 @@ class SplitModel:
     ties: list[Tie]
     groups: MeshGroups
     precision: str
-    planned_by_profile: bool
+    mesh_searched: bool
     prepared_for: tuple[tuple[Schemes, ...], timedelta] | None = None
 
     @staticmethod
@@ -77,7 +77,7 @@ class SplitModel:
         precision: WLBPrecision,
         device: torch.device,
         mean_context: int,
-        planned_by_profile: bool,
+        mesh_searched: bool,
     ) -> SplitModel:
         """Split the module's model; collective over all ranks.
 
@@ -85,7 +85,7 @@ class SplitModel:
             module: with its model, whole and perhaps without values.
             mean_context: tokens that a token attends to on average: what a layer costs, and so how
                 layers are split into stages, depends on it. 0: not known.
-            planned_by_profile: whether the run has a device profile of its own to plan by.
+            mesh_searched: whether the mesh was searched for.
 
         Raises:
             MisconfigurationException: a model that cannot be split.
@@ -118,7 +118,7 @@ class SplitModel:
             ties=ties,
             groups=groups,
             precision=str(precision.precision),
-            planned_by_profile=planned_by_profile,
+            mesh_searched=mesh_searched,
         )
         model.split = split  # type: ignore[assignment]
         return split

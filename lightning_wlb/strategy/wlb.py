@@ -42,7 +42,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
 from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
-from lightning_wlb.strategy.mesh_choice import MeshOptions, choose_run_mesh
+from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, choose_run_mesh
 from lightning_wlb.strategy.run_planning import RunPlanning
 from lightning_wlb.strategy.split_model import SplitModel, StepRunner, WholeModelSummary
 from lightning_wlb.supervision.watchdog import say
@@ -110,9 +110,10 @@ class WLBStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
 
-    # Known once the processes are connected: where this rank stands, and its process groups; and
+    # Known once the processes are connected: the mesh, this rank's place and process groups; and
     # once the model is split: the model on this rank, what runs its steps, and the module.
     _devices: RunDevices
+    _chosen: RunMesh
     rank: Rank
     mesh_groups: MeshGroups
     split: SplitModel
@@ -242,10 +243,10 @@ class WLBStrategy(ParallelStrategy):
             reduce_dtype=name_of(self.reduce_dtype),
         )
         facts = {"reduce_dtype": devices.reduce_dtype, "dynamic": self.planning.asked}
-        self.planning.begin()
-        known = devices, trainer, self.planning.profiles, facts
-        mesh, self.schedule = choose_run_mesh(self.options, *known)
-        self.rank = mesh.coordinate(self.global_rank)
+        chosen = self._chosen = choose_run_mesh(self.options, devices, trainer, facts)
+        self.planning.begin(chosen.profile)
+        self.schedule = chosen.schedule
+        self.rank = chosen.mesh.coordinate(self.global_rank)
         self.mesh_groups = mesh_groups(self.rank, self.root_device, self.processes.timeout)
         self.checkpoints.begin(self.root_device)
 
@@ -294,7 +295,7 @@ class WLBStrategy(ParallelStrategy):
             precision=self.precision_plugin,
             device=self.root_device,
             mean_context=0 if data is None else data.mean_context,
-            planned_by_profile=self.planning.profiles.unmeasured is not None,
+            mesh_searched=self._chosen.searched,
         )
         precision = str(self.precision_plugin.precision)
         self.split.check(self.mesh, self.schedule, self.mesh_groups, precision)
@@ -340,12 +341,8 @@ class WLBStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     def planning_context(self, data: WLBDataModule) -> PlanningContext:
-        """What is known by now of the run that steps are planned for."""
+        """What this run's steps are planned for, once the model is split."""
         return self.planning.context(data)
-
-    def settle_planning(self, data: WLBDataModule) -> None:
-        """Settle what this run's steps are planned by; collective at its first call in a fit."""
-        self.planning.settle(data)
 
     # Checkpoints: all ranks write one, after the shards that it fills have been made
 

@@ -14,11 +14,9 @@ device.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
 from statistics import median
 
 import numpy as np
@@ -55,7 +53,6 @@ def measure_overhead(
     device: torch.device,
     dtype: torch.dtype,
     backend: str = "auto",
-    until: float = inf,
 ) -> ActionOverhead:
     """Time that actions of a run take on this device beyond those of the bare model.
 
@@ -66,10 +63,6 @@ def measure_overhead(
         device: the one to measure.
         dtype: that the model computes in.
         backend: of attention.
-        until: when to give up, by ``time.monotonic``.
-
-    Raises:
-        TimeoutError: it is later than ``until``, and not all has been measured twice.
     """
     forward, backward, counts = [], [], []
     with _one_rank(device) as mesh:
@@ -77,7 +70,7 @@ def measure_overhead(
             small = replace(config, layers=layers, vocab_size=VOCABULARY, tied_embeddings=False)
             pair = _Pair(small, device, dtype, backend, mesh)
             counts.append(sum(each.numel() for each in pair.bare.parameters()))
-            there, back = pair.more_ns(until)
+            there, back = pair.more_ns()
             forward.append(there)
             backward.append(back)
     each = max(backward[1] - backward[0], 0.0) / (counts[1] - counts[0])
@@ -119,14 +112,10 @@ class _Pair:
         data = DataSettings(rows, MICRO_BATCHES, packing="best_fit")
         self.batch = next(iter(StepDataset.for_model(documents, data, config.shape))).to(device)
 
-    def more_ns(self, until: float) -> tuple[float, float]:
+    def more_ns(self) -> tuple[float, float]:
         """How many ns longer a forward and a backward take in a run."""
         samples: dict[tuple[bool, str], list[float]] = {}
         for number in range(STEPS):
-            if time.monotonic() > until:
-                if number > 1:
-                    break
-                raise TimeoutError("what actions take beside the model took longer than it may")
             for in_run in (False, True):
                 for action, seconds in self._step(in_run):
                     if number:

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule, about_steps
@@ -199,6 +201,14 @@ def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
     assert module.steps == steps
     trainer(tmp_path, max_steps=3).fit(module, datamodule)
     assert module.steps == [*steps, 0, 1, 2], "a new Trainer starts from the beginning"
+
+
+def test_a_profile_that_a_run_of_version_01_measured_is_left_with_a_line() -> None:
+    datamodule = data()
+    with mock.patch("lightning_wlb.data.datamodule.rank_zero_info") as said:
+        datamodule.load_state_dict({"planner": None, "profile": Profile.load("cpu").to_json()})
+    assert "measured its devices" in said.call_args.args[0]
+    assert datamodule.state_dict() == {"planner": None}
 
 
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:

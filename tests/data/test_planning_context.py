@@ -36,9 +36,6 @@ class Strategy:
         alone = PlanningContext.of_one_rank(MODULE, shape, documents.profile)
         return replace(alone, **self.context)
 
-    def settle_planning(self, documents: WLBDataModule) -> None:
-        pass
-
 
 MODULE = SimpleNamespace(model_shape=SHAPE, planned_checkpointing="auto")
 

@@ -105,6 +105,7 @@ def refused(rank: int) -> list[str]:
     for kind, dynamic, options in (
         (NormFrozen, (one,), {"profile": "cpu"}),
         (LanguageModule, (one,), {}),
+        (LanguageModule, "auto", {"profile": None}),
         (LanguageModule, ((Scheme(0, (2,)),),), {"profile": "cpu"}),
         (LanguageModule, ((Scheme(0, (1, 2)),),), {"profile": "cpu"}),
         (LanguageModule, (one,), {"profile": "cpu", "packing": "wlb"}),
@@ -119,7 +120,7 @@ def refused(rank: int) -> list[str]:
 def test_what_cannot_run_is_refused_on_every_rank() -> None:
     wanted = (
         "head.norm.weight of the model is not as NormFrozen.build_model makes it",
-        "chooses each step's pipelines by simulated times. Give WLBDataModule",
+        *["chooses each step's pipelines by simulated times, so give WLBDataModule"] * 2,
         "sharded over 2 ranks, 2 of a node, and the pipelines of the step have 1",
         "has 3 layers, the model 2",
         "Use packing='auto', 'slim' or 'hydraulis'",

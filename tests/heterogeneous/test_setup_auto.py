@@ -25,7 +25,6 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.planning.step_chooser import PlannedStep
-from lightning_wlb.strategy import profile_choice
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, trainer
@@ -77,16 +76,15 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         chooses = patch(mock.patch.object(setup, "choose_pool", wraps=setup.choose_pool))
         fit("promised", module(CASE), 8, profile="cpu")
 
-        patch(mock.patch.object(profile_choice, "agreed_profile", return_value=MEASURED))
         patch(mock.patch.object(Pool, "choose", by_pieces))
         # Nothing that an earlier run has kept, but for the checkpoint.
         patch(mock.patch.object(setup, "remembered", lambda name, make, read: make()))
         two = PoolChoice((APART, STAGES), (APART, STAGES), 2, Mesh(tensor=2), 2, 1, (2, 1), 4)
         again = patch(mock.patch.object(setup, "choose_pool", return_value=two))
-        fit("unbroken", module(CASE), 4, profile=None)
-        fit("half", module(CASE), 2, profile=None)
+        fit("unbroken", module(CASE), 4, profile=MEASURED)
+        fit("half", module(CASE), 2, profile=MEASURED)
         own = module(CASE)
-        fit("rest", own, 4, profile=None)
+        fit("rest", own, 4, profile=MEASURED)
         # The same module is then trained on its mesh alone.
         fit("off", own, 1, "off", profile="none")
     asked = [(each.args[0].digest, each.args[0].profile.name) for each in again.call_args_list]
@@ -113,7 +111,7 @@ def test_a_run_takes_what_its_first_steps_promise_and_says_the_figure(ranks) -> 
 
 
 def test_a_run_that_is_resumed_makes_the_same_choice_and_the_same_steps(ranks) -> None:
-    # By the profile that the steps are planned by: measured at first, then of the checkpoint.
+    # By the profile that the steps are planned by.
     asked = ranks[0]["asked"]
     assert len(asked) == 3
     assert len({*asked}) == 1
@@ -122,7 +120,7 @@ def test_a_run_that_is_resumed_makes_the_same_choice_and_the_same_steps(ranks) -
         unbroken, half, rest = (rank["records"][name] for name in ("unbroken", "half", "rest"))
         assert {*unbroken["plans"]} == {(), APART, STAGES}
         assert rest["pool"] == half["pool"] == (APART, STAGES)
-        # The monitor knows strategies that were chosen when the fit had begun.
+        # The monitor knows strategies that were chosen when the fit was set up.
         taken = Counter(((), APART, STAGES).index(each) for each in unbroken["plans"])
         assert unbroken["seen"] == taken
         assert half["plans"] + rest["plans"] == unbroken["plans"]
@@ -154,27 +152,23 @@ class Frozen(LanguageModule):
         self.model.head.requires_grad_(False)
 
 
-CPU = Profile.load("cpu")
-
-
 @pytest.mark.parametrize(
-    ("mesh", "packing", "profile", "kind", "said"),
+    ("mesh", "packing", "kind", "said"),
     [
-        (Mesh(), "slim", CPU, LanguageModule, "there is only one rank."),
-        (Mesh(2, 2, virtual_stages=2), "slim", CPU, LanguageModule, 'Give schedule="1f1b".'),
-        (Mesh(2), "wlb", CPU, LanguageModule, "Use packing='auto', 'slim' or 'hydraulis'."),
-        (Mesh(2), "slim", None, LanguageModule, "Give WLBDataModule(profile=...), a file of"),
-        (Mesh(2), "slim", CPU, Stray, "mesh: stray is in none of embed, layers and head"),
-        (Mesh(2), "slim", CPU, Frozen, "mesh: embed.weight of the model is not as Frozen.bu"),
+        (Mesh(), "slim", LanguageModule, "there is only one rank."),
+        (Mesh(2, 2, virtual_stages=2), "slim", LanguageModule, 'Give schedule="1f1b".'),
+        (Mesh(2), "wlb", LanguageModule, "Use packing='auto', 'slim' or 'hydraulis'."),
+        (Mesh(2), "slim", Stray, "mesh: stray is in none of embed, layers and head"),
+        (Mesh(2), "slim", Frozen, "mesh: embed.weight of the model is not as Frozen.bu"),
     ],
 )
-def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, profile, kind, said) -> None:
+def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, kind, said) -> None:
     own, runner = kind(module(CASE).config), trainer("auto", 1)
     own.trainer = runner
     own.configure_model()
     packer = data(CASE, packing=packing).settings.packer
     with mock.patch.object(setup, "rank_zero_info") as tell:
-        assert setup.agreed_pool(mock.Mock(), mesh, packer, own, profile) == ()
+        assert setup.agreed_pool(mock.Mock(), mesh, packer, own, Profile.load("cpu")) == ()
     (line,) = tell.call_args.args
     assert line.startswith('WLBStrategy: dynamic="auto" leaves all steps on the mesh: ')
     assert said in line

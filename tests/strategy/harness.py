@@ -103,7 +103,7 @@ def data(case: Case, **options: Any) -> WLBDataModule:
         "micro_batches": 3,
         "packing": case.packing,
         "sharding": case.sharding,
-        "profile": "none",  # plans by measured times are different ones every time
+        "profile": "none",  # on GPUs the plans are those on CPUs
         # Tests' ranks are daemons, which may not start processes.
         "num_workers": 0,
     }

@@ -56,7 +56,6 @@ def data(**options: Any) -> WLBDataModule:
         store(0),
         context_window=WINDOW,
         micro_batches=2,
-        profile="none",  # or plans would follow from the speed of this machine
         num_workers=0,  # the ranks are daemons
         validation_documents=store(3),
         **options,

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
@@ -21,6 +22,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.strategy import mesh_choice as searching
+from lightning_wlb.strategy.launch import RunDevices
 from lightning_wlb.strategy.mesh_choice import MeshOptions
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -132,7 +134,7 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
         (1, "on 0"),
         (3, "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto"),
         (3, "but ranks [3] of (4, 'auto', 'auto', 'auto')"),
-        (4, "rank 0 sees a device profile of whatever is measured, but ranks [1, 2, 3]"),
+        (4, "rank 0 sees a device profile of profile=None, but ranks [1, 2, 3]"),
         (5, "but ranks [1] of off"),
     ],
 )
@@ -241,3 +243,35 @@ def test_what_a_schedule_comes_to_where_nothing_is_chosen(asked, usual) -> None:
 )
 def test_a_mesh_is_gone_on_with_where_it_has_what_is_given(options, goes_on) -> None:
     assert MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved") == goes_on
+
+
+def known(device: str, searched: bool, profile: Profile | str | None = None, nodes: int = 1):
+    """The profile of a run on so many nodes of four devices."""
+    devices = RunDevices(
+        device=torch.device(device),
+        count=4 * nodes,
+        per_node=4,
+        compute_dtype=torch.float32,
+        parameter_dtype="float32",
+        reduce_dtype="float32",
+    )
+    shipped = Profile.load("cpu" if device == "cpu" else "h100")
+    with mock.patch.object(searching, "shipped_profile", return_value=shipped):
+        given = data(CASE, profile=profile)
+        return searching.run_profile(devices, "auto", given, searched=searched)
+
+
+def test_runs_on_gpus_and_those_that_search_plan_by_a_profile() -> None:
+    cpu, h100, four = Profile.load("cpu"), Profile.load("h100"), {"devices_per_node": 4}
+    assert known("cpu", searched=False) is None
+    assert known("cuda", searched=False) == replace(h100, **four)
+    assert known("cuda", searched=False, profile="none") is None
+    for given in (None, "none"):  # a search needs one, and its steps are planned by the same
+        assert known("cpu", searched=True, profile=given) == replace(cpu, **four)
+        assert known("cuda", searched=True, profile=given, nodes=2) == replace(h100, **four)
+    # The data module's is its own affair, unless a mesh is chosen by it.
+    own = replace(h100, name="own", devices_per_node=2)
+    assert known("cuda", searched=False, profile=own) is None
+    assert known("cuda", searched=True, profile=own) == replace(own, **four)
+    # Nothing is known of what lies between nodes of CPUs.
+    assert known("cpu", searched=True, nodes=2) is None

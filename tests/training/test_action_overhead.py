@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -70,12 +69,6 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     assert found.parameter_ns * PER_LAYER == pytest.approx(4.5 * MILLISECOND, rel=1e-3)
     assert found.ns[0] == pytest.approx(2 * MILLISECOND)
     assert found.row_ns == (0.0, 0.0)
-    assert not dist.is_initialized(), "a process group is left"
-
-
-def test_too_late_it_gives_up() -> None:
-    with pytest.raises(TimeoutError, match="what actions take"):
-        measure_overhead(CONFIG, torch.device("cpu"), torch.float32, until=time.monotonic() - 1)
     assert not dist.is_initialized(), "a process group is left"
 
 

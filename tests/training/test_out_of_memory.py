@@ -125,7 +125,7 @@ def test_a_model_may_attend_by_itself() -> None:
         ties=[],
         groups=None,
         precision="32-true",
-        planned_by_profile=False,
+        mesh_searched=False,
     )
     assert split.memory_model(made, "float32").kernel == "cpu"
     del made.model.attention_kernel
