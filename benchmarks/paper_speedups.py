@@ -172,7 +172,7 @@ def paper_work(latency: LatencyModel, window: int) -> Work:
     length = np.array([window])
 
     def of_pass(*, backward: bool) -> PassWork:
-        attention = latency.attention_ns(length, length, backward=backward) // ranks
+        attention = latency.attention_ns(length, length)[backward] // ranks
         others = (
             latency.linear_ns(rows, backward=backward)
             + latency.tensor_parallel_ns(rows)

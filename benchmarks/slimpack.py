@@ -227,7 +227,7 @@ def unsliced(pieces: list[Piece], count: int, window: int) -> list[ReplicaPlan]:
 def sliced(pieces: Sequence[Piece], replicas: int, packs: int, window: int) -> list[ReplicaPlan]:
     """Pieces dealt to replicas, none shared, and each one's in its share of the MicroPacks."""
     dealt = merge_pieces(pieces, replicas, TOTAL, 0)
-    counts = share_packs(dealt.loads, packs)
+    counts = share_packs(dealt.loads, packs, sum(dealt.loads))
     return [
         replica_plan(slice_pieces(own, packs, window, TOTAL), number, "per_sequence")
         for number, (own, packs) in enumerate(zip(dealt.own, counts, strict=True))

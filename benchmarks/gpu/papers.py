@@ -190,7 +190,7 @@ def rank_segments(made: Layout) -> list[Segments]:
 def predicted_ms(latency: LatencyModel, segments: Segments) -> float:
     """Forward and backward of one rank by the device profile."""
     queries, keys = (np.array(part, dtype=np.int64) for part in segments)
-    passes = (latency.attention_ns(queries, keys, backward=backward) for backward in (False, True))
+    passes = (latency.attention_ns(queries, keys)[backward] for backward in (False, True))
     return sum(passes) / 1e6
 
 

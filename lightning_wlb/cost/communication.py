@@ -77,7 +77,7 @@ class Communication:
         return self.exchange_ns(axis, ranks, size * (ranks - 1) // ranks)
 
     def exchange_ns(self, axis: str, ranks: int, size: int) -> int:
-        """An exchange in n - 1 steps in which the busiest rank sends or receives ``size`` bytes."""
+        """An exchange in ``ranks - 1`` steps; the busiest rank sends or receives ``size`` bytes."""
         if ranks == 1 or size == 0:
             return 0
         link = self.links[axis]
@@ -139,7 +139,7 @@ which eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not mea
 
 
 def communicators(mesh: Mesh) -> int:
-    """Process groups of a rank on a mesh, with all that sharing of micro-batches may add."""
+    """Process groups of a rank on a mesh, with those that sharing of micro-batches may add."""
     channels = 4 if mesh.virtual_stages > 1 else 2
     return (
         (mesh.devices > 1)
@@ -153,10 +153,10 @@ def communicators(mesh: Mesh) -> int:
 
 
 def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]], per_node: int) -> int:
-    """Process groups that heterogeneous pipelines add, on the rank that gets most.
+    """Process groups that heterogeneous pipelines add, on the rank that gets most; O(pipelines).
 
-    Each strategy adds those of its pipelines, and what sharing of micro-batches may add; all
-    together add those over which parameters are sent. O(pipelines).
+    Each strategy adds the groups of its pipelines, and those that sharing of micro-batches may add.
+    All strategies together add one or two over which parameters are sent.
 
     Args:
         strategies: the pipelines of each strategy that steps may take.

@@ -79,7 +79,7 @@ def _forward_pair(layer: LayerShape) -> int:
 
 
 def _backward_pair(layer: LayerShape) -> int:
-    """Scores again, gradients of queries and keys; gradients of probabilities and of values."""
+    """The same in backward: scores again, gradients of queries, keys, probabilities and values."""
     return 2 * layer.heads * (3 * layer.head_dim + 2 * layer.value_dim)
 
 
@@ -87,9 +87,9 @@ class _Stretch(NamedTuple):
     """Tokens of a piece in which the same layers' windows are full: work is quadratic there.
 
     Attributes:
-        start: tokens of the piece before it.
-        first: work of its first token.
-        per_pair: by how much each token has more work than the one before.
+        start: tokens of the piece before the stretch.
+        first: work of the stretch's first token.
+        per_pair: how much more work each token has than the one before.
     """
 
     start: int
@@ -113,8 +113,8 @@ class _Stretch(NamedTuple):
 class PassWork:
     """Work of a forward or backward pass as data; calling it gives the work of a slice.
 
-    Work is an integer in the unit of the coefficients. That of the slices of a piece adds up to
-    that of the piece.
+    Work is an integer in the unit of the coefficients. The work of the slices of a piece adds up to
+    the work of the piece.
 
     Args:
         per_token: work of a token, at least 1.

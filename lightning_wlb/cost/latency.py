@@ -108,29 +108,31 @@ class LatencyModel:
     # Compute, one layer on one rank
 
     def attention_ns(
-        self, queries: Integers, keys: Integers, *, backward: bool, head_split: int = 1
-    ) -> int:
-        """The attention kernel of one layer on one rank, its part of the heads.
+        self, queries: Integers, keys: Integers, *, head_split: int = 1
+    ) -> tuple[int, int]:
+        """Forward and backward of a layer's attention kernel on one rank: its part of the heads.
 
         Args:
             queries: int64 [segments].
             keys: int64 [segments], at least the queries.
-            backward: the backward pass; else the forward pass.
             head_split: context-parallel ranks that split the heads.
         """
         if len(queries) == 0:
-            return 0
-        segments = self.segments_ps(queries, keys)[int(backward)]
-        return int(segments.sum()) // (1000 * head_split) + self.call_ns(backward=backward)
+            return 0, 0
+        segments = self.segments_ps(queries, keys).sum(axis=1) // (1000 * head_split)
+        forward, backward = (segments + self.call_ns).tolist()
+        return forward, backward
 
-    def call_ns(self, *, backward: bool) -> int:
-        """What a call of the attention kernel takes besides its segments."""
-        return round(self._table.call_ns[backward])
+    @property
+    def call_ns(self) -> tuple[int, int]:
+        """Forward and backward time of a call of the attention kernel besides its segments."""
+        forward, backward = self._table.call_ns
+        return round(forward), round(backward)
 
     def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
-        """Picoseconds of each segment, from FLOPs with the queries padded to the tile.
+        """Picoseconds of forward and backward of each segment, int64 [2, segments].
 
-        Arguments as for :meth:`attention_ns`; int64 [2, segments], of forward and of backward.
+        FLOPs count the queries padded to the tile. Arguments are those of :meth:`attention_ns`.
         """
         table, layer = self._table, self._layer
         padded = -(-queries // table.tile) * table.tile
@@ -151,9 +153,9 @@ class LatencyModel:
         """Forward + backward time of each segment in ps, by which a sharding is chosen.
 
         It counts the kernel, and under context parallelism the copy of the keys that the segment
-        reads: a sharding of many short segments copies a long document's keys many times. It is
-        that of one layer; where layers differ, of the fewest that have every kind in the model's
-        proportions. Arguments as for :meth:`attention_ns`; int64 [segments].
+        reads: a sharding of many short segments copies a long document's keys many times. Times are
+        those of one layer, or where layers differ of the fewest layers that have all kinds in the
+        model's proportions. Arguments are those of :meth:`attention_ns`; int64 [segments].
         """
         counts = self.shape.kinds.values()
         each = gcd(*counts)
@@ -180,8 +182,8 @@ class LatencyModel:
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """What recomputation adds to the backward of one layer, attention and its keys left out.
 
-        The forward's matrix products with their communication: of the whole layer, or of its
-        feed-forward half.
+        That is the matrix products of a forward with their communication: all of the layer's for
+        ``"full"``, those of its feed-forward half for ``"selective"``.
         """
         if recompute == "none":
             return 0
@@ -193,7 +195,7 @@ class LatencyModel:
         return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
 
     def rows_ns(self, rows: int) -> RowsTime:
-        """What a layer takes that depends on rows only; remembered, as rows recur in every plan."""
+        """Times of a layer that depend on rows only; remembered, as rows recur in every plan."""
         if rows not in self._of_rows:
             parallel = self.tensor_parallel_ns(rows)
             self._of_rows[rows] = RowsTime(
@@ -231,9 +233,9 @@ class LatencyModel:
     # Communication
 
     def tensor_parallel_ns(self, rows: int) -> int:
-        """Two gathers and two reduce-scatters of [rows, dim] of one layer.
+        """Two all-gathers and two reduce-scatters of [rows, dim], in a pass of one layer.
 
-        Backward has as much; either half of a layer has half of it.
+        Forward and backward have as much each; either half of a layer has half of it.
         """
         elements, ranks = rows * self.shape.dim, self.mesh.tensor
         ns = self.communication.collective_ns
@@ -251,7 +253,7 @@ class LatencyModel:
             received: rows of other ranks' keys, as many as the busiest rank receives, or sends.
             keys: rows that this rank's segments read, put in their order after they have arrived.
             backward: whether it is gradients, which are sent in the dtype of reduction.
-            replicas: how many replicas' context-parallel groups act as one (DP-Merge).
+            replicas: number of replicas whose context-parallel groups act as one (DP-Merge).
         """
         axis = "context" if replicas == 1 else "data"
         size = received * self._key_elements * (self._summed if backward else self._width)
@@ -259,9 +261,9 @@ class LatencyModel:
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def head_parallel_ns(self, rows: int) -> int:
-        """Two all-to-alls of one layer: queries, keys and values there, outputs back.
+        """Two all-to-alls of a layer whose ranks have ``rows`` rows each and split the heads.
 
-        Backward has the same two, of gradients. ``rows`` is the number of each rank's.
+        One sends queries, keys and values, the other outputs. Backward has the same, of gradients.
         """
         ranks = self.mesh.context
         width = self._width * self._layer.head_width
@@ -270,25 +272,25 @@ class LatencyModel:
         result = 0
         for each in (heads + 2 * key_heads, heads):
             size = rows * ranks * each * width
-            # What is sent is written once and read once, and so is what arrives.
+            # What is sent is written once and read once, and so is what is received.
             result += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
             result += self._traffic_ns(4 * size)
         return result
 
     def pipeline_ns(self, rows: int, source: int) -> int:
-        """A boundary tensor of a micro-batch between stages ``source`` and ``source + 1``."""
+        """The message of a micro-batch between stages ``source`` and ``source + 1``."""
         if self.mesh.pipeline == 1:
             return 0
         size = -(-rows // self.mesh.tensor) * self.shape.dim * self._width
         return self.communication.message_ns(source, size)
 
     def gather_ns(self, parameters: int) -> int:
-        """Gathering so many parameters of a rank that are sharded over data × context."""
+        """The all-gather of so many parameters, which are sharded over data × context."""
         ranks = self.mesh.data * self.mesh.context
         return self.communication.collective_ns("data", ranks, parameters * self._width)
 
     def reduce_ns(self, parameters: int) -> int:
-        """Summing the gradients of so many parameters, which leaves each rank its shard."""
+        """The reduce-scatter of the gradients of so many parameters over data × context."""
         ranks = self.mesh.data * self.mesh.context
         return self.communication.collective_ns("data", ranks, parameters * self._wide)
 
@@ -323,12 +325,12 @@ class LatencyModel:
 
     @cached_property
     def _wide(self) -> int:
-        """Bytes of an element of a sum, at least float32."""
+        """Bytes of an element of a sum, which is at least float32."""
         return max(self._width, 4)
 
     @cached_property
     def _summed(self) -> int:
-        """Bytes of an element that ranks send to be added up."""
+        """Bytes of an element that tensor- and context-parallel ranks send to be added up."""
         return max(self._width, DTYPE_BYTES[self.reduce_dtype])
 
     @cached_property

@@ -1,10 +1,10 @@
 """What a rank holds in memory: parameters and their state, and activations.
 
-*State*, as of ZeRO-1 within a step (:mod:`~lightning_wlb.training.parameter_buckets`): a rank holds
-its stage's tensor-parallel share of the parameters in the compute dtype and of their gradients in
-at least float32, and its data × context shard of the parameters, of AdamW's two moments and, at the
-step's end, of the gradients. A rank without others to share with has one copy of the gradients, and
-of the parameters too if they are kept in the compute dtype.
+*State*, as with ZeRO-1 (:mod:`~lightning_wlb.training.parameter_buckets`): during a step a rank
+holds its stage's tensor-parallel share of the parameters in the compute dtype and of their
+gradients in at least float32. It also holds its data × context shard of the parameters, of AdamW's
+two moments and, at the step's end, of the gradients. A rank that shares with no other has one copy
+of the gradients, and of the parameters too if they are kept in the compute dtype.
 
 *Activations* are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
@@ -94,7 +94,7 @@ def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int
 
 @dataclass(frozen=True)
 class StageParts:
-    """What of the model a rank owns: layers (over all its stages) and the ends.
+    """The part of the model that a rank owns: layers (over all its stages) and the ends.
 
     Args:
         layers: how many of each kind of layer, in the order of ``ModelShape.kinds``.
@@ -172,7 +172,7 @@ class MemoryModel:
         return self._attention_half(layer, rows) + self._feed_forward_half(layer, rows)
 
     def micro_batch_bytes(self, parts: StageParts, rows: int, recompute: Recompute = "none") -> int:
-        """What a micro-batch holds on one stage (not rank), from its forward to its backward."""
+        """What a micro-batch holds on one of a rank's stages, from its forward to its backward."""
         if rows == 0:
             return 0
         # The first term is the rotary embedding's frequencies.
@@ -196,9 +196,9 @@ class MemoryModel:
         return rows // self.mesh.tensor * self.shape.dim * self._width
 
     def kept_keys_bytes(self, parts: StageParts, rows: int, recompute: Recompute) -> int:
-        """Keys and values that later slices read and that :meth:`micro_batch_bytes` lacks.
+        """Keys and values that later slices read, where :meth:`micro_batch_bytes` lacks them.
 
-        That is 0 unless whole layers are recomputed, because autograd saves them otherwise.
+        It lacks them only if whole layers are recomputed; otherwise autograd saves them.
         """
         if recompute != "full":
             return 0
@@ -259,7 +259,7 @@ class MemoryModel:
         attention = queries + self._key_bytes(layer, keys + fetched, width)
         attention += self._kernel_bytes(layer, rows, keys, segments)
         if self.mesh.context > 1:
-            # Sums of this rank's own, and where they travel narrower a copy of them.
+            # Sums of this rank's gradients, and a copy if they are sent in a narrower dtype.
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
@@ -269,7 +269,7 @@ class MemoryModel:
     def _kernel_bytes(
         self, layer: LayerShape, rows: _Sizes, keys: _Sizes, segments: _Sizes | int
     ) -> _Sizes:
-        """What the kernel's backward adds gradients up in, beside the gradients themselves.
+        """The buffers in which the kernel's backward adds up gradients.
 
         Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
         more. Where query heads share key heads, 2.x and torch make the gradients of keys and values

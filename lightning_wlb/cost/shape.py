@@ -1,12 +1,12 @@
 """The sizes of a decoder that its FLOPs, its time and its memory follow from.
 
-A plain decoder is eight numbers. Of any other (layers with different windows or heads, mixtures of
-experts, latent attention) each layer says what a token meets in it: heads and their widths, the
+A plain decoder is eight numbers. In any other (layers with different windows or heads, mixtures of
+experts, latent attention) each layer states what a token meets in it: heads and their widths, the
 window, and how many parameters the token is multiplied by. The layers of a model are of a few
 *kinds*, and costs are computed once for each kind.
 
 Parameters that a token does not meet (experts that it is not sent to) take memory and no FLOPs.
-Sizes alone are here, no cost: that is in the modules that import this one.
+Costs are computed from these sizes in the modules that import this one.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class ModelShape:
 
     @property
     def split_sizes(self) -> list[tuple[str, int]]:
-        """What tensor-parallel ranks split evenly, by name.
+        """Names and values of the sizes that tensor-parallel ranks must split evenly.
 
-        How layers of their own split their feed-forward network is not in the shape.
+        Layers given by :meth:`of_layers` may split their feed-forward network in ways of their own.
         """
         heads = [("heads", layer.heads) for layer in self.kinds]
         plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []

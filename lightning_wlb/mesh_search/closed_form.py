@@ -208,7 +208,8 @@ class ClosedForm:
         latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
         attention = [
-            (first // ranks, second // ranks) for first, second in _attention_ns(latency, longest)
+            (first // ranks, second // ranks)
+            for first, second in (kind.attention_ns(longest, longest) for kind in latency.kinds)
         ]
         return _cost_of(latency, -(-int(longest[0]) // ranks), attention, (0, 0), "none")
 
@@ -220,18 +221,9 @@ class ClosedForm:
         """What attention to all pieces takes on one rank, ns: (forward, backward) of each kind."""
         tensor = latency.mesh.tensor
         if tensor not in self._by_tensor:
-            self._by_tensor[tensor] = _attention_ns(latency, self._all)
+            pieces = self._all
+            self._by_tensor[tensor] = [kind.attention_ns(pieces, pieces) for kind in latency.kinds]
         return self._by_tensor[tensor]
-
-
-def _attention_ns(latency: LatencyModel, pieces: NDArray[np.int64]) -> list[tuple[int, int]]:
-    return [
-        (
-            kind.attention_ns(pieces, pieces, backward=False),
-            kind.attention_ns(pieces, pieces, backward=True),
-        )
-        for kind in latency.kinds
-    ]
 
 
 def _cost_of(

@@ -96,8 +96,8 @@ class MicroBatch:
         rows: rows per context-parallel rank after padding, so that every rank knows the size
             of every message without asking.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
-            an aligned power-of-two range, all of which list it; where a step has schemes, a
-            range of its pipelines that are alike.
+            an aligned power-of-two range, all of which list it. Where a step has schemes, the
+            range counts only pipelines that are alike.
         recompute: what its backward computes again of every layer, in place of holding it
             (activation checkpointing); in both passes the same for every slice.
     """

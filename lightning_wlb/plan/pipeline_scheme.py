@@ -4,11 +4,8 @@ A run has one mesh, over which parameters and optimizer state are sharded. A ste
 other pipelines than the mesh's: its :data:`Schemes` are one :class:`.Scheme` for each pipeline, and
 together they hold every rank once. The order of ranks in a pipeline is that of a mesh: stages
 outermost, tensor innermost. So tensor-parallel ranks are neighbours, and pipelines whose sizes are
-powers of two, the largest first, put no such group astride two nodes.
-
-One stage on each pipeline rank: schemes have no virtual stages.
-
-Cost: integer arithmetic.
+powers of two, the largest first, put no such group astride two nodes. Schemes have one stage on
+each pipeline rank, no virtual stages.
 """
 
 from __future__ import annotations
@@ -99,14 +96,10 @@ Schemes = tuple[Scheme, ...]
 
 
 def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
-    """The replicas of a mesh as schemes.
-
-    Args:
-        mesh: has one stage on each pipeline rank.
-        stages: layers of each.
+    """The replicas of a mesh as schemes, given the layers of its stages.
 
     Raises:
-        ValueError: virtual stages, which a scheme has not.
+        ValueError: the mesh has virtual stages.
     """
     if mesh.virtual_stages > 1:
         raise ValueError(
@@ -120,10 +113,9 @@ def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
 
 
 def rank_in(schemes: Schemes, number: int) -> Rank:
-    """Where a global rank stands in its pipeline: on a mesh of as many such pipelines as schemes.
+    """The place in its pipeline of a global rank, for which the data of a step are made.
 
-    Of this mesh only the sizes of one pipeline mean anything. It is the place for which the data of
-    a step are made.
+    Its mesh has as many pipelines as ``schemes``, taken to be all like the rank's own.
     """
     at, scheme = next((at, each) for at, each in enumerate(schemes) if number in each.ranks)
     return Rank(scheme.mesh(len(schemes)), at, *scheme.place(number))

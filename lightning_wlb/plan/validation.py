@@ -1,6 +1,6 @@
-"""What makes a step plan one that can run, each rule a function that names what breaks it.
+"""The rules of a step plan that can run; each is a function that names what breaks it.
 
-The cost is linear in the number of slices, except for sorting them.
+Cost: linear in the number of slices, except for sorting them.
 """
 
 from __future__ import annotations

@@ -62,17 +62,17 @@ from lightning_wlb.planning.tuning import LEAST_SLICE, OPEN_GAPS, TAPER
 _SHARE = 1 << 20  # relative work of a pack that is not tapered
 
 
-def share_packs(loads: Sequence[int], packs: int, total: int | None = None) -> list[int]:
-    """M of each replica: its share of the packs by work, at least one where it has any work.
+def share_packs(loads: Sequence[int], packs: int, total: int) -> list[int]:
+    """The number of packs of each replica, in proportion to its work; at least one if it has any.
 
     Shares are rounded half up, so their sum may differ from ``packs``.
 
     Args:
         loads: work of each replica.
-        packs: over all replicas.
-        total: work of all packs; None: the sum of the loads.
+        packs: number of packs over all replicas.
+        total: work of all packs.
     """
-    total = max(sum(loads) if total is None else total, 1)
+    total = max(total, 1)
     return [max((2 * packs * load + total) // (2 * total), 1) if load else 0 for load in loads]
 
 
@@ -93,11 +93,11 @@ def slice_pieces(
         packs: M, MicroPacks to make, at least 1. More are made where M·cap is less than the
             tokens, fewer where slices would be shorter than ``least``.
         cap: most tokens of a MicroPack.
-        work: forward and backward together, from tokens.
-        tile: tokens; cut positions are multiples of it from the piece's origin.
-        least: tokens of the shortest slice, but for whole pieces.
-        taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at
-            most a quarter of them do.
+        work: work of a piece or slice, forward and backward together.
+        tile: pieces are cut at multiples of so many tokens from their origins.
+        least: tokens of the shortest slice; whole pieces may be shorter.
+        taper: how many of the last MicroPacks have 5/6 of the work of the one before, each; at
+            most a quarter of all packs.
 
     Returns:
         The slices of each MicroPack in forward order, every token once, no pack empty. Slices of
@@ -120,7 +120,7 @@ def pack_shares(packs: int, taper: int) -> list[int]:
 
 
 class _Waiting:
-    """Pieces of which nothing is placed yet, ascending by length and so by work."""
+    """Pieces of which no pack has any part yet, ascending by length and so by work."""
 
     def __init__(self, pieces: Sequence[Piece], work: PassWork) -> None:
         self.pieces = longest_first(pieces)[::-1]
@@ -128,21 +128,21 @@ class _Waiting:
         self.works = [work(tokens) for tokens in self.lengths]
 
     def count_fitting(self, tokens: int, work: int) -> int:
-        """How many pieces have at most so many tokens and so much work each; the first ones."""
+        """How many pieces, the first ones, have at most so many tokens and so much work each."""
         return min(bisect_right(self.lengths, tokens), bisect_right(self.works, work))
 
     def take(self, index: int) -> tuple[Piece, int, int]:
-        """The piece, its tokens and its work; it waits no longer."""
+        """Remove a piece; returns it with its tokens and its work."""
         return self.pieces.pop(index), self.lengths.pop(index), self.works.pop(index)
 
 
 class _Part(NamedTuple):
-    """What is left of a piece.
+    """The rest of a piece, whose first tokens are in packs already.
 
     Attributes:
-        piece: all of it.
-        placed: tokens that are in packs already, from its origin.
-        at: index of the piece among those that wait, if nothing is placed.
+        piece: the whole piece.
+        placed: how many of its tokens are in packs.
+        at: index of the piece among those that wait, if none is.
     """
 
     piece: Piece
@@ -179,7 +179,7 @@ class _Filling:
         self.cap, self.work, self.tile, self.least = cap, work, tile, least
         self.waiting = _Waiting(pieces, work)
         self.cut: _Part | None = None  # the piece of which only a part is placed
-        # What no finished pack holds.
+        # Tokens and work that are in no finished pack.
         self.tokens = sum(self.waiting.lengths)
         self.rest = sum(self.waiting.works)
 
@@ -191,7 +191,7 @@ class _Filling:
         for number, share in enumerate(shares):
             left = len(shares) - number
             target = self.rest * share // shares_left
-            # What the packs after this one cannot hold, whatever its work.
+            # Tokens that this pack must take, because those after it cannot hold them.
             owed = self.tokens - (left - 1) * self.cap
             pack = _Pack(self.cap, target, target // OPEN_GAPS, tight=2 * owed > self.cap)
             if pack.tight:
@@ -205,7 +205,7 @@ class _Filling:
         return packs
 
     def _sample(self, pack: _Pack, most_work: int, packs_left: int) -> None:
-        """Take every ``packs_left``-th short piece: some of all lengths."""
+        """Take every ``packs_left``-th short piece, so that the pack gets some of all lengths."""
         waiting = self.waiting
         longest = bisect_right(waiting.works, most_work) - 1
         for place, index in enumerate(range(longest, -1, -1), packs_left // 2):
@@ -240,21 +240,21 @@ class _Filling:
                 return
 
     def _take_owed(self, pack: _Pack, owed: int) -> None:
-        """Take the tokens that the packs after this one cannot hold, whatever their work."""
+        """Take the tokens that the packs after this one cannot hold, whatever the work."""
         while (missing := owed - (self.cap - pack.room)) > 0:
             if not self._pour(pack, missing, self.rest, 0):
                 part = self.cut or self._waiting_part(0)
                 self._place(pack, part, min(part.placed + missing, part.piece.tokens))
 
     def _pour(self, pack: _Pack, room: int, gap: int, slack: int, *, one: bool = False) -> bool:
-        """Take whole pieces, at each turn the longest that fits; whether any was taken.
+        """Take whole pieces, each time the longest that fits; returns whether any was taken.
 
         Args:
-            pack: that takes them.
-            room: most tokens of all that are taken.
-            gap: work to fill.
-            slack: work that may be missing, or too much.
-            one: whether to take one at most.
+            pack: the pack that takes them.
+            room: most tokens to take.
+            gap: work to take.
+            slack: how far the work may be from that, either way.
+            one: whether to take one piece at most.
         """
         taken = False
         while gap > slack and not (one and taken):
@@ -267,10 +267,10 @@ class _Filling:
         return taken
 
     def _stop(self, pack: _Pack, part: _Part) -> int:
-        """Where the slice ends that fills the pack's gap; 0 where none can.
+        """The end of the slice that fills the pack's gap; 0 where no slice can.
 
-        It is the rest of the piece if that fits, else a slice that ends on a tile and leaves at
-        least ``least`` tokens.
+        The slice is the rest of the piece if that fits; else it ends on a tile and leaves at least
+        ``least`` tokens.
         """
         start, end = part.placed, part.piece.tokens
         before = self.work(start)
@@ -284,7 +284,7 @@ class _Filling:
         return _Part(self.waiting.pieces[index], 0, index)
 
     def _place_whole(self, pack: _Pack, index: int) -> tuple[int, int]:
-        """Put a piece that waits into the pack; its tokens and its work."""
+        """Put a waiting piece into the pack; returns its tokens and its work."""
         piece, tokens, work = self.waiting.take(index)
         pack.slices.append(whole(piece))
         pack.room -= tokens
@@ -321,12 +321,12 @@ def cut_apart(
     least: int = LEAST_SLICE,
     taper: int = 0,
 ) -> list[list[Slice]]:
-    """The micro-batches of one replica, of which none has slices of two pieces that were cut.
+    """The micro-batches of one replica, none of which has slices of two pieces that were cut.
 
-    The arguments are those of :func:`slice_pieces`, but no piece may be longer than ``cap``, slices
-    are only about as long as ``least``, and only micro-batches without slices are tapered. There
-    are more than ``packs`` micro-batches where pieces do not fit so many, fewer where no piece is
-    left for them.
+    The arguments are those of :func:`slice_pieces`. But no piece may be longer than ``cap``, the
+    least length of slices is kept only roughly, and only micro-batches without slices are tapered.
+    There are more than ``packs`` micro-batches where pieces do not fit into so many, fewer where no
+    piece is left for them.
 
     Returns:
         The slices of each micro-batch in forward order, every token once, none empty.
@@ -344,7 +344,7 @@ def cut_apart(
         else:
             uncut.append(piece)
     begun = [(work(part.tokens, part.context), part.tokens) for (part,) in made]
-    # A tapered micro-batch begins with the work that it shall not get.
+    # A tapered micro-batch counts as having the work already that it shall not get.
     shares = pack_shares(packs, taper)
     begun += [(total * (shares[0] - share) // sum(shares), 0) for share in shares[len(made) :]]
     while True:

@@ -1,10 +1,10 @@
 """Units of asymmetric plans: the parts that forward and backward micro-batches have in common.
 
-The backward micro-batches of an asymmetric plan have other slices than its forward ones (SlimPack
-§4.1.2). Without computing anything twice, what one forward and one backward micro-batch have in
-common is the largest part that can have an autograd graph of its own. So the executor runs these
-parts, the *units*, in place of micro-batches: forward in the order of the forward micro-batches,
-backward in that of the backward ones. A plan that is not asymmetric runs as it is.
+The backward micro-batches of an asymmetric plan group slices in other ways than its forward ones
+(SlimPack §4.1.2). If nothing is to be computed twice, an autograd graph can hold at most the slices
+that one forward and one backward micro-batch have in common. So the executor runs these parts, the
+*units*, in place of micro-batches: forward in the order of the forward micro-batches, backward in
+that of the backward ones. A plan that is not asymmetric runs as it is.
 
 Units are more and smaller than micro-batches, and so are their kernels and messages. Where pieces
 are cut in order there are at most as many as forward and backward micro-batches together, less one.
@@ -34,7 +34,7 @@ def units(
     """
     passes = [[each.slices for each in micro_batches] for _, micro_batches in replica.passes]
     if not set(passes[0]).issuperset(passes[1]):
-        # In another order they may still be the same slices.
+        # Micro-batches with the same slices in another order are equal too.
         passes = [[tuple(sorted(each)) for each in keys] for keys in passes]
     if Counter(passes[0]) == Counter(passes[1]):
         return replica
@@ -49,7 +49,7 @@ def units(
         parts: dict[int, list[int]] = {}
         for index in micro_batch.slices:
             parts.setdefault(place[index], []).append(index)
-        # The later in backward, the earlier its slices are in their pieces.
+        # Backward runs the slices of a piece in reverse, so the last part there is first here.
         for number in sorted(parts, reverse=True):
             unit = replace(micro_batch, slices=tuple(parts[number]))
             placed = layout_of(replica, unit, context_parallel_size, tensor_parallel_size)

@@ -1,16 +1,16 @@
 """Estimated costs of micro-batches before they are laid out, many at a time.
 
 While a packing looks for the best plan, no sharding is chosen yet, because choosing one takes
-longer than everything else. But that choice ends where ranks have equal rows and nearly equal
-attention (:mod:`~lightning_wlb.sharding.adaptive`). So the mean rank stands here for the slowest:
-it has as many rows as the others, and its part of everything else. A piece with less than 1/8 of a
-rank's attention and 1/4 of its rows stays whole. A longer one is dealt to so many ranks that each
-part is that small, or to all, as a chunk from the front and one from the back
+longer than everything else. The sharding that is chosen in the end gives ranks equal rows and
+nearly equal attention (:mod:`~lightning_wlb.sharding.adaptive`). So the mean rank stands here for
+the slowest one. A piece with less than 1/8 of a rank's attention and 1/4 of its rows is taken to
+stay whole. A longer one is spread over so many ranks that each part is that small, or over all of
+them; each part is a chunk from the front and one from the back
 (:mod:`~lightning_wlb.sharding.hybrid`).
 
-On a single rank nothing is estimated. On more, a micro-batch mostly takes up to 2 % more than
-estimated, and further above that the shorter its pieces are, as remainders and tiles do not divide
-evenly (``tests/prediction/test_estimate.py``).
+On a single rank the estimate is exact. On more, a micro-batch mostly takes up to 2 % more than
+estimated, and even more the shorter its pieces are, as remainders and tiles do not divide evenly
+(``tests/prediction/test_estimate.py``).
 
 Cost: about 0.2 ms for a call, and 20 µs per micro-batch and kind of layer.
 """
@@ -27,7 +27,6 @@ from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import (
-    PASSES,
     KeyExchange,
     MicroBatchCost,
     over_layers,
@@ -48,7 +47,7 @@ CUT_ROWS = 4
 
 
 class UnplacedMicroBatch(NamedTuple):
-    """A micro-batch that is not laid out, as far as its cost depends on it.
+    """What the estimated cost of a micro-batch depends on.
 
     Attributes:
         slices: the slices of the micro-batch.
@@ -62,7 +61,7 @@ class UnplacedMicroBatch(NamedTuple):
 
 
 class Estimates:
-    """Estimated costs, remembered, since a search that tries several plans asks again for most."""
+    """Estimated costs, remembered, because the plans that a search tries have most in common."""
 
     def __init__(self, latency: LatencyModel) -> None:
         self._latency = latency
@@ -164,12 +163,12 @@ class _Slices:
 
     Attributes:
         ranks: int64 [micro-batches], ranks of the context-parallel group.
-        tokens: int64 [slices], tokens of each slice. The following are of the same shape.
+        tokens: int64 [slices], tokens of each slice. All following arrays have the same shape.
         context: tokens of the piece before the slice.
-        parts: ranks that the slice lies on, with two chunks on each if they are several.
-        queries: queries of a chunk, or of the whole slice.
-        near: keys that the first chunk reads, or the whole slice.
-        far: keys that the second chunk of the same rank reads.
+        parts: ranks that the slice lies on, each with two chunks if there are several.
+        queries: queries of a chunk, or of a slice on one rank.
+        near: keys that a rank's first chunk reads, or a slice on one rank.
+        far: keys that a rank's second chunk reads.
     """
 
     def __init__(self, latency: LatencyModel, micro_batches: Sequence[UnplacedMicroBatch]) -> None:
@@ -225,7 +224,7 @@ class _Slices:
         near, far = both[:, : len(cut)], np.zeros((2, len(cut)), dtype=np.int64)
         far[:, cut] = both[:, len(cut) :]
         filled = np.diff(self._first) > 0
-        call = np.outer([kind.call_ns(backward=each) for each in PASSES], filled)
+        call = np.outer(kind.call_ns, filled)
         times = self.on_a_rank(near, far) // 1000 + call
         forward, backward = times.tolist()
         return list(zip(forward, backward, strict=True))

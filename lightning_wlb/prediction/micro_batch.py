@@ -41,9 +41,9 @@ class PassTimes(NamedTuple):
     """Times of a micro-batch in ns, with one kind of recomputation; pairs are (forward, backward).
 
     Attributes:
-        attention_ns: of one layer, on the slowest rank; the mean where layers differ.
-        mean_attention_ns: of one layer, mean over the ranks; the mean where layers differ.
-        layer_ns: everything in a layer of each kind (``ModelShape.kinds``), on the slowest rank,
+        attention_ns: the kernel of one layer on the slowest rank; the mean where layers differ.
+        mean_attention_ns: the same as a mean over the ranks.
+        layer_ns: everything in a layer of each kind (``ModelShape.kinds``) on the slowest rank,
             communication included.
     """
 
@@ -56,13 +56,13 @@ class MicroBatchCost(NamedTuple):
     """The sizes and times of one micro-batch on its context-parallel group.
 
     Attributes:
-        rows: of each rank, padding included.
-        keys: most that the attention segments of a rank read.
+        rows: rows of each rank, padding included.
+        keys: most keys that the attention segments of a rank read.
         indexed: how many of these keys are put in order by an index.
         kept_rows: rows whose keys and values later slices read; 0 if none do.
         by_mode: times with each recomputation, in the order of :data:`MODES`.
         recompute: the mode of the plan; ``_replace`` gives the cost with another.
-        segments: of attention, on the rank that has most.
+        segments: most attention segments of a rank.
     """
 
     rows: int
@@ -132,13 +132,7 @@ def micro_batch_cost(
     ]
     costs = []
     for kind in latency.kinds:
-        attention = [
-            (
-                kind.attention_ns(queries, keys, backward=False),
-                kind.attention_ns(queries, keys, backward=True),
-            )
-            for queries, keys in segments
-        ]
+        attention = [kind.attention_ns(queries, keys) for queries, keys in segments]
         exchanges = [exchange.ns(kind, keys) for keys in read]
         costs.append(times_by_mode(kind, placed.rows, attention, exchanges))
     return MicroBatchCost(
@@ -164,9 +158,9 @@ class KeyExchange(NamedTuple):
     """How the ranks of a micro-batch put together the keys and values that their segments read.
 
     Attributes:
-        received: rows that the busiest rank receives, or sends.
-        ranks: ranks that exchange keys, over all replicas that share the micro-batch.
-        earlier: keys of earlier slices that are seen.
+        received: rows that the busiest rank receives or sends.
+        ranks: number of ranks that exchange keys, over all replicas that share the micro-batch.
+        earlier: keys of earlier slices that queries see.
         replicas: how many replicas share the micro-batch.
     """
 
@@ -203,9 +197,9 @@ def times_by_mode(
 
     Args:
         kind: the latency model of the layer.
-        rows: of each rank.
-        attention: forward and backward of the kernel, for each rank.
-        exchange: forward and backward of the exchange of keys, for each rank.
+        rows: rows of each rank.
+        attention: forward and backward of the kernel on each rank.
+        exchange: forward and backward of the exchange of keys on each rank.
         refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
     forward, backward, again = kind.rows_ns(rows)
@@ -267,13 +261,11 @@ def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
     lengths = np.array(placed.lengths, dtype=np.int64)
     costs = []
     for kind in latency.kinds:
-        forward, backward = (
-            kind.attention_ns(lengths, lengths, backward=each, head_split=ranks) for each in PASSES
-        )
+        attention = kind.attention_ns(lengths, lengths, head_split=ranks)
         exchange = kind.head_parallel_ns(placed.rows)
-        both = [(forward, backward)], [(exchange, exchange)]
+        both = [attention], [(exchange, exchange)]
         costs.append(times_by_mode(kind, placed.rows, *both, refetches=False))
-    # As many keys as rows, of some of the heads; a head that several ranks read is copied.
+    # A rank has as many keys as rows, of its heads; a key head that several ranks read is copied.
     copies = max(max(ranks // kind.rank_kv_heads, 1) for kind in latency.kinds)
     return MicroBatchCost(
         rows=placed.rows,

@@ -35,7 +35,7 @@ class ParameterTraffic:
         optimise: time of the optimizer on the shards of the slowest rank.
         before: until the first bucket can be sent: the first of two hops, where there are two
             (:mod:`~lightning_wlb.heterogeneous.planning.exchange_times`).
-        after: from when the last gradient has been sent until it is where it is sharded.
+        after: from when the last gradient has been sent until it has arrived at its shard.
     """
 
     ranks: int
@@ -61,7 +61,7 @@ class ParameterTraffic:
         )
 
     def begins(self, stage: int, forward_ns: int) -> int:
-        """The earliest begin of a stage's first forward with which it need not pause."""
+        """The earliest time at which a stage's first forward can begin and run without a pause."""
         before = self.before + sum(self.gather[stage % self.ranks : stage : self.ranks])
         each, buckets = self.gather[stage], self.buckets[stage]
         last = before + each - (forward_ns - forward_ns // buckets)

@@ -57,7 +57,7 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     """The layers of each pipeline stage, split by cost as the strategy does.
 
     Args:
-        shape: of the whole model.
+        shape: sizes of the whole model.
         stages: number of stages, virtual ones counted.
         mean_context: tokens that a token attends to on average (:func:`mean_context_of`).
 
@@ -69,7 +69,8 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
         for layer in shape.kinds
     }
     layers = [costs[layer] for layer in shape.each_layer]
-    return split_stages(layers, stages, embedding=0, head=head_flops(shape, 1))
+    layers[-1] += head_flops(shape, 1)
+    return split_stages(layers, stages)
 
 
 def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
@@ -77,7 +78,7 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
 
     Args:
         lengths: tokens of each document.
-        context_window: longer documents are pieces of so many tokens.
+        context_window: most tokens of a piece, into which longer documents are cut.
     """
     counts = piece_counts(lengths, context_window)
     pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())
@@ -93,8 +94,8 @@ class Predictor:
         stages: layers of each stage, virtual ones in order.
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         rest_dtype: dtype of sharded parameters and optimizer state.
-        linked: times of gathering and reducing parameters that are sharded over another mesh; by
-            default they are sharded over data × context of this one.
+        linked: times of gathering and reducing parameters, where they are sharded over another
+            mesh; None: they are sharded over data × context of this one.
         groups: process groups of a rank, which take memory; by default those of the mesh.
 
     Raises:
@@ -144,9 +145,10 @@ class Predictor:
         return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
-        """L_max: tokens of the longest micro-batch, if a replica runs so many of that length.
+        """L_max: tokens of the longest micro-batch that fits, if a replica runs so many as long.
 
-        The schedule decides how many are open at once on each rank. 0 where the state fills all.
+        The schedule decides how many are open at once on each rank. The result is 0 where the state
+        alone fills the memory.
         """
         mesh = self.latency.mesh
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
@@ -172,14 +174,10 @@ class Predictor:
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
         parts = self.memory.parts[stage]
-        forward, backward = (
-            rest
-            + sum(
-                count * of_kind[each]
-                for count, of_kind in zip(parts.layers, cost.layer_ns, strict=True)
-            )
-            for each, rest in zip(PASSES, self._rest_ns(parts, cost.rows), strict=True)
-        )
+        forward, backward = self._rest_ns(parts, cost.rows)
+        for count, (of_forward, of_backward) in zip(parts.layers, cost.layer_ns, strict=True):
+            forward += count * of_forward
+            backward += count * of_backward
         return forward, backward
 
     def predict(self, plan: StepPlan) -> StepPrediction:
@@ -236,7 +234,7 @@ class Predictor:
     def run(
         self, executed: Sequence[ReplicaPlan], costs: list[list[MicroBatchCost]]
     ) -> SimulatedReplicas:
-        """Simulate what :meth:`executed` made; its costs may have got other recomputation."""
+        """Simulate what :meth:`executed` returned, perhaps with other recomputation."""
         memory = self.memory
         programs, freed = self.programs(executed, costs)
         durations = [self._durations(of_replica) for of_replica in costs]
@@ -299,7 +297,7 @@ class Predictor:
 
     @cached_property
     def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
-        """By parts and rows, which recur from plan to plan; there are thousands of them at most."""
+        """The times of :meth:`_rest_ns`; plans repeat the same rows, thousands of them at most."""
         return {}
 
     def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
@@ -344,7 +342,7 @@ class Predictor:
         return Estimates(self.latency)
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """:meth:`costs` with the sizes of a replica's layout, but with estimated times."""
+        """The :meth:`costs` of a replica, with exact sizes and estimated times."""
         if any(each.sharding == HEADS for each in replica.forward):
             return self.costs(replica)
         mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)

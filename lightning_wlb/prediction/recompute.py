@@ -6,23 +6,25 @@ plan a mode, such that each pipeline rank stays within the memory that may be fi
 time.
 
 What a rank holds while it runs an action does not depend on times: it is a prefix sum over its
-program, and largest in one of its backwards. So nothing is simulated. All micro-batches begin with
-``"none"``. While a rank holds too much, one of the micro-batches that are open in its fullest
-backward is raised to a higher mode: the one that frees most of the excess for each nanosecond of
-recomputation, the first of equal ones. Then every mode is lowered again as far as the step still
-fits, the dearest first, because what was raised later may have made it needless. Lowering
-``"selective"`` and ``"full"`` of all micro-batches gives two more results. The one with the
-shortest estimate of the step is taken: the sum of its actions, and the bubble that the longest of
-them makes.
+program, and largest in one of its backwards. So nothing is simulated. The search is greedy:
 
-Replicas raise a micro-batch that they share together. The micro-batches of an asymmetric plan share
+1. All micro-batches begin with ``"none"``. While a rank holds too much, one of the micro-batches
+   that are open in its fullest backward is raised to a higher mode: the one that frees most of the
+   excess for each nanosecond of recomputation, the first of equal ones.
+2. Every mode is lowered again as far as the step still fits, the dearest first, because what was
+   raised later may have made it needless.
+3. Step 2 is repeated from ``"none"``, ``"selective"`` and ``"full"`` for all micro-batches. Of the
+   four results the one with the shortest estimate of the step is taken, which is the sum of its
+   actions and the bubble that the longest of them makes.
+
+Replicas that share a micro-batch raise it together. The micro-batches of an asymmetric plan share
 slices, so all of a replica's get the same mode.
 
-Where a stage has one layer, computing that layer again takes as much memory as holding it, so that
-raising a micro-batch adds to its own backward what it frees from others. A step that fits by
-another choice of modes can then be missed by less than a micro-batch's hidden states; but one that
-fits with the same mode for all never is. Where nothing fits, the result is the one whose fullest
-rank holds least.
+Where a stage has one layer, computing that layer again takes as much memory as holding it, so
+raising a micro-batch adds to its own backward what it frees in others. The search may then miss
+modes that fit, but only where the excess is less than a micro-batch's hidden states, and never
+where one mode for all fits. Where nothing fits, the result is the one whose fullest rank holds
+least.
 
 Cost: some tenths of a millisecond per micro-batch that is raised, beside what preparing a
 simulation takes; a part of that where nothing is raised.
@@ -73,8 +75,8 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
     """The same replicas with the least recomputation that fits in memory.
 
     Args:
-        predictor: of the model on the mesh.
-        replicas: those that share micro-batches share them with each other only; what they
+        predictor: predicts steps of the model on the mesh.
+        replicas: plans of replicas that share micro-batches with each other only; what they
             recompute so far does not matter.
     """
     mesh = predictor.latency.mesh
@@ -108,8 +110,8 @@ def least_recomputation(
     """The costs with the least recomputation that fits in memory.
 
     Args:
-        predictor: of the model on the mesh.
-        replicas: as in :func:`settled`.
+        predictor: predicts steps of the model on the mesh.
+        replicas: as for :func:`settled`.
         executed: the replicas as they are executed (``prediction.asymmetric_units``).
         costs: [replicas][micro-batches]; what they recompute so far does not matter.
         orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
@@ -131,7 +133,7 @@ def least_recomputation(
 
 
 def _sharing(executed: Sequence[ReplicaPlan]) -> list[list[int]]:
-    """Replicas by place, in groups that share micro-batches with each other only."""
+    """Numbers of the replicas, in groups that share micro-batches with each other only."""
     groups: dict[object, list[int]] = defaultdict(list)
     for at, replica in enumerate(executed):
         # Sets of replicas that share are aligned, so that one of two that meet holds the other.
@@ -143,12 +145,12 @@ def _sharing(executed: Sequence[ReplicaPlan]) -> list[list[int]]:
 def _alike(
     replicas: Sequence[ReplicaPlan], executed: Sequence[ReplicaPlan], group: Sequence[int]
 ) -> dict[Place, list[Place]]:
-    """For each micro-batch of some replicas all those that have the same mode, itself included."""
+    """For each micro-batch of some replicas, those that must have its mode, itself included."""
     found: dict[object, list[Place]] = defaultdict(list)
     for at in group:
         asymmetric = executed[at] is not replicas[at]
         for number, unit in enumerate(executed[at].forward):
-            # What is shared comes first, and so has the same number on all that share it.
+            # Shared micro-batches come first, so each has the same number on all that share it.
             owner = unit.replicas if len(unit.replicas) > 1 else at
             found[owner, -1 if asymmetric else number].append((at, number))
     return {place: places for places in found.values() for place in places}
@@ -186,7 +188,7 @@ class _Search:
         self._give(best)
 
     def _lowered(self) -> tuple[tuple[bool, int], dict[int, list[int]]]:
-        """Lower modes as far as all still fits; how good that is, less being better, and modes."""
+        """Lower modes as far as all still fits; returns a score (less is better) and the modes."""
         excess = self.excess
         if excess <= 0:
             self._lower()
@@ -231,11 +233,11 @@ class _Search:
 
 
 class _Backwards(NamedTuple):
-    """What is known of a replica's backwards without what its micro-batches save.
+    """When a replica's backwards run, and the bytes held in each that do not depend on modes.
 
     Attributes:
         first: int64 [stages, micro-batches], backwards that a rank has run before each forward.
-        last: int64 [stages, micro-batches], those that it has run before each backward.
+        last: int64 [stages, micro-batches], backwards that it has run before each backward.
         held: int64 [ranks, backwards], bytes that a rank holds besides what forwards have saved.
     """
 
@@ -304,7 +306,7 @@ class _Account:
         self._first, self._last, self._held = backwards
         count = len(costs)
         self._ranks = len(self._held)
-        # [micro-batches, stages, backwards], in which each is open, and its own.
+        # [micro-batches, stages, backwards], whether it is open in a backward, or runs it.
         places, last = np.arange(self._held.shape[1]), self._last.T[:, :, None]
         self._opened = (self._first.T[:, :, None] <= places) & (places <= last)
         self._runs = places == last

@@ -3,8 +3,8 @@
 A forward opens bytes that its own backward frees (:meth:`StepMemory.saved`). Some bytes are made by
 one action and freed by another (:meth:`StepMemory.freed`):
 
-* the gradients of an earlier micro-batch's keys, which the first backward of a later slice of the
-  same piece makes, for the whole micro-batch, and the micro-batch's own backward takes
+* the gradients of an earlier micro-batch's keys: the first backward of a later slice of the same
+  piece makes them for the whole micro-batch, and the micro-batch's own backward frees them
   (:mod:`~lightning_wlb.attention.sliced`);
 * the gradient that a backward sends to the stage before, which is held until a message comes back
   that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
@@ -76,11 +76,7 @@ class StepMemory:
         return tuple(map(self.model.state_bytes, self.rank_parts))
 
     def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
-        """What each rank holds all along: its state, and the step's inputs on the fullest replica.
-
-        Args:
-            replicas: the costs of each replica.
-        """
+        """What each rank holds all along: its state, and the inputs of the fullest replica."""
         sums = [
             (sum(cost.rows for cost in costs), sum(cost.indexed for cost in costs))
             for costs in replicas
@@ -94,8 +90,8 @@ class StepMemory:
         """What each forward opens until its backward has run, int64 [micro-batches, stages].
 
         Args:
-            costs: of the micro-batches.
-            mode: what all of them recompute; by default what each does.
+            costs: costs of the micro-batches.
+            mode: what all of them recompute; None: each what its cost says.
         """
         rows, kept = self._row_units(costs)
         each, keys = self._unit_bytes[:, _modes(costs, mode)]
@@ -136,16 +132,16 @@ class StepMemory:
         return sent
 
     def _row_units(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """Rows and kept rows in units of as many as there are tensor ranks, [2, micro-batches].
+        """Rows and kept rows divided by the tensor-parallel size, [2, micro-batches].
 
-        Rows are multiples of that unit, in which all sizes but :meth:`inside` are linear.
+        Rows are multiples of that size, and all bytes but :meth:`inside` are linear in them.
         """
         rows = np.array([(cost.rows, cost.kept_rows) for cost in costs], dtype=np.int64)
         return rows.reshape(-1, 2).T // self.model.mesh.tensor
 
     @cached_property
     def _unit_bytes(self) -> Integers:
-        """What a unit of rows saves, and what it keeps for later slices, [2, modes, stages]."""
+        """Bytes that such a unit of rows saves, and keeps for later slices, [2, modes, stages]."""
         unit = self.model.mesh.tensor
         return np.array(
             [
@@ -165,8 +161,8 @@ class StepMemory:
 
         Args:
             programs: the actions of each rank of the replica.
-            replica: as it is executed (``prediction.asymmetric_units``).
-            costs: of its micro-batches.
+            replica: the plan as it is executed (``prediction.asymmetric_units``).
+            costs: the costs of its micro-batches.
 
         Returns:
             Bytes for each action; no entry means 0.
@@ -205,7 +201,7 @@ class StepMemory:
         Args:
             programs: the actions of each rank.
             held: bytes on each rank while each action of its program runs.
-            costs: of the replica's micro-batches.
+            costs: the costs of the replica's micro-batches.
         """
         inside = self.inside(costs).tolist() if costs else []
         return max(
@@ -233,7 +229,7 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
     """For each micro-batch whose keys later slices read, the reader that runs backward first.
 
     Args:
-        replica: as it is executed (``prediction.asymmetric_units``).
+        replica: the plan as it is executed (``prediction.asymmetric_units``).
 
     Returns:
         The micro-batch's place in ``forward`` -> its first reader's place in ``backward``.

@@ -1,12 +1,12 @@
 """The length of a step and the bytes of its fullest rank, without simulating it.
 
 A predicted step (:mod:`~lightning_wlb.prediction.predictor`) has the begin, end and bytes of every
-action. A planner that compares plans needs two totals of it. Here they come from arrays over
-micro-batches and ranks: times by the recurrence (:mod:`~lightning_wlb.schedule.fast_simulator`),
-bytes from what has run before each backward, which in 1F1B is known without times. Both are exactly
-those of the simulation, which a test holds.
+action. A planner that compares plans needs only its length and its peak. Here they come from arrays
+over micro-batches and ranks: times from the recurrence of
+:mod:`~lightning_wlb.schedule.fast_simulator`, bytes from what has run before each backward, which
+in 1F1B is known without times. Both equal those of the simulation, which a test holds.
 
-Only for the schedule 1F1B with one stage per rank (:func:`has_totals`); other steps are simulated.
+It knows the schedule 1F1B with one stage per rank (:func:`has_totals`); other steps are simulated.
 
 Cost: about 0.1 ms and 20 µs per micro-batch for a replica, the costs of micro-batches not counted.
 """
@@ -124,7 +124,7 @@ def peak_bytes(
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder],
 ) -> int:
-    """Most bytes that a rank holds, state included; the arguments are those of a step's times."""
+    """Most bytes that a rank holds, state included; arguments are those of :func:`step_times`."""
     memory = predictor.memory
     constant = memory.constant(costs)
     most = 0
@@ -149,10 +149,10 @@ def held_besides(
     """What each rank holds while it runs each backward, besides what forwards have saved.
 
     Args:
-        memory: of the model on the mesh.
-        order: of the replica's actions.
-        costs: of its micro-batches; what they recompute does not matter.
-        constant: what each rank holds all along.
+        memory: bytes of the model on the mesh.
+        order: the order of the replica's actions.
+        costs: costs of its micro-batches; what they recompute does not matter.
+        constant: bytes that each rank holds all along.
 
     Returns:
         int64 [backwards, ranks].
@@ -161,7 +161,7 @@ def held_besides(
     backwards = np.array(order.order, dtype=np.int64)
     held = np.tile(np.array(constant, dtype=np.int64), (count, 1))
     run = _forwards_run(order, ranks)
-    # Rank p holds a gradient that it sent until p - 1 has run it and sent the next forward on.
+    # Rank p holds a gradient that it sent until a forward arrives that rank p - 1 ran after it.
     sent = _sums_before(memory.boundaries(costs)[backwards])
     for rank in range(1, ranks):
         received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")

@@ -1,10 +1,10 @@
 """When the steps of some replicas end, without a graph of their actions.
 
 With one stage per rank, PackFlow lets rank p run min(M, n_j + P - 1 - p) forwards before backward j
-(:mod:`~lightning_wlb.schedule.packflow`). So once every rank in turn has run these, all that
-backward j needs has run, and one pass over backwards and ranks gives every time. Replicas that
-share micro-batches (DP-Merge) pass through their shared backwards together: shared micro-batches
-come first on all that share them, and their warm-up is planned together
+(:mod:`~lightning_wlb.schedule.packflow`). Once each rank in turn has run these, backward j has all
+that it needs, so one pass over backwards and ranks gives every time. Replicas that share
+micro-batches (DP-Merge) advance through the shared backwards together: shared micro-batches come
+first on all replicas that share them, and their warm-up is planned together
 (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
 
 The times are exactly those of :mod:`~lightning_wlb.schedule.simulator`, which a test holds, in a
@@ -29,15 +29,15 @@ class Pipeline(NamedTuple):
     """The step of one replica; all times in one unit, ns where they are predicted.
 
     Attributes:
-        forward: [ranks][micro-batches in forward order], how long each forward computes.
-        backward: the same of each backward.
-        transfer: the same of the activations that a rank receives from the one before, and of their
-            gradients on the way back; unused for rank 0.
+        forward: how long each forward computes.
+        backward: how long each backward computes.
+        transfer: how long a message between a rank and the one before it takes, activations or
+            their gradients; unused for rank 0.
         order: micro-batches in the order of their backwards.
         planned: forwards that the last rank runs before each backward, see
             :func:`~lightning_wlb.schedule.packflow.planned_warm_up`.
-        members: the replicas that share each of the first micro-batches, by their places among the
-            replicas; one for each that is shared.
+        members: for each shared micro-batch, the numbers of the replicas that share it; shared
+            ones are the first.
         begins: the time before which each rank runs nothing; empty: 0 for all.
     """
 
@@ -56,7 +56,9 @@ def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
 
 
 def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
-    """When the last action of each rank of each replica has ended; its begin where it has none.
+    """When each rank of each replica has ended its last action: [replicas][ranks].
+
+    A rank without actions ends when it begins.
 
     Args:
         pipelines: all replicas of a step, or some that share micro-batches with each other only.
@@ -90,13 +92,8 @@ class _PipelineRun:
     def finish(self, place: int) -> list[int]:
         """Run everything from the backward at ``place`` on; returns when each rank has ended."""
         forward, backward, transfer, order, planned = self.pipeline[:5]
-        count, ranks, clock, arrived, done = (
-            self.count,
-            self.ranks,
-            self.clock,
-            self.arrived,
-            self.done,
-        )
+        count, ranks = self.count, self.ranks
+        clock, arrived, done = self.clock, self.arrived, self.done
         last = ranks - 1
         for at in range(place, count):
             need = planned[at]
@@ -137,7 +134,7 @@ class _PipelineRun:
         self.done[rank] = index + 1
 
     def backward_begin(self, rank: int, index: int) -> int:
-        """When the rank can begin this backward, which has passed through all ranks after it."""
+        """When the rank can begin this backward, which all ranks after it have run."""
         if rank == self.ranks - 1:
             return self.clock[rank]
         return max(self.clock[rank], self.ready + self.pipeline.transfer[rank + 1][index])
@@ -150,7 +147,7 @@ class _PipelineRun:
 def _together(
     runs: Sequence[_PipelineRun], shared: Sequence[tuple[int, tuple[int, ...]]], place: int
 ) -> None:
-    """Run a shared backward, and the forwards before it, on all replicas that share."""
+    """Run the shared backward at ``place`` and the forwards before it on its replicas."""
     active = [run for run in runs if len(run.pipeline.members) > place]
     for rank in range(active[0].ranks):
         for index, members in shared:

@@ -1,9 +1,9 @@
 """Which layers each pipeline stage owns: by cost, not by count.
 
-The embedding belongs to the first stage and the output head to the last, and both are counted: a
-head over a large vocabulary costs as much as several layers. The split is the contiguous partition
-whose most expensive stage is cheapest, and among those the one with more layers in earlier stages.
-It is found by dynamic programming in O(stages · layers²).
+The output head belongs to the last stage and counts: over a large vocabulary it costs as much as
+several layers. The split is the contiguous partition whose most expensive stage is cheapest, and
+among those the one with more layers in earlier stages. It is found by dynamic programming in
+O(stages · layers²).
 """
 
 from __future__ import annotations
@@ -13,30 +13,23 @@ from functools import cache
 from itertools import accumulate
 
 
-def split_stages(
-    layers: Sequence[int], stages: int, *, embedding: int = 0, head: int = 0
-) -> list[range]:
+def split_stages(costs: Sequence[int], stages: int) -> list[range]:
     """Layers of each stage, as ranges of global layer numbers.
 
     Args:
-        layers: cost of each layer, in any one unit for all costs (FLOPs per token).
+        costs: cost of each layer, the last one's with the head, in any unit (FLOPs per token).
         stages: number of pipeline stages.
-        embedding: cost added to the first stage.
-        head: cost added to the last stage.
 
     Raises:
         ValueError: there are fewer layers than stages, or no stage.
     """
-    count = len(layers)
+    count = len(costs)
     if not 1 <= stages <= count:
         raise ValueError(
             f"{count} layers cannot be split into {stages} pipeline stages"
             " (pipeline_parallel_size, times virtual_pipeline_size): every stage needs at least"
             f" one layer. Use at most {count} stages, or a deeper model."
         )
-    costs = list(layers)
-    costs[0] += embedding
-    costs[-1] += head
     prefix = [0, *accumulate(costs)]
 
     @cache

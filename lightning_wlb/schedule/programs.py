@@ -132,11 +132,11 @@ def program_of(
 
 
 def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hashable] | None:
-    """The actions that replicas run together, as a function of (replica, action).
+    """A function of (replica, action) that names the actions which replicas run together.
 
-    It returns a name that is the same on all replicas that run the action together, and None for
-    an action of one replica. Shared micro-batches come first, so they have the same place on all
-    their replicas. Without shared micro-batches there is no function, but None.
+    The name is the same on all replicas that run the action together, and None for an action of one
+    replica. Shared micro-batches come first, so they have the same number on all their replicas.
+    Where no micro-batch is shared, there is no function, but None.
     """
     if all(len(each.replicas) == 1 for replica in replicas for each in replica.forward):
         return None

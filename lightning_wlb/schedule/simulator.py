@@ -2,13 +2,12 @@
 
 An action begins when its rank has finished the action before it and when its input has arrived: at
 the end of the action that it needs (:mod:`~lightning_wlb.schedule.action_graph`), plus ``transfer``
-if that one ran on another rank. One pass in topological order gives every time, in exact integers,
-in time linear in the number of actions. Replicas and steps with
-the same programs share their graph.
+if that one ran on another rank. One pass in topological order gives every time in exact integers;
+its cost is linear in the actions. Replicas and steps with the same programs share their graph.
 
-Two functions bound a step from outside: ``begins``, before which the first forward of a stage
-cannot run because its parameters are still being gathered, and ``reduced``, when the gradients of
-the last backwards have arrived, which may be after all actions.
+Parameters and gradients bound the actions: the first forward of a stage does not run before
+``begins``, when its parameters have been gathered, and the step does not end before ``reduced``,
+when the gradients of the last backwards have been reduced.
 
 A prediction is a lower bound in three respects: messages do not share links and do not occupy the
 rank's compute; a send does not wait for its receive; ranks do not slow each other down.
@@ -45,7 +44,7 @@ class Simulation:
     def __init__(
         self, run: _SimulatedRun, constant: Sequence[int], compute_ns: int, synchronisation_ns: int
     ) -> None:
-        """Made by :func:`.simulate_replicas`."""
+        """Make the result of one replica, for :func:`.simulate_replicas`."""
         self._graph, self._begin, self._end, self._opened, self._freed = run[:5]
         self._constant = constant
         self.compute_ns = compute_ns
@@ -190,9 +189,9 @@ class _SimulatedRun(NamedTuple):
     """A graph with the times and bytes of its actions, by number.
 
     Attributes:
-        opened: bytes that are held from the action's begin on, less those it frees then.
+        opened: bytes that are held from the action's begin on, less those that it frees then.
         freed: bytes that are free from its end on; negative where it leaves more than it frees.
-        earliest: before which actions cannot begin.
+        earliest: the time before which the action cannot begin.
     """
 
     graph: Graph
@@ -288,11 +287,11 @@ def _times(
 def _begin_together(
     runs: list[_SimulatedRun], shared: Callable[[int, Action], Hashable]
 ) -> list[_SimulatedRun]:
-    """The same runs, in which shared actions begin when all that share them can.
+    """The same runs, with each shared action beginning at the same time on all its replicas.
 
-    Every round delays actions to the latest begin of those they are shared with, until nothing
-    moves. Times only grow, and each round makes the time of at least one more shared action final;
-    if there are more rounds than shared actions, the replicas wait for each other.
+    Every round delays each shared action to its latest begin on any replica, until nothing moves.
+    Times only grow, and each round makes the time of at least one more shared action final. If
+    there are more rounds than shared actions, the replicas wait for each other for ever.
     """
     names: dict[Hashable, list[tuple[int, int]]] = {}
     for replica, run in enumerate(runs):

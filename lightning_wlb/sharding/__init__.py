@@ -5,7 +5,7 @@ of one piece) and deals them to the ranks of the context-parallel group:
 
 ===========================  ==================================================================
 ``per_sequence``             the concatenation in 2·CP chunks, in pairs (Llama 3)
-``per_document``             every piece likewise, the remainder token by token (WLB-LLM §5.1)
+``per_document``             every piece so cut, its remainder token by token (WLB-LLM §5.1)
 ``per_document_contiguous``  the same with each remainder kept together
 ``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
 ``ptrr``                     tiles of queries dealt greedily by work

@@ -8,11 +8,11 @@ Candidates are tried in order, and the first one within 2 % of the ideal (whole 
 loaded ranks) ends the search: no prediction is better than that, and the first candidates send
 least.
 
-A step has thousands of small micro-batches, so :func:`choose_each` takes all of them at once: what
-follows the cutting of a micro-batch is then array arithmetic over the chunks of all.
+A step has thousands of small micro-batches, so :func:`choose_each` takes all of them at once: only
+the cutting is done for each micro-batch, the rest is array arithmetic over all chunks together.
 
-Cost: about 50 µs for each candidate tried. Not for a run whose shardings must be alike in all
-micro-batches: name one instead.
+Cost: about 50 µs for each candidate tried. A run whose micro-batches must all have the same
+sharding should name it instead.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Tokens(NamedTuple):
     """What the choice of a sharding needs to know of a micro-batch.
 
     Attributes:
-        lengths: in tokens of each piece, each at least 1.
+        lengths: tokens of each piece, at least 1.
         contexts: tokens in front of each piece that its queries see too, where pieces are slices.
             The shardings do not depend on them, but the choice among them does.
-        ranks: size of the context-parallel group that it lies on.
+        ranks: size of the micro-batch's context-parallel group.
     """
 
     lengths: Sequence[int]
@@ -61,7 +61,7 @@ def choose(
     candidates: Sequence[str] = CANDIDATES,
     contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
-    """The sharding of one micro-batch and its layout; the arguments are those of the functions.
+    """The sharding of one micro-batch and its layout; see :func:`choose_each`, :func:`.layout`.
 
     Raises:
         ValueError: as :func:`.layout`.
@@ -79,10 +79,10 @@ def choose_each(
     cost: SegmentCost = reference_kernel_cost,
     candidates: Sequence[str] = CANDIDATES,
 ) -> list[tuple[str, int]]:
-    """The sharding of least predicted latency of each; of equal ones the first candidate.
+    """The sharding of least predicted latency for each micro-batch; of equal ones the first tried.
 
     Args:
-        micro_batches: any number.
+        micro_batches: any number of micro-batches.
         tensor_parallel_size: the padded rows are a multiple of it.
         cost: what segments cost, forward and backward together.
         candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.

@@ -3,25 +3,26 @@
 A kernel computes queries in tiles of 128 rows, so that a cut between tiles is free as long as both
 sides keep two tiles, and any other cut costs about one more tile. So
 
-1. pieces whose work is a small share of a rank's stay whole: longest first, each to the rank with
-   the least work that has room for its rows;
+1. pieces whose work is a small share of a rank's stay whole: longest first, each goes to the rank
+   with the least work that has room for its rows;
 2. a piece that no rank should have whole is cut at tile boundaries counted from its *end*, which
-   leaves its partial tile at the head. That head reads one key/value tile and is a short piece like
-   any other. A piece of few tiles is cut for just so many ranks that a share is small, in pairs
-   from both ends (early and late tiles together are average work), and dealt like whole pieces;
-3. the shortest pieces are held back and fill every rank up to the number of rows at which only
+   leaves its partial tile at the head. That head reads one key/value tile and is dealt like any
+   short piece. A piece of few tiles is cut into just enough shares to make each small; a share is a
+   pair of chunks from both ends (early and late tiles together are average work), and is dealt like
+   a whole piece;
+3. the shortest pieces are held back. They fill every rank up to the number of rows at which only
    whole tiles are missing. Where a piece does not fit it is cut, so that token counts are equal to
    within one, at the price of one cheap tile for a rank;
-4. the longest pieces give every rank the tiles it misses, in pairs from both ends. Moving a tile
-   from the back to the front changes a rank's work and not its rows, by the same amount for each
-   tile. So the number of front tiles that makes a rank's work equal to the mean has a closed form,
-   and what rounding leaves is passed on to the next, shorter piece.
+4. the longest pieces give every rank the tiles that it misses, in pairs from both ends. Taking a
+   tile from the front instead of the back changes a rank's work, by the same amount for each tile,
+   and not its rows. So the number of front tiles that brings a rank's work to the mean has a closed
+   form, and what rounding leaves is passed on to the next, shorter piece.
 
-A small share is 1/8 of a rank's work or, where that does not balance well enough, 1/32 if that is
-better: whole pieces need no keys of other ranks, so the larger share goes first.
+A small share is 1/8 of a rank's work; where that does not balance well enough 1/32 is tried too.
+Whole pieces need no keys of other ranks, so the larger share comes first.
 
-It optimises the reference kernel cost, a model: measure before believing. Not for micro-batches of
-a few tiles per rank, where there is nothing to align.
+It optimises the reference kernel cost, a model: measure before believing. It gains nothing on
+micro-batches of a few tiles per rank, where there is nothing to align.
 
 Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks).
 """

@@ -1,4 +1,4 @@
-"""Operations on many ranges of integers at once, of which all index arithmetic here is made."""
+"""Operations on many ranges of integers at once, for the index arithmetic of shardings."""
 
 from __future__ import annotations
 

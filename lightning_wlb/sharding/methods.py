@@ -8,9 +8,9 @@ attention chunk c of 2·CP equal chunks reads c earlier chunks and half of itsel
 rows. Tiles are dealt in descending work, one to each rank in a round, and every other round goes
 the other way, so that every rank gets equally many tiles and nearly equal work. Rows that do not
 divide are a last round of smaller, equal tiles. Most segments are one tile with keys of its own,
-and most keys are sent to every rank: more work in all than other shardings make, evenly spread. It
-is for sequences on which those fail, and not for a document of most of the window: the prefixes of
-a rank's tiles come to half their number times the document.
+and most keys are sent to every rank, so the total work is more than with other shardings, but
+evenly spread. It is for sequences on which those fail, and not for a document as long as most of
+the window: the tiles of a rank then read half as many copies of it as there are tiles.
 
 **Equal ranges** (``heads``, DeepSpeed Ulysses). Each rank holds one range of the concatenated
 pieces. Around the kernel an all-to-all turns "all heads of some rows" into "some heads of all rows"
@@ -72,10 +72,9 @@ def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; its remainder goes as one chunk to the rank with the fewest rows.
 
     Where that would give the rank more than its share of all remainders, the chunk is cut there, so
-    that no rank has more rows than the mean, rounded up.
-
-    Of ranks with equally many rows the one whose remainders have the fewest attention pairs comes
-    first, so that the ranks with more work are not the same in all micro-batches; then the lowest.
+    that no rank has more rows than the mean, rounded up. Ties go to the rank whose remainders have
+    the fewest attention pairs, so that it is not always the same ranks that have more work; then to
+    the lowest.
     """
     size = lengths // (2 * ranks)
     starts = 2 * ranks * size

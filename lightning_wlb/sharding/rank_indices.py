@@ -1,12 +1,12 @@
 """What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
 
 Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank are never
-sent. Every rank gets either all other rows (all-gather, padded to the rank that has most) or just
-those that its queries see (all-to-all, with sizes that differ). Both sides of every message are
-computed here from the layout, so that no rank asks another.
+sent. Of the others, every rank gets either all rows (all-gather, padded to the rank that has most)
+or just those that its queries see (all-to-all, with sizes that differ). Both sides of every message
+are computed here from the layout, so that no rank asks another.
 
-A rank reads nothing of another rank's chunk, or all of it, or with a sliding window its end: as
-much as is in the window of the first query that follows on the rank.
+A rank reads either nothing of another rank's chunk, or all of it, or with a sliding window the end
+that is in the window of the first query that follows on the rank.
 
 Cost: vectorised, linear in keys. A sliding window adds a search for each chunk and rank.
 """
@@ -47,7 +47,7 @@ class RankIndices:
         max_seqlen_k: most keys of a segment.
         key_index: int64 [keys], the row of the buffer that holds each key, in the order of
             ``cu_seqlens_k``.
-        gathered: every rank sends so many of its first local rows to all (all-gather); 0 where
+        gathered: how many of its first local rows every rank sends to all (all-gather); 0 where
             nothing is sent or an all-to-all is used.
         send_index: int64 [sum of send_counts], the local rows that an all-to-all sends, by
             receiving rank.

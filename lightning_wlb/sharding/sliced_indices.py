@@ -33,7 +33,7 @@ from lightning_wlb.sharding.layout import Layout
 from lightning_wlb.sharding.rank_indices import RankIndices, rank_indices
 
 OWN = -1
-"""In place of a micro-batch's index: the one that the indices are of."""
+"""The micro-batch that the indices are for, in place of its index."""
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -148,9 +148,9 @@ class SlicedReplica:
     def _places(
         self, micro_batch: int, tokens: Mapping[_Part, Integers]
     ) -> tuple[dict[_Part, Integers], int]:
-        """The place of each token among the rows put together, and how many rows each rank puts.
+        """The row of each slice's tokens among those gathered, and how many rows each rank gives.
 
-        ``tokens`` are those of earlier slices; the tokens of the micro-batch itself are added.
+        ``tokens`` has the tokens of earlier slices; those of the micro-batch itself are added.
         """
         owner = np.concatenate([_NONE, *(owner for owner, _ in tokens.values())])
         counts = np.bincount(owner, minlength=self._layouts[micro_batch].ranks)

@@ -43,7 +43,7 @@ def test_work_is_that_of_a_window_at_its_end() -> None:
     latency = LatencyModel(Profile.load("h100"), benchmark.SHAPES["7B"], mesh)
     work = benchmark.paper_work(latency, 131072)
     for of_pass, backward in ((work.forward, False), (work.backward, True)):
-        alone = latency.attention_ns(np.array([131072]), np.array([131072]), backward=backward)
+        alone = latency.attention_ns(np.array([131072]), np.array([131072]))[backward]
         others = latency.linear_ns(65536, backward=backward)
         others += latency.tensor_parallel_ns(65536)
         others += latency.exchange_keys_ns(65536, 65536, backward=backward)

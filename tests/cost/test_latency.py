@@ -45,10 +45,8 @@ def arrays(*segments: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 def test_attention_is_flops_over_the_rate() -> None:
     model = LatencyModel(FLAT, SHAPE)
     flops = attention_flops(SHAPE, 4096) // SHAPE.layers
-    assert model.attention_ns(*arrays((4096, 4096)), backward=False) == int(flops / RATE * 1e9)
-    assert model.attention_ns(*arrays((4096, 4096)), backward=True) == int(
-        2.5 * flops / (RATE / 2) * 1e9
-    )
+    assert model.attention_ns(*arrays((4096, 4096)))[False] == int(flops / RATE * 1e9)
+    assert model.attention_ns(*arrays((4096, 4096)))[True] == int(2.5 * flops / (RATE / 2) * 1e9)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1024, 9000), (128, 200)])
@@ -56,21 +54,21 @@ def test_a_sliding_window_leaves_out_the_pairs_beyond_it(queries: int, keys: int
     shape = replace(SHAPE, sliding_window=700)
     model = LatencyModel(FLAT, shape)
     flops = attention_flops(shape, queries, keys - queries) // SHAPE.layers
-    assert model.attention_ns(*arrays((queries, keys)), backward=False) == int(flops / RATE * 1e9)
+    assert model.attention_ns(*arrays((queries, keys)))[False] == int(flops / RATE * 1e9)
 
 
 def test_queries_are_padded_to_the_tile() -> None:
     model = LatencyModel(FLAT, SHAPE)
-    one = model.attention_ns(*arrays((1, 1000)), backward=False)
-    assert one == model.attention_ns(*arrays((128, 1127)), backward=False)
-    assert model.attention_ns(*arrays((129, 1128)), backward=False) > 2 * one
+    one = model.attention_ns(*arrays((1, 1000)))[False]
+    assert one == model.attention_ns(*arrays((128, 1127)))[False]
+    assert model.attention_ns(*arrays((129, 1128)))[False] > 2 * one
 
 
 def test_tensor_parallelism_divides_the_heads() -> None:
     whole, part = (LatencyModel(FLAT, SHAPE, Mesh(tensor=size)) for size in (1, 8))
     segments = arrays((4096, 8192), (512, 512))
-    assert part.attention_ns(*segments, backward=False) == pytest.approx(
-        whole.attention_ns(*segments, backward=False) / 8, abs=1
+    assert part.attention_ns(*segments)[False] == pytest.approx(
+        whole.attention_ns(*segments)[False] / 8, abs=1
     )
     assert part.linear_ns(1000, backward=False) == pytest.approx(
         whole.linear_ns(1000, backward=False) / 8, abs=1
@@ -80,7 +78,7 @@ def test_tensor_parallelism_divides_the_heads() -> None:
 def test_no_segments_and_no_rows_take_no_time() -> None:
     model = LatencyModel(H100, SHAPE)
     for backward in (False, True):
-        assert model.attention_ns(*arrays(), backward=backward) == 0
+        assert model.attention_ns(*arrays())[backward] == 0
         assert model.linear_ns(0, backward=backward) == 0
         assert model.head_ns(0, backward=backward) == 0
 
@@ -140,9 +138,9 @@ def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
 def test_a_sum_does_not_depend_on_the_order(segments: list, random: object, backward: bool) -> None:
     model = LatencyModel(H100, SHAPE)
     pairs = [(queries, queries + before) for queries, before in segments]
-    first = model.attention_ns(*arrays(*pairs), backward=backward)
+    first = model.attention_ns(*arrays(*pairs))[backward]
     random.shuffle(pairs)  # type: ignore[attr-defined]
-    assert model.attention_ns(*arrays(*pairs), backward=backward) == first
+    assert model.attention_ns(*arrays(*pairs))[backward] == first
     assert isinstance(first, int)
 
 
@@ -150,8 +148,8 @@ def test_a_sum_does_not_depend_on_the_order(segments: list, random: object, back
 @given(st.integers(1, 100_000), st.integers(0, 100_000), st.booleans())
 def test_more_keys_never_take_less_time(queries: int, before: int, backward: bool) -> None:
     model = LatencyModel(H100, SHAPE)
-    less = model.attention_ns(*arrays((queries, queries + before)), backward=backward)
-    more = model.attention_ns(*arrays((queries, queries + before + 128)), backward=backward)
+    less = model.attention_ns(*arrays((queries, queries + before)))[backward]
+    more = model.attention_ns(*arrays((queries, queries + before + 128)))[backward]
     assert more >= less
 
 
@@ -167,17 +165,15 @@ def test_more_rows_never_take_less_time(rows: int, extra: int, backward: bool) -
 def test_short_segments_cost_more_than_one_long_one_of_the_same_pairs() -> None:
     # WLB-LLM §5.2: fine shards run below the kernel's rate.
     model = LatencyModel(H100, SHAPE)
-    one = model.attention_ns(*arrays((8192, 8192)), backward=False)
-    pieces = model.attention_ns(
-        *arrays(*[(128, 128 * number) for number in range(1, 65)]), backward=False
-    )
+    one = model.attention_ns(*arrays((8192, 8192)))[False]
+    pieces = model.attention_ns(*arrays(*[(128, 128 * number) for number in range(1, 65)]))[False]
     assert pieces > 1.1 * one
 
 
 def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
     model = LatencyModel(FLAT, SHAPE)
     queries, keys = arrays((4096, 8192), (1, 1000), (300, 300))
-    both = sum(model.attention_ns(queries, keys, backward=backward) for backward in (False, True))
+    both = sum(model.attention_ns(queries, keys)[backward] for backward in (False, True))
     costs = model.segment_cost(queries, keys)
     assert costs.shape == (3,)
     assert int(costs.sum()) // 1000 == pytest.approx(both, abs=1)
@@ -217,8 +213,8 @@ def test_attention_split_by_heads() -> None:
     model = LatencyModel(FLAT, SHAPE, Mesh(context=4))
     segments = arrays((4096, 4096))
     for backward in (False, True):
-        whole = model.attention_ns(*segments, backward=backward)
-        part = model.attention_ns(*segments, backward=backward, head_split=4)
+        whole = model.attention_ns(*segments)[backward]
+        part = model.attention_ns(*segments, head_split=4)[backward]
         assert part == pytest.approx(whole / 4, abs=1)
     sent = 1000 * 3 * (8 + 16) * 128 * 2 + 1000 * 3 * 8 * 128 * 2
     assert model.head_parallel_ns(1000) == pytest.approx(sent, abs=2)
@@ -254,8 +250,8 @@ def test_layers_that_differ_have_a_model_each() -> None:
     segments = arrays((4096, 8192), (300, 300))
     for kind, same in zip(mixed.kinds, (alike, whole), strict=True):
         for backward in (False, True):
-            attention = same.attention_ns(*segments, backward=backward)
-            assert kind.attention_ns(*segments, backward=backward) == attention
+            attention = same.attention_ns(*segments)[backward]
+            assert kind.attention_ns(*segments)[backward] == attention
             assert kind.linear_ns(900, backward=backward) == same.linear_ns(900, backward=backward)
     # A sharding is chosen by what all layers take.
     costs = 3 * alike.segment_cost(*segments) + whole.segment_cost(*segments)
@@ -268,9 +264,7 @@ def test_narrower_values_are_padded_to_the_keys() -> None:
     wide = LatencyModel(FLAT, replace(SHAPE, head_dim=192), Mesh(context=2))
     segments = arrays((4096, 8192))
     for backward in (False, True):
-        assert latent.attention_ns(*segments, backward=backward) == wide.attention_ns(
-            *segments, backward=backward
-        )
+        assert latent.attention_ns(*segments)[backward] == wide.attention_ns(*segments)[backward]
         assert latent.exchange_keys_ns(10, 20, backward=backward) == wide.exchange_keys_ns(
             10, 20, backward=backward
         )

@@ -183,10 +183,10 @@ def test_deterministic_whatever_the_order():
 
 
 def test_packs_of_a_replica_by_its_work():
-    assert share_packs([10, 10], 8) == [4, 4]
-    assert share_packs([30, 10], 8) == [6, 2]
-    assert share_packs([100, 1, 0], 8) == [8, 1, 0]
-    assert share_packs([0, 0], 8) == [0, 0]
+    assert share_packs([10, 10], 8, 20) == [4, 4]
+    assert share_packs([30, 10], 8, 40) == [6, 2]
+    assert share_packs([100, 1, 0], 8, 101) == [8, 1, 0]
+    assert share_packs([0, 0], 8, 0) == [0, 0]
 
 
 def test_long_pieces_get_slices_of_equal_work_and_short_ones_fill_up():

@@ -84,7 +84,7 @@ def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
     cost = model.micro_batch(pieces, "heads")
     every = np.array(lengths)
     for backward in (False, True):
-        attention = model.latency.attention_ns(every, every, backward=backward, head_split=4)
+        attention = model.latency.attention_ns(every, every, head_split=4)[backward]
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
         assert cost.layer_ns[0][backward] == (
             attention
@@ -106,7 +106,7 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
     queries = keys = np.array([3000, 500])
     assert cost.rows == cost.keys == rows
     for backward in (False, True):
-        attention = latency.attention_ns(queries, keys, backward=backward)
+        attention = latency.attention_ns(queries, keys)[backward]
         assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
         layer = attention + latency.linear_ns(rows, backward=backward)
         assert cost.layer_ns[0][backward] == layer
