@@ -15,9 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.distributed.process_groups import (
     MergedGroups,
-    merged_sets,
     mesh_groups,
-    own_group,
     pipeline_groups,
 )
 from lightning_wlb.mesh import Mesh, Rank
@@ -34,7 +32,7 @@ HELD_OUT = {"validation_documents": 5}
 ELSEWHERE = [[Scheme(0, (2,)), Scheme(1, (2,))], [Scheme(0, (2,), context=2)]]
 
 
-def several_trainers_elsewhere(rank: int) -> None:
+def several_trainers_elsewhere() -> None:
     """Several runs whose steps leave the mesh, the last one with another time-out."""
     take_in_turn(list(map(tuple, ELSEWHERE)))
     case, counts = Case("slim", layers=2), []
@@ -51,10 +49,6 @@ def several_trainers_elsewhere(rank: int) -> None:
         groups = [*linked._groups.made.values(), own._groups.of_pipeline.context]
         for group in filter(None, groups):
             assert group._get_backend(torch.device("cpu")).options._timeout == seconds
-
-
-def test_a_second_trainer_makes_no_process_groups_for_steps_elsewhere():
-    run_ranks(several_trainers_elsewhere, 2, process_group=False)
 
 
 def several_trainers(rank: int) -> dict[str, int]:
@@ -87,6 +81,7 @@ def several_trainers(rank: int) -> dict[str, int]:
     assert wide.parameters is not dist.group.WORLD
     assert wide.parameters.size() == 2
     run("the first mesh", "fit", module(CASE))
+    several_trainers_elsewhere()
     return counts
 
 
@@ -243,39 +238,9 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
     assert len(calls) == 2
 
 
-def test_replicas_form_one_set_on_each_stage_and_tensor_place() -> None:
-    """Of three on two stages, two context and two tensor ranks, the second on ranks 10 to 17."""
-    ranks = np.array([range(8), range(10, 18), range(20, 28)]).reshape(-1, 2, 2, 2)
-    assert merged_sets(ranks, 2) == [
-        [0, 2, 10, 12], [1, 3, 11, 13], [4, 6, 14, 16], [5, 7, 15, 17],
-    ]  # fmt: skip
-    assert merged_sets(ranks, 4) == []
-
-
 def test_a_rank_that_no_merged_set_holds_joins_its_making_once(calls):
     """The others make theirs once, and all ranks have to make as many."""
     merged = MergedGroups([np.arange(2).reshape(2, 1, 1, 1)], RANK.index, None)
     for _ in range(2):
         assert merged.prepare(plan_shared_by(2)) == {}
         assert calls == [[RANK.index]]
-
-
-def sums(rank: int) -> list[int]:
-    """What rank + 1 adds up to over its pair, its half, where it is in no set, and over all."""
-    results = []
-    for sets in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1]], [[0, 1, 2, 3]]):
-        group = own_group(sets, rank, timedelta(seconds=30))
-        value = torch.tensor([rank + 1])
-        if group is not None:
-            dist.all_reduce(value, group=group)
-        results.append(int(value))
-    return results
-
-
-def test_members_talk_to_each_other_only():
-    assert run_ranks(sums, 4) == [
-        [3, 4, 3, 10],
-        [3, 6, 3, 10],
-        [7, 4, 3, 10],
-        [7, 6, 4, 10],
-    ]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from lightning_wlb.cost.flops import PassWork
-from lightning_wlb.heterogeneous import parameters
-from lightning_wlb.heterogeneous.parameters import ExchangedParameters, _StageInStep
-from lightning_wlb.heterogeneous.pipelines import StageSettings
+from lightning_wlb.heterogeneous.parameters import ExchangedParameters
 from lightning_wlb.heterogeneous.transfer import Push
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -95,8 +91,15 @@ def run_of(*steps: int, frozen: tuple[str, ...] = ()) -> Run:
     return Run(CONFIG, MESH, STAGES, PER_NODE, LENGTHS, plans, frozen)
 
 
-def recorded(number: int) -> tuple[dict[str, Any], list[bool]]:
-    """All steps of a rank, and whether a push of each was posted within an action."""
+# Shards of four replicas on one node, and no tied weight.
+REPLICAS = Run(
+    replace(CONFIG, tied_embeddings=False), Mesh(4), (range(3),), 4, LENGTHS,
+    tuple(map(plan_of, (0, 1, 2))),
+)  # fmt: skip
+
+
+def recorded(number: int) -> tuple[dict[str, Any], list[bool], dict[str, Any]]:
+    """All steps of a rank, whether a push of each was posted within an action; of replicas too."""
     posted_within, early = [], []
     post, action = Push.post, ExchangedParameters.action
     running: list[bool] = []
@@ -126,15 +129,17 @@ def recorded(number: int) -> tuple[dict[str, Any], list[bool]]:
             runner.run(batch, 1)
 
     Push.post, ExchangedParameters.action = posted, watched
-    return train(number, run_of(*range(len(STEPS))), after=after), early
+    found = train(number, run_of(*range(len(STEPS))), after=after)
+    return found, early.copy(), train(number, REPLICAS)
 
 
 def test_gradients_and_parameters_are_those_of_one_process() -> None:
     """A tied weight at both ends, masks, slices, an idle pipeline, two nodes; mesh in between."""
     run = run_of(*range(len(STEPS)))
     want = reference(run)
-    of_ranks, early = zip(*run_ranks(recorded, 4, timeout=120), strict=True)
+    of_ranks, early, replicas = zip(*run_ranks(recorded, 4, timeout=120), strict=True)
     assert worst_error(run, of_ranks, want) <= 1e-10
+    assert worst_error(REPLICAS, replicas, reference(REPLICAS)) <= 1e-10
     for found in of_ranks:
         np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-12)
     names = {name for found in of_ranks for name in found["parameters"]}
@@ -144,64 +149,3 @@ def test_gradients_and_parameters_are_those_of_one_process() -> None:
             # Pushed early by those whose last micro-batch is their own.
             own = bool(schemes) and (rank_in(schemes, number).data,) in dealt
             assert of_steps[step] == own, (step, number)
-
-
-VALUES = {"a": torch.ones(2), "b": torch.full((2,), 3.0), "c": torch.full((2,), 5.0)}
-
-
-class Sent:
-    """In place of a push of three turns: what was in each."""
-
-    def __init__(self, redistribution, groups, sums, *_) -> None:
-        self.sums, self.turns = sums, []
-        assert sums.keys() == {"a", "c"}
-
-    @property
-    def next(self) -> int:
-        return 2 - len(self.turns)
-
-    def post(self) -> None:
-        name = "abc"[self.next]
-        self.turns.append(self.sums[name].tolist() if name in self.sums else None)
-
-
-@pytest.fixture
-def live(monkeypatch) -> _StageInStep:
-    """Three turns of a parameter each; that of the second one is frozen."""
-    modules = {name: nn.Module() for name in VALUES}
-    for module in modules.values():
-        module.register_parameter("weight", nn.Parameter(torch.empty(2, device="meta")))
-    own = SimpleNamespace(buckets=[0, 1, 2], weights=SimpleNamespace(frozen={"b"}))
-    places = {name: [(module, "weight")] for name, module in modules.items()}
-    pull = SimpleNamespace(
-        arrive=lambda turn: {"abc"[turn]: VALUES["abc"[turn]].clone()}, finish=lambda: None
-    )
-    monkeypatch.setattr(parameters, "Push", Sent)
-    sizes = torch.float32, torch.float64, torch.device("cpu")
-    stage = SimpleNamespace(waiting={}, places=places, redistribution=own)
-    return _StageInStep(stage, pull, None, StageSettings(None, 2, "1f1b", *sizes))  # type: ignore
-
-
-def loss(live: _StageInStep, *names: str) -> torch.Tensor:
-    return sum(live._stage.places[n][0][0].weight.square().sum() for n in names)  # type: ignore
-
-
-def test_sums_are_held_from_the_first_gradient_to_the_push(live: _StageInStep) -> None:
-    live.wait_for_all()
-    assert live._sums == {}
-    loss(live, "a", "b").backward()
-    assert live._sums.keys() == {"a"}
-    assert live._sums["a"].dtype == torch.float64
-    live.expect_last_gradients(held=False)
-    loss(live, "a", "b", "c").backward()
-    assert live.finish().turns == [[10.0, 10.0], None, [4.0, 4.0]], "of a twice, of c once"
-    assert live._sums == {}
-
-
-def test_a_gradient_that_comes_too_late_is_refused(live: _StageInStep) -> None:
-    live.wait_for_all()
-    live.expect_last_gradients(held=False)
-    again = loss(live, "c")
-    loss(live, "c").backward()
-    with pytest.raises(RuntimeError, match=r"c runs, or gets a gradient, after .* were complete"):
-        again.backward()

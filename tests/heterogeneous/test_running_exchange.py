@@ -11,18 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.heterogeneous import running_exchange, transfer
-from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
+from lightning_wlb.heterogeneous import running_exchange
 from lightning_wlb.heterogeneous.running_exchange import (
-    ExchangeGroups,
     Forwarder,
-    RunningExchange,
     exchange_groups,
 )
-from lightning_wlb.heterogeneous.transfer import Pull
-from lightning_wlb.plan import Scheme
 from lightning_wlb.supervision.progress import PROGRESS
-from tests.heterogeneous.numpy_exchanges import uniform, weights
 
 
 def test_calls_are_made_in_order_in_a_thread_that_ends_with_the_relay() -> None:
@@ -83,43 +77,6 @@ def test_no_call_is_made_after_one_that_failed() -> None:
     assert PROGRESS.failed == "ZeroDivisionError: integer division or modulo by zero"
     PROGRESS.begin()
     assert PROGRESS.failed == ""
-
-
-def test_what_fails_beside_a_step_fails_where_it_is_waited_for(monkeypatch) -> None:
-    schemes = (Scheme(0, (3,), tensor=2), Scheme(2, (1, 2)))
-    own = Redistribution(weights(3), uniform(4, 3, 2, 1, 2), schemes, 1, 2)
-    shards = {
-        own.weights.buckets[bucket].names[number]: torch.zeros(
-            [stop - start for start, stop in box.tolist()][
-                : len(own.weights.shapes[own.weights.buckets[bucket].names[number]])
-            ]
-        )
-        for bucket in range(len(own.weights.buckets))
-        for number, box in own.boxes(bucket, shard=True).items()
-    }
-    posted = []
-
-    class Failing(RunningExchange):
-        def __init__(self, exchange, *rest):
-            posted.append(exchange.ranks)
-            if len(posted) == own.turns + 2:
-                raise MemoryError("no room for the second turn")
-            super().__init__(exchange, *rest)
-
-    monkeypatch.setattr(transfer, "RunningExchange", Failing)
-    ended = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: ended)
-    groups = ExchangeGroups(dict.fromkeys([range(1, 4, 2), range(2)]), Forwarder(None))
-    pull = Pull(own, groups, shards, torch.float32, torch.device("cpu"))
-    pull.arrive(0)
-    for turn in (1, 2):
-        with pytest.raises(MemoryError, match="second turn"):
-            pull.arrive(turn)
-    assert posted == [range(1, 4, 2)] * own.turns + [range(2)] * 2, "and nothing is posted later"
-    with pytest.raises(MemoryError):
-        groups.settle()
-    assert PROGRESS.failed == "MemoryError: no room for the second turn"
-    PROGRESS.begin()
 
 
 def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:

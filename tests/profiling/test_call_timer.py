@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_wlb.profiling import call_timer as timing
-from lightning_wlb.profiling.call_timer import FIRST_SLEEP, LONGEST_SLEEP, CPUTimer, CUDATimer
+from lightning_wlb.profiling.call_timer import CPUTimer, CUDATimer
 
 CYCLE = 0.5e-9
 LAUNCH = 5e-6
@@ -88,26 +88,6 @@ def test_a_sample_that_the_host_was_too_slow_for_is_dropped_and_the_next_sleep_i
     assert held.seconds == pytest.approx(400e-6)
 
 
-def test_a_call_that_no_sleep_is_long_enough_for_counts_as_it_is(
-    cuda: Callable[[float], Device],
-) -> None:
-    device = cuda(1.0)
-    timer = CUDATimer()
-    seconds, _ = timer.seconds(lambda: device.run(2e-6, "call"))
-    assert device.log.count("sleep") == 1 + (LONGEST_SLEEP // FIRST_SLEEP).bit_length() - 1
-    assert seconds == pytest.approx(1.0 + 2e-6 - LONGEST_SLEEP * CYCLE)
-    with timer.held() as held:
-        device.run(2e-6, "call")
-    assert held.ahead
-    assert held.seconds == 0.0  # it may have waited for the device
-
-
-@pytest.mark.parametrize(("seconds", "times"), [(0.0, 20), (2e-6, 20), (300e-6, 4), (0.2, 1)])
-def test_calls_fill_an_interval(seconds: float, times: int) -> None:
-    assert CUDATimer().times(seconds) == times
-    assert CPUTimer().times(seconds) == 1
-
-
 def test_medians_of_short_calls_are_of_many_of_each_pass(cuda: Callable[[float], Device]) -> None:
     device = cuda(LAUNCH)
     outs: list[str] = []
@@ -139,19 +119,3 @@ def test_a_cpu_timer_reads_its_thread_and_holds_nothing(monkeypatch: pytest.Monk
     with CPUTimer().held() as held:
         pass
     assert (held.seconds, held.ahead) == (0.0, True)
-
-
-def test_long_calls_are_sampled_less_and_short_ones_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for each, samples in ((0.4, 3), (0.003, 6), (1e-5, 20)):
-        now = [0.0]
-        calls = [0]
-
-        def call(each: float = each, now: list[float] = now, calls: list[int] = calls) -> None:
-            now[0] += each
-            calls[0] += 1
-
-        clock = SimpleNamespace(thread_time=lambda now=now: now[0])
-        monkeypatch.setattr(timing, "time", clock)
-        CPUTimer().medians(call, lambda out: None, repeats=6)
-        assert calls[0] == 1 + samples

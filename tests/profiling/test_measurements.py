@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measurements as bench
-from lightning_wlb.profiling.call_timer import CPUTimer, Held
 from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.grid import Grid
 from lightning_wlb.profiling.measurements import DeviceBench
@@ -124,35 +121,3 @@ def test_rows_that_cannot_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bench, "free_bytes", lambda device: needed[0])
     with pytest.raises(ValueError, match="three layers of dim 32 and feed-forward 64 with 16 rows"):
         made()
-
-
-def test_micro_batches_held_out_are_windows_of_long_context_pretraining() -> None:
-    grid = replace(GRID, rows=(16, 8192), held_out=30)
-    windows = list(made(grid).held_out())
-    assert [sum(lengths) for lengths in windows] == [8192, 4096, 2048] * 10
-    lengths = np.array([length for window in windows for length in window])
-    # Generator A's median is 898 tokens; windows cut some of its documents.
-    assert 400 < np.median(lengths) < 1400
-    assert lengths.max() > 2048
-
-
-class SlowHost(CPUTimer):
-    """A host that queues every pass in 100 s, and that the device overtakes in the first ones."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    @contextmanager
-    def held(self) -> Iterator[Held]:
-        self.passes += 1
-        yield Held(seconds=100.0, ahead=self.passes > 3)
-
-
-def test_a_pass_takes_as_long_as_the_slower_of_host_and_device() -> None:
-    found = made()
-    found._timer = timer = SlowHost()
-    seconds = found._stage_seconds(found._stage(layers=1), [16])
-    assert (seconds[:, 0] == 100.0).all()
-    assert (seconds[:, 1] < 1.0).all()  # of attention, the device's time
-    # The first two samples of two passes each are dropped, one warms up and one counts.
-    assert timer.passes == 8

@@ -5,7 +5,7 @@ Stages are those of one rank, so that inputs of stages exist without a second pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -105,22 +105,11 @@ def model_of(
     return model.to(DEVICE)
 
 
-def run_step(
-    model: Transformer,
-    batch: StepBatch,
-    stages: int = 1,
-    watch: Callable[[Step, Action], None] = lambda step, action: None,
-) -> tuple[Tensor, list[Action]]:
-    """Run a step on one rank that has all stages; gradients are in ``.grad``, not divided.
-
-    Args:
-        model: all of it.
-        batch: of the rank.
-        stages: as many virtual stages.
-        watch: called after every action.
+def run_step(model: Transformer, batch: StepBatch, stages: int = 1) -> tuple[Tensor, list[Action]]:
+    """Run a step on one rank that has so many virtual stages: all of the model.
 
     Returns:
-        The sum of token losses, and the program.
+        The sum of token losses, and the program. Gradients are in ``.grad``, not divided.
     """
     layers = len(model.layers)
     bounds = [layers * stage // stages for stage in range(stages + 1)]
@@ -137,5 +126,4 @@ def run_step(
     program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
     for action in program:
         step.run(action)
-        watch(step, action)
     return step.loss, program

@@ -184,14 +184,6 @@ def test_an_answer_is_kept_for_the_same_request_and_the_same_code(cache, monkeyp
     assert searching._recalled(request()) == first
 
 
-def test_a_full_disk_costs_another_search(cache, monkeypatch) -> None:
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(Path, "write_text", full)
-    assert searching._recalled(request()).best.mesh.devices == 2
-    assert full.called
-    assert not list(cache.iterdir())
-
-
 def test_the_log_says_what_was_chosen_what_comes_next_and_what_bounds_it(
     cache, monkeypatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Any legal plan runs with the gradients of dense attention, and frees its keys as it goes."""
+"""Any legal plan runs with the gradients of dense attention."""
 
 from __future__ import annotations
 
@@ -61,37 +61,3 @@ def test_legal_plans_run_with_the_gradients_of_dense_attention(lengths, draw, ki
         found = gradients[name]
         error = relative_error(torch.zeros_like(reference) if found is None else found, reference)
         assert error <= 1e-10, name
-
-
-@given(LENGTHS, RANDOM, st.sampled_from(KINDS))
-@settings(max_examples=8)
-def test_keys_and_their_gradients_are_freed_with_their_own_backward(lengths, draw, kind):
-    replica = random_replica(draw, lengths, kind)
-    batch = batch_of(plan_of(replica, lengths).validate(), lengths)
-    plan = batch.units
-    last = {
-        part.document: number
-        for number, each in enumerate(plan.forward)
-        for part in plan.slices_of(each)
-    }
-    # A micro-batch keeps its keys if any of its slices is not its piece's last.
-    keeps = {
-        number
-        for number, each in enumerate(plan.forward)
-        if any(part.stop < lengths[part.document] for part in plan.slices_of(each))
-    }
-    assert all(
-        last[part.document] >= number
-        for number, each in enumerate(plan.forward)
-        for part in plan.slices_of(each)
-    )
-    open_now: set[int] = set()
-
-    def watch(step, action):
-        (open_now.add if action.kind == "F" else open_now.remove)(action.micro_batch)
-        assert {each.micro_batch for each in step.boundaries} == open_now
-        held = {number for _, number in step.cache._entries}
-        assert held == keeps & open_now
-
-    run_step(model_of(), batch, 1, watch)
-    assert not open_now

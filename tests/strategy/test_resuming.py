@@ -75,8 +75,7 @@ def test_a_folder_means_what_is_in_it(places, tmp_path):
     weights = tmp_path / "only" / "weights.ckpt"
     write(weights, 1, 1.0)
     assert resuming.candidates_in(weights.parent, True) == [weights], "which is then refused"
-    for empty in (tmp_path / "kept" / ".partial", tmp_path / "nowhere"):
-        assert resuming.candidates_in(empty, True) == [empty]
+    assert resuming.candidates_in(tmp_path / "nowhere", True) == [tmp_path / "nowhere"]
 
 
 class Elsewhere(LightningEnvironment):
@@ -87,19 +86,25 @@ class Elsewhere(LightningEnvironment):
         return True
 
 
-def test_what_is_asked_for_is_noted_when_a_run_begins(places):
-    first, paths = places
-    kept = paths["step=9.ckpt"].parent
+def started(folder: Path, fn: TrainerFn, *callbacks: L.Callback) -> L.Trainer:
+    """A Trainer with the strategy, in processes that are there."""
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         logger=False,
         strategy=WLBStrategy(),
         plugins=Elsewhere(),
-        callbacks=[ModelCheckpoint(kept)],
-        default_root_dir=first.default_root_dir,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
     )
-    trainer.state.fn = TrainerFn.FITTING
+    trainer.state.fn = fn
+    return trainer
+
+
+def test_what_is_asked_for_is_noted_when_a_run_begins(places, tmp_path):
+    _, paths = places
+    kept = paths["step=9.ckpt"].parent
+    trainer = started(tmp_path, TrainerFn.FITTING, ModelCheckpoint(kept))
 
     def fit(model: str, ckpt_path: str | None = None) -> tuple[str, str | None]:
         return model, ckpt_path
@@ -110,18 +115,10 @@ def test_what_is_asked_for_is_noted_when_a_run_begins(places):
         assert bool(trainer.strategy.checkpoints._candidates) == (asked == "last")
 
 
-def test_an_evaluation_in_a_slurm_job_is_of_what_was_trained(places, monkeypatch):
+def test_an_evaluation_in_a_slurm_job_is_of_what_was_trained(places, monkeypatch, tmp_path):
     """Not of what was saved before a time limit, which nobody has asked for."""
-    first, paths = places
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        strategy=WLBStrategy(),
-        plugins=Elsewhere(),
-        default_root_dir=first.default_root_dir,
-    )
-    trainer.state.fn = TrainerFn.VALIDATING
+    _, paths = places
+    trainer = started(tmp_path, TrainerFn.VALIDATING)
     trainer.checkpoint_callback.best_model_path = "the best"
     monkeypatch.setenv("SLURM_NTASKS", "1")
     connector = trainer._checkpoint_connector

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_other_ranks_may_save_before_they_are_killed(tmp_path):
 
 def left_alone(rank: int, folder: Path) -> None:
     launcher.GRACE = 0.5
+    launcher._Observer = partial(launcher._Observer, sleep_period=0.5)
     sys.stderr = open(folder / "err", "w")  # noqa: SIM115
     launch(folder, 3, lambda _: time.sleep(40))
 

@@ -2,12 +2,8 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from lightning_wlb.plan import Scheme
 from lightning_wlb.schedule.actions import FORWARD, Action
-from lightning_wlb.supervision import progress
-from lightning_wlb.supervision.progress import AFTER, LOADING, REDUCING, RUNNING, Progress
+from lightning_wlb.supervision.progress import REDUCING, RUNNING, Progress
 
 
 class Batch:
@@ -28,22 +24,6 @@ class Batch:
         return SimpleNamespace(step=self._step, schemes=self._schemes)
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """The wait for the loader; from the second look at it on there is none."""
-
-    class Wait:
-        looks = 2
-
-        @property
-        def since(self):
-            self.looks += 1
-            return 1.0 if self.looks == 1 else None
-
-    monkeypatch.setattr(progress, "WAIT", wait := Wait())
-    return wait
-
-
 def test_a_step_from_its_beginning_to_its_end():
     here = Progress()
     assert (here.progress(), str(here)) == ((0, 0), "before the first step, setting up")
@@ -59,16 +39,6 @@ def test_a_step_from_its_beginning_to_its_end():
     )
 
 
-def test_a_step_that_left_the_mesh_is_on_the_pipeline_of_its_replica():
-    here = Progress()
-    here.begin_step(Batch(7, [5, 3], schemes=(Scheme(0, (4,)), Scheme(1, (2, 2)))))
-    here.note(RUNNING, Action(1, FORWARD, 0))
-    assert str(here) == (
-        "step 7 on the pipeline of ranks [1, 3): context 1 × tensor 1, layers 2+2, action 1F0 of"
-        " documents 5"
-    )
-
-
 def test_a_step_that_ends_while_it_is_read_is_told_as_it_was():
     here = Progress()
 
@@ -80,13 +50,3 @@ def test_a_step_that_ends_while_it_is_read_is_told_as_it_was():
     here.note(RUNNING, Action(0, FORWARD, 0))
     assert str(here) == "step 7, action 0F0 of documents 4"
     assert str(here) == "step 8, action 0F2 of documents 2"
-
-
-def test_a_wait_that_ends_while_it_is_read(waits):
-    here = Progress()
-    here.note(AFTER, "what follows on it")
-    waits.looks = 0
-    assert here.seconds() >= 0
-    waits.looks = 0
-    assert here.progress() == (0, LOADING)
-    assert here.progress() == (0, AFTER)

@@ -24,7 +24,7 @@ from tests.strategy.test_failures import outcomes
 
 def interrupt_twice() -> None:
     for _ in range(2):
-        time.sleep(0.5)
+        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -33,7 +33,7 @@ def failing(rank: int, folder: Path, interrupts: bool) -> None:
 
     Rank 1 does not end before rank 0, so that no connection closes.
     """
-    watchdog.GRACE = heartbeat.PATIENCE = 1.0
+    watchdog.GRACE = heartbeat.PATIENCE = 0.5
     os.environ.update(RANK=str(rank))
     dist.init_process_group("gloo")
     faults = Faults()
@@ -49,7 +49,7 @@ def failing(rank: int, folder: Path, interrupts: bool) -> None:
         runner.checkpoint_callbacks = []
         faults.on_exception(runner, None, ValueError("only here"))  # type: ignore[arg-type]
         assert faults.alone is not None
-    time.sleep(6)
+    time.sleep(10 if interrupts else 4)
 
 
 @pytest.mark.parametrize(

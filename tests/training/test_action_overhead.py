@@ -17,7 +17,6 @@ from lightning_wlb.training import action_overhead as overhead
 from lightning_wlb.training.action_overhead import measure_overhead
 from lightning_wlb.training.executor import Step
 from lightning_wlb.training.parameter_buckets import _BucketInStep
-from tests.ranks import run_ranks
 
 CONFIG = TransformerConfig(dim=16, heads=1, kv_heads=1, ffn_dim=32)
 # Seven matrices and two norms of a layer.
@@ -70,17 +69,3 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     assert found.ns[0] == pytest.approx(2 * MILLISECOND)
     assert found.row_ns == (0.0, 0.0)
     assert not dist.is_initialized(), "a process group is left"
-
-
-def alone_among_others(rank: int) -> bool:
-    """Rank 1 measures by itself; both have their process group afterwards."""
-    overhead.MICRO_BATCHES = overhead.STEPS = 2
-    if rank == 1:
-        measure_overhead(CONFIG, torch.device("cpu"), torch.bfloat16)
-    numbers = torch.ones(1)
-    dist.all_reduce(numbers)
-    return numbers.item() == 2
-
-
-def test_it_takes_no_other_rank() -> None:
-    assert all(run_ranks(alone_among_others, 2))

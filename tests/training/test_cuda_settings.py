@@ -33,24 +33,24 @@ def settings() -> tuple[str | None, str | None]:
     return os.environ.get(CONNECTIONS), os.environ.get(ALLOCATOR)
 
 
-def test_what_is_unset_is_set(environment: list[str]) -> None:
-    assert not has_expandable_segments()
-    prepare_cuda(8)
-    assert settings() == ("32", "expandable_segments:True")
-    assert has_expandable_segments()
-    prepare_cuda(8)
-    assert environment == []
-
-
-def test_one_rank_sends_nothing_and_other_systems_have_fixed_segments(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("ranks", "system", "connections", "segments"),
+    [
+        (8, "linux", "32", "expandable_segments:True"),
+        (1, "linux", None, "expandable_segments:True"),  # it sends nothing
+        (2, "win32", "32", None),  # which has fixed segments
+    ],
+)
+def test_what_is_unset_is_set(
+    monkeypatch: pytest.MonkeyPatch, environment: list[str], ranks, system, connections, segments
 ) -> None:
-    prepare_cuda(1)
-    assert settings() == (None, "expandable_segments:True")
-    monkeypatch.delenv(ALLOCATOR)
-    monkeypatch.setattr(sys, "platform", "win32")
-    prepare_cuda(2)
-    assert settings() == ("32", None)
+    monkeypatch.setattr(sys, "platform", system)
+    assert not has_expandable_segments()
+    for _ in range(2):
+        prepare_cuda(ranks)
+        assert settings() == (connections, segments)
+    assert has_expandable_segments() == (segments is not None)
+    assert environment == []
 
 
 @pytest.mark.parametrize("name", [ALLOCATOR, BEFORE])

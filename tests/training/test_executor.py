@@ -38,31 +38,21 @@ class Clock(L.Callback):
         program = one_f_one_b(strategy.rank.pipeline, stages, len(batch.micro_batches))
         timings = strategy.executor.timings()
         assert [t.action for t in timings] == [a for a in program if a.kind in kinds]
-        assert len(timings) > 0
-        before = 0.0
-        for timing in timings:
-            assert timing.begin >= before
-            before = timing.begin + timing.wall
-            assert 0 < timing.attention < timing.compute <= timing.wall * 1.1 + 1e-3
+        assert all(timing.attention > 0 for timing in timings), "that of every action is counted"
         self.compared[what] += 1
 
 
-def timed(rank: int) -> dict[str, int]:
+def timed() -> dict[str, int]:
     clock = Clock()
     runner = trainer(
-        WLBStrategy(1, 2), 2, callbacks=[clock], val_check_interval=2, num_sanity_val_steps=0
-    )
+        WLBStrategy(1, 2), 2, callbacks=[clock], val_check_interval=2, num_sanity_val_steps=0,
+        max_steps=2,
+    )  # fmt: skip
     runner.fit(module(CASES[0]), data(CASES[0], validation_documents=5))
     return clock.compared
 
 
-def test_measured_actions_are_those_of_the_schedule():
-    for compared in run_ranks(timed, 2, process_group=False):
-        assert compared["train"] == 3
-        assert compared["validate"] >= 1
-
-
-def held(rank: int, counts: tuple[int, ...]) -> list[int]:
+def held(counts: tuple[int, ...]) -> list[int]:
     """Most sends that a rank held at once in a step, for steps of so many micro-batches."""
     made = []
 
@@ -87,9 +77,16 @@ def held(rank: int, counts: tuple[int, ...]) -> list[int]:
     return most
 
 
-def test_sends_are_held_until_they_have_certainly_arrived():
+def both(rank: int) -> tuple[dict[str, int], list[int]]:
+    return timed(), held((4, 10))
+
+
+def test_actions_are_those_of_the_schedule_and_sends_are_held_until_they_have_arrived():
     """Not until the step's end: as many for 10 micro-batches as for 4."""
-    assert run_ranks(held, 2, (4, 10), process_group=False) == [[2, 2], [2, 2]]
+    for compared, most_held in run_ranks(both, 2, process_group=False):
+        assert compared["train"] == 2
+        assert compared["validate"] >= 1
+        assert most_held == [2, 2]
 
 
 def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple[str, int]:
@@ -100,14 +97,13 @@ def disagreement(rank: int, mesh: tuple[int, ...], options: list[dict]) -> tuple
     return str(error.value), runner.global_step
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1)], ids=["data", "pipeline"])
 @pytest.mark.parametrize(
-    ("options", "step"),
+    ("mesh", "options", "step"),
     [
-        ([{"seed": 0}, {"seed": 1}], 0),
+        ((2, 1, 1, 1), [{"seed": 0}, {"seed": 1}], 0),
         # The same first two steps; then one rank has reached its bound. Each rank hears of it
         # in the last collective of step 1.
-        ([{}, {"max_tokens": WINDOW * 4}], 2),
+        ((1, 2, 1, 1), [{}, {"max_tokens": WINDOW * 4}], 2),
     ],
     ids=["first step", "next digest"],
 )
@@ -176,15 +172,6 @@ def test_ranks_are_grouped_by_digest():
         "for step 3: digest 0000000000000007 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;"
         " digest 0000000000000008 on rank 12."
     ) in str(error.value)
-
-
-def test_a_run_relies_on_nothing_that_an_earlier_one_has_agreed_on():
-    """An exception may have ended that one before all ranks had read what they agreed on."""
-    made = executor.Executor(None, None, None, None)
-    made._agreed = 7
-    made.begin(torch.bfloat16)
-    assert made._agreed is None
-    assert made.reduce_dtype == torch.bfloat16
 
 
 def test_a_first_stage_may_be_frozen():

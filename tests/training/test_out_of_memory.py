@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.strategy.split_model import SplitModel
 from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import note
 from tests.ranks import run_ranks
@@ -113,23 +111,6 @@ def test_segments_that_grow_are_advised_on_a_gpu_without_them(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     text, _ = told(MemoryModel(SHAPE, MESH), 0, None, "auto", device)
     assert ("PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps" in text) is advised
-
-
-def test_a_model_may_attend_by_itself() -> None:
-    made = module(SMALL)
-    made.configure_model()
-    assert isinstance(made.model, torch.nn.Module)
-    pipeline = SimpleNamespace(rank=MESH.coordinate(0), device=torch.device("cpu"))
-    split = SplitModel(
-        executor=SimpleNamespace(pipeline=pipeline),
-        ties=[],
-        groups=None,
-        precision="32-true",
-        mesh_searched=False,
-    )
-    assert split.memory_model(made, "float32").kernel == "cpu"
-    del made.model.attention_kernel
-    assert split.memory_model(made, "float32").kernel == ""
 
 
 def runs_out(rank: int) -> list[tuple[str, list[str]]]:

@@ -38,19 +38,13 @@ class Look(L.Callback):
         self.integers = pl_module.model.integers.clone()
 
 
-def run(rank: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+def buffers() -> tuple[torch.Tensor, torch.Tensor, str]:
     look = Look()
-    trainer(WLBStrategy(), 1, callbacks=[look]).fit(Buffered(config(False)), data(Case()))
+    runner = trainer(WLBStrategy(2), 2, callbacks=[look], max_steps=1)
+    runner.fit(Buffered(config(False)), data(Case()))
     with pytest.raises(ValueError, match="would have no values") as info:
-        trainer(WLBStrategy(), 1).fit(Meta(config(False)), data(Case()))
+        trainer(WLBStrategy(2), 2).fit(Meta(config(False)), data(Case()))
     return look.numbers, look.integers, str(info.value)
-
-
-def test_buffers_keep_their_values_or_are_refused():
-    ((numbers, integers, message),) = run_ranks(run, 1, process_group=False)
-    assert torch.equal(numbers, torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64))
-    assert torch.equal(integers, torch.arange(3) + 2**40)
-    assert "numbers, integers" in message
 
 
 class Filled(LanguageModule):
@@ -63,16 +57,10 @@ class Filled(LanguageModule):
         super().init_weights()
 
 
-def fill(rank: int) -> tuple[int, int]:
+def fill() -> tuple[int, int]:
     module = Filled(config(False))
     trainer(WLBStrategy(2), 2, max_steps=1).fit(module, data(Case()))
     return module.memory, module.whole
-
-
-def test_a_rank_fills_nothing_but_its_shards():
-    ranks = run_ranks(fill, 2, process_group=False)
-    whole = ranks[0][1]
-    assert [memory for memory, _ in ranks] == [whole // 2, whole // 2]
 
 
 class Shares(LanguageModule):
@@ -92,7 +80,7 @@ class Scaled(LanguageModule):
         self.model.scale = torch.nn.Parameter(torch.ones(3, device=self.model.head.weight.device))
 
 
-def refusals(rank: int) -> list[str]:
+def refusals() -> list[str]:
     messages = []
     for kind, said in ((Shares, "is in two layers"), (Scaled, "is in none of")):
         with pytest.raises(ValueError, match=said) as info:
@@ -101,9 +89,30 @@ def refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_a_parameter_of_two_stages_is_refused():
+def run(rank: int) -> tuple:
+    return buffers(), fill(), refusals()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple]:
+    return run_ranks(run, 2, process_group=False)
+
+
+def test_buffers_keep_their_values_or_are_refused(ranks):
+    for (numbers, integers, message), *_ in ranks:
+        assert torch.equal(numbers, torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64))
+        assert torch.equal(integers, torch.arange(3) + 2**40)
+        assert "numbers, integers" in message
+
+
+def test_a_rank_fills_nothing_but_its_shards(ranks):
+    for _, (memory, whole), _ in ranks:
+        assert memory == whole // 2
+
+
+def test_a_parameter_of_two_stages_is_refused(ranks):
     # Each stage would train its own copy, by its own part of the gradient.
-    for shared, outside in run_ranks(refusals, 2, process_group=False):
+    for *_, (shared, outside) in ranks:
         assert shared.startswith("Transformer: the parameter layers.1.attention_norm.weight is in")
         assert outside.startswith("Transformer: scale is in none of embed, layers and head")
 

@@ -14,8 +14,25 @@ from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import SMALL, data, module, reference, trainer
 
 CASE = SMALL
-PRECISIONS = ["32-true", "64-true", "bf16-true", "bf16-mixed"]
-MESHES = [(2, 1, 1, 1), (1, 2, 1, 1)]
+STEPS = 2
+DATA, PIPELINE, CONTEXT, TENSOR = (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
+# Each precision; mixed, which casts arguments, passes process groups on every axis. The change of a
+# plan lets two replicas share micro-batches. (float64: tests/strategy/test_gradients.py.)
+RUNS = (
+    (PIPELINE, "32-true", "none"),
+    (DATA, "bf16-true", "none"),
+    (PIPELINE, "bf16-mixed", "none"),
+    (CONTEXT, "bf16-mixed", "none"),
+    (TENSOR, "bf16-mixed", "none"),
+    (DATA, "bf16-mixed", "merged"),
+)
+# The loss's tolerance; dtypes at rest, of activations and of the loss.
+EXPECTED = {
+    "32-true": (1e-5, "float32", "float32", "float32"),
+    # The optimizer is given gradients in the parameters' own dtype.
+    "bf16-true": (2e-2, "bfloat16", "bfloat16", "float32"),
+    "bf16-mixed": (5e-3, "float32", "bfloat16", "float32"),
+}
 
 
 class Watch(L.Callback):
@@ -44,17 +61,15 @@ class Watch(L.Callback):
             self._note("optimizer", state["exp_avg"].dtype)
 
 
-def runs(rank: int) -> dict:
-    results = {}
-    for mesh in MESHES:
-        for precision in PRECISIONS:
-            watch = Watch()
-            runner = trainer(
-                WLBStrategy(*mesh), 2, precision=precision, callbacks=[watch], max_steps=4
-            )
-            runner.fit(module(CASE), data(CASE))
-            assert torch.get_default_dtype() == torch.float32, "left as it was found"
-            results[mesh, precision] = (watch.losses, watch.dtypes)
+def runs(rank: int) -> list[tuple[list[float], dict[str, set[str]]]]:
+    results = []
+    for mesh, precision, change in RUNS:
+        watch = Watch()
+        options = {"precision": precision, "callbacks": [watch], "max_steps": STEPS}
+        batches = data(CASE) if change == "none" else changed_data(CASE, change)
+        trainer(WLBStrategy(*mesh), 2, **options).fit(module(CASE), batches)
+        assert torch.get_default_dtype() == torch.float32, "left as it was found"
+        results.append((watch.losses, watch.dtypes))
     return results
 
 
@@ -65,36 +80,16 @@ def results():
 
 @cache
 def exact() -> list[float]:
-    return reference(CASE, max_steps=4)["losses"]
+    return reference(CASE, max_steps=STEPS)["losses"]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["data", "pipeline"])
-@pytest.mark.parametrize(
-    ("precision", "tolerance"),
-    [("64-true", 1e-12), ("32-true", 1e-5), ("bf16-mixed", 5e-3), ("bf16-true", 2e-2)],
-)
-def test_losses_are_as_close_as_the_precision_allows(results, mesh, precision, tolerance):
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda number: str(RUNS[number]))
+def test_losses_are_as_close_as_the_precision_allows_and_dtypes_are_its_own(results, number):
+    tolerance, rest, compute, wide = EXPECTED[RUNS[number][1]]
     for rank in results:
-        losses, _ = rank[mesh, precision]
+        losses, dtypes = rank[number]
         assert losses == pytest.approx(exact(), rel=tolerance)
-        if precision != "64-true":
-            assert losses != exact(), "another precision gives other bits"
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=["data", "pipeline"])
-@pytest.mark.parametrize(
-    ("precision", "rest", "compute", "wide"),
-    [
-        ("32-true", "float32", "float32", "float32"),
-        ("64-true", "float64", "float64", "float64"),
-        # The optimizer is given gradients in the parameters' own dtype.
-        ("bf16-true", "bfloat16", "bfloat16", "float32"),
-        ("bf16-mixed", "float32", "bfloat16", "float32"),
-    ],
-)
-def test_dtypes(results, mesh, precision, rest, compute, wide):
-    for rank in results:
-        _, dtypes = rank[mesh, precision]
+        assert losses != exact(), "another precision gives other bits"
         assert dtypes == {
             "parameter": {rest},
             "gradient": {rest},
@@ -102,28 +97,6 @@ def test_dtypes(results, mesh, precision, rest, compute, wide):
             "hidden": {compute},
             "loss": {wide},
         }
-
-
-SHARED = [("none", (1, 1, 2, 1)), ("none", (1, 1, 1, 2)), ("merged", (2, 1, 1, 1))]
-
-
-def runs_with_groups(rank: int) -> list[list[float]]:
-    losses = []
-    for change, mesh in SHARED:
-        watch = Watch()
-        batches = data(CASE) if change == "none" else changed_data(CASE, change)
-        runner = trainer(
-            WLBStrategy(*mesh), 2, precision="bf16-mixed", callbacks=[watch], max_steps=4
-        )
-        runner.fit(module(CASE), batches)
-        losses.append(watch.losses)
-    return losses
-
-
-def test_process_groups_pass_where_arguments_are_cast():
-    for rank in run_ranks(runs_with_groups, 2, process_group=False):
-        for losses in rank:
-            assert losses == pytest.approx(exact(), rel=5e-3)
 
 
 def test_bfloat16_is_reduced_in_float32():
@@ -141,21 +114,13 @@ def test_other_precisions_are_refused(precision):
     assert "32-true, 64-true, bf16-true, bf16-mixed" in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["wlb", WLBStrategy], ids=["name", "object"])
-def test_a_trainer_in_half_precision_is_refused(strategy):
-    strategy = strategy if isinstance(strategy, str) else strategy()
-    with pytest.raises(MisconfigurationException, match="cannot train with precision='16-true'"):
-        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="16-true")
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", 16])
-@pytest.mark.parametrize("strategy", ["wlb", WLBStrategy], ids=["name", "object"])
-def test_lightning_says_what_mixed_half_precision_becomes_on_a_cpu(precision, strategy):
+@pytest.mark.parametrize("make", [lambda: "wlb", WLBStrategy], ids=["name", "object"])
+def test_half_precision_is_refused_or_lightning_says_what_it_becomes_on_a_cpu(make):
     """It changes the precision before the strategy sees it: right numerics, and not silently."""
-    strategy = strategy if isinstance(strategy, str) else strategy()
+    with pytest.raises(MisconfigurationException, match="cannot train with precision='16-true'"):
+        L.Trainer(accelerator="cpu", devices=1, strategy=make(), precision="16-true")
     with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
-        runner = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
-    assert runner.precision == "bf16-mixed"
+        runner = L.Trainer(accelerator="cpu", devices=1, strategy=make(), precision="16-mixed")
     assert runner.strategy.precision_plugin.compute_dtype == torch.bfloat16
 
 

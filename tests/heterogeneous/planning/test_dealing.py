@@ -111,20 +111,6 @@ def test_dealing_is_near_the_best_of_all_by_simulation() -> None:
     assert best <= arranged(own, DEEP, FLAT).time_ns <= 1.05 * best
 
 
-def test_simulated_times_correct_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With costs that are wrong for one pipeline, dealing again makes the step shorter."""
-    true = PipelineKind.costs
-
-    def wrong(self: PipelineKind, tokens):
-        return [cost // (3 if self.scheme == FLAT else 1) for cost in true(self, tokens)]
-
-    own = pieces(*[3000] * 6, *[1000] * 8)
-    monkeypatch.setattr(PipelineKind, "costs", wrong)
-    corrected = arranged(own, DEEP, FLAT).time_ns
-    monkeypatch.setattr(unequal, "DEALT_AGAIN", 0)
-    assert arranged(own, DEEP, FLAT).time_ns > 1.1 * corrected
-
-
 def test_a_pipeline_without_pieces_does_nothing() -> None:
     made = arranged(pieces(500), DEEP, FLAT)
     assert sorted(len(each.forward) for each in made.replicas) == [0, 1]

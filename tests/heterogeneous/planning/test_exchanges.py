@@ -108,23 +108,6 @@ def test_gradients_add_up_at_every_copy_and_enter_once_from_each_rank_or_node(
         assert received(done[0], rank, size, push=True) == least
 
 
-def test_two_hops_carry_an_element_into_a_node_once() -> None:
-    """Every rank needs all, and each node of two ranks holds a half: over one hop both fetch it."""
-    model = weights(2)
-    base = uniform(4, 2, pipeline=1, context=1, tensor=1)
-    strategy = uniform(4, 2, pipeline=1, context=2, tensor=1)
-    entering = {}
-    for per_node in (4, 2):
-        of_all = [Redistribution(model, base, strategy, rank, per_node) for rank in range(4)]
-        sources = [Memory(own, held(own, shard=True), own.rank, 1) for own in of_all]
-        targets = [Memory(own, None, own.rank, 0) for own in of_all]
-        done = run(of_all, sources, targets, push=False)
-        entering[of_all[0].hops] = sum(received(done[0], r, 2, push=False) for r in range(4))
-    total = sum(int(np.prod(shape)) for shape in model.shapes.values())
-    # Parameters of one row rest whole on one rank, which all three others lack.
-    assert entering == {1: 2 * total, 2: total}
-
-
 def test_buckets_come_in_the_order_of_use() -> None:
     """The tied weight last but one where a stage has no embedding; turns are the most buckets."""
     model = weights(3, tied=True)

@@ -8,18 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_wlb.callbacks.imbalance import predicted_imbalance
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.heterogeneous.planning.dealing import PipelineKind
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
-from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.predictor import Predictor
 from tests.heterogeneous.planning.test_dealing import SHAPE
+from tests.prediction.test_predictor import H100, predictor
+from tests.prediction.test_predictor import plan_of as whole_documents
 
 DATA = DataSettings(16384, 2, {"method": "slim", "micro_packs": 2}, shuffle=False)
 LENGTHS = [1000] * 40 + [16000] * 2 + [500] * 60
@@ -78,25 +81,6 @@ def test_a_strategy_that_is_not_faster_is_not_taken() -> None:
     assert planner(ALONE, SLOW).next_step().schemes == ALONE
 
 
-def test_what_parameters_take_to_travel_decides() -> None:
-    """Over a slow link they take longer than a strategy saves; at rest they need not travel."""
-    link = Profile.load("h100").links["node"]
-    slow = {"node": replace(link, bytes_per_second=link.bytes_per_second / 20)}
-    pieces = planner().next_step().pieces
-    times = []
-    for changes in ({}, {"links": slow}):
-        predictor = base(**changes)
-        rules = planner().rules
-        (made,) = Pool.of([ALONE], predictor).arranged(pieces, rules, DATA.packer)
-        times.append(made.time_ns)
-    total = ParameterTraffic.of(base().latency, base().memory)
-    assert total.gather == (0,)
-    # The model of 2 bytes and its gradients of 4 cross a link once; actions hide a part.
-    size = 3 / 4 * 6 * base(Mesh(4)).memory.model.parameters(base(Mesh(4)).memory.parts[0])
-    added = size * 1e9 * (20 - 1) / link.bytes_per_second
-    assert 0.5 * added < times[1] - times[0] <= 1.01 * added
-
-
 MESHES = (MESH, Mesh(4), Mesh(1, 2, 1, 2), Mesh(1, 2, 2, 1))
 OTHERS = (
     ALONE,
@@ -148,3 +132,46 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
         Planner(LENGTHS, DATA, Work.of(SHAPE), step_chooser=Pool.of([ALONE], base()))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
         planner(ALONE, data=replace(DATA, packing="best_fit"))  # not in some later step
+
+
+UNEVEN = (Scheme(0, (2, 2)), Scheme(2, (4,)), Scheme(3, (4,)))
+
+
+def test_a_step_takes_what_the_pool_has_chosen_it_by() -> None:
+    own = planner(UNEVEN, ALONE)
+    pool = Pool.of([UNEVEN, ALONE], base())
+    pieces = own.next_step().pieces
+    for made in pool.arranged(pieces, own.rules, DATA.packer):
+        plan = replace(own.next_step(), schemes=made.schemes, replicas=made.replicas, pieces=pieces)
+        step = pool.predict(plan, base())
+        assert step.total_ns == made.time_ns
+        assert step.devices == 4
+        assert len(step.simulations) == len(made.schemes)
+        # Nothing waits for another context rank; a stage's idle time is that of its ranks.
+        assert predicted_imbalance(step).context.degree == pytest.approx(1.0)
+        busy = sum(sum(each.busy_ns) for each in step.simulations)
+        assert busy == step.work_ns.sum()
+        latest = max(step.simulations, key=lambda each: each.total_ns)
+        assert step.total_ns == latest.total_ns
+
+
+def test_pipelines_that_share_a_micro_batch_wait_for_each_other_and_no_others() -> None:
+    """The second and the fourth of four pipelines share their first micro-batch."""
+    plan = whole_documents([[[500]], [[4000], [9000]], [[30000]], [[4000]]])
+    alone = predictor(replace(base().latency.mesh, data=4, tensor=1), profile=H100)
+    strategy = tuple(Scheme(rank, (8,)) for rank in range(4))
+    plan = replace(plan, schemes=strategy)
+    pool = Pool({strategy: {strategy[0].shape: PipelineKind(strategy[0], alone, count=4)}})
+    apart = pool.predict(plan, alone)
+    replicas = list(plan.replicas)
+    for number in (1, 3):
+        first, *rest = replicas[number].forward
+        forward = (replace(first, replicas=(1, 3)), *rest)
+        replicas[number] = replace(replicas[number], forward=forward, backward=forward)
+    shared = replace(plan, replicas=tuple(replicas))
+    met = pool.predict(shared, alone)
+    for number in (0, 2):
+        assert met.simulations[number].spans == apart.simulations[number].spans
+    spans = [met.simulations[number].spans[0] for number in (1, 3)]
+    assert spans[0][0] == spans[1][0]
+    assert spans[0][0] != apart.simulations[1].spans[0][0]

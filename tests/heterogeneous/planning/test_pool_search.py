@@ -14,10 +14,9 @@ from lightning_wlb.heterogeneous.planning import pool_search as dynamic
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import PoolChoice, choose_pool, described
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Piece, Scheme, Schemes
-from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
-from lightning_wlb.planning.planner import Planner, Release, plan_steps
-from lightning_wlb.planning.step_chooser import PlannedStep
+from lightning_wlb.plan import Scheme, Schemes
+from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.planner import Planner, plan_steps
 from tests.mesh_search.requests import request
 
 MIXED = np.where(np.arange(1200) % 200 == 7, 30_000, 300 + 7 * np.arange(1200) % 900)
@@ -35,11 +34,6 @@ def of(*sizes: int) -> Schemes:
     """Pipelines of one stage on so many tensor-parallel ranks."""
     firsts = np.cumsum([0, *sizes]).tolist()
     return tuple(Scheme(first, (4,), tensor=n) for first, n in zip(firsts, sizes, strict=False))
-
-
-def step(on_mesh: int, times: dict[Schemes, int], excess: int = 0) -> dynamic._SampledStep:
-    made = [PlannedStep(each, excess, time, (), 0) for each, time in times.items()]
-    return dynamic._SampledStep(PlanScore(on_mesh, 10), made)
 
 
 def test_what_is_promised_is_what_the_planner_plans() -> None:
@@ -83,22 +77,6 @@ def test_documents_that_are_alike_stay_on_a_good_mesh() -> None:
     assert choice.schemes == ()
     assert 1 <= choice.gain <= dynamic.WORTH
     assert choice.lines[0].startswith("Dynamic strategies are not for you: simulated, 3 steps")
-
-
-def test_strategies_are_taken_while_they_save_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, c, d = of(4), of(2, 2), of(1, 1, 1, 1), of(2, 1, 1)
-    steps = [
-        step(1000, {a: 900, b: 995, c: 950, d: 996}),
-        step(1000, {a: 1000, b: 800, c: 900, d: 996}),
-    ]
-    best = dynamic._best_together
-    # Alone b saves 200 (995 is not worth leaving the mesh), c 150, a 100; beside b, a saves 100.
-    assert best(steps, [a, b, c, d], 10) == [b, a]
-    assert best(steps, [c, d], 10) == [c]
-    assert best(steps, [d], 10) == []
-    monkeypatch.setattr(dynamic, "MOST", 1)
-    assert best(steps, [a, b, c, d], 10) == [b]
-    assert best([step(1000, {a: 500}, excess=1)], [a], 10) == []  # it does not fit
 
 
 def test_a_model_that_fits_nowhere_else_stays() -> None:
@@ -152,15 +130,3 @@ def test_what_cannot_be_judged_is_refused() -> None:
         choose_pool(asked(), Mesh(2, 2, virtual_stages=2))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):
         choose_pool(asked(packing="best_fit"), MESH)
-
-
-def test_the_steps_to_choose_by_have_long_documents_among_them() -> None:
-    def release(number: int, *lengths: int) -> Release:
-        return Release(number, 0, [[Piece(number, 0, tokens, 0) for tokens in lengths]], False)
-
-    steps = [release(number, 10, 10 + number) for number in range(30)]
-    steps[3], steps[11] = release(3, 900), release(11, 1000)
-    # In order of squares the two long ones are last; at 3/4 of each half are places 11 and 26.
-    assert [each.step for each in dynamic._varied(steps, 2)] == [13, 28]
-    assert [each.step for each in dynamic._varied(steps[:4], 1)] == [3]
-    assert [each.step for each in dynamic._varied(steps[:13], 3)] == [4, 8, 3]
