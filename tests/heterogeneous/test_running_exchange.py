@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.heterogeneous import running_exchange
-from lightning_wlb.heterogeneous.running_exchange import (
-    Forwarder,
-    exchange_groups,
-)
+from lightning_wlb.heterogeneous.running_exchange import Forwarder, exchange_groups
 from lightning_wlb.supervision.progress import PROGRESS
 
 

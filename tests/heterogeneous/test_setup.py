@@ -10,22 +10,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous.planning.dealing import arrange
-from lightning_wlb.heterogeneous.planning.pool import Pool
+from lightning_wlb.heterogeneous.setup import check_buffers
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme, StepPlan
-from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.heterogeneous.fixed_choices import take_in_turn
 from tests.ranks import run_ranks
-from tests.strategy.harness import (
-    Case,
-    Recorder,
-    data,
-    module,
-    relative_error,
-    trainer,
-)
+from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer
 
 STRATEGIES = (
     (Scheme(0, (2,), tensor=2), Scheme(2, (1, 1))),
@@ -33,16 +25,6 @@ STRATEGIES = (
 )
 PROFILE = replace(Profile.load("cpu"), devices_per_node=4)
 CASE = Case("slim", "adaptive", tied=True, masked=True, layers=2)
-
-
-def in_turn(self: Pool, pieces, rules, packer, on_mesh, limit) -> PlannedStep | None:
-    """The mesh, and each strategy, whatever is simulated."""
-    self.__dict__["asked"] = asked = self.__dict__.get("asked", -1) + 1
-    if asked % 3 == 2:
-        return None
-    strategy = STRATEGIES[asked % 3]
-    made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
-    return made
 
 
 def fit(strategy, devices: int, **options) -> dict:
@@ -54,7 +36,7 @@ def fit(strategy, devices: int, **options) -> dict:
 
 
 def run(rank: int) -> dict:
-    Pool.choose = in_turn
+    take_in_turn((*STRATEGIES, ()))
     built, compiled, build = [], [], LanguageModule.build_model
 
     def built_in(self: LanguageModule) -> Transformer:
@@ -144,3 +126,18 @@ def test_what_cannot_run_is_refused_on_every_rank() -> None:
 def test_what_is_no_strategy_is_refused(dynamic, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WLBStrategy(dynamic=dynamic)
+
+
+def buffers(persistent: bool, device: str) -> None:
+    model = Transformer(module(CASE).config).to("meta")
+    model.layers["0"].register_buffer("absent", None)
+    model.layers["0"].register_buffer("bias", torch.ones(2, device=device), persistent)
+    check_buffers(model)
+
+
+def test_buffers_whose_values_are_not_computed_are_named() -> None:
+    buffers(persistent=False, device="cpu")
+    with pytest.raises(ValueError, match=r"layers.0.bias is a buffer that belongs"):
+        buffers(persistent=True, device="cpu")
+    with pytest.raises(ValueError, match=r"Buffers on the meta device .* layers.0.bias"):
+        buffers(persistent=False, device="meta")

@@ -144,14 +144,6 @@ class Stray(LanguageModule):
         return model
 
 
-class Frozen(LanguageModule):
-    """A model that is changed after it was built."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.model.head.requires_grad_(False)
-
-
 @pytest.mark.parametrize(
     ("mesh", "packing", "kind", "said"),
     [
@@ -159,7 +151,6 @@ class Frozen(LanguageModule):
         (Mesh(2, 2, virtual_stages=2), "slim", LanguageModule, 'Give schedule="1f1b".'),
         (Mesh(2), "wlb", LanguageModule, "Use packing='auto', 'slim' or 'hydraulis'."),
         (Mesh(2), "slim", Stray, "mesh: stray is in none of embed, layers and head"),
-        (Mesh(2), "slim", Frozen, "mesh: embed.weight of the model is not as Frozen.bu"),
     ],
 )
 def test_what_keeps_all_steps_on_the_mesh_is_said(mesh, packing, kind, said) -> None:

@@ -14,13 +14,7 @@ from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
 from tests.models.steps import documents
 from tests.oracle import oracle, relative_error
-from tests.strategy.random_plans import (
-    batch_of,
-    model_of,
-    plan_of,
-    random_replica,
-    run_step,
-)
+from tests.strategy.random_plans import batch_of, model_of, plan_of, random_replica, run_step
 
 KINDS = ("symmetric", "asymmetric")
 # With only shorter documents some gradients would be zero but for rounding.

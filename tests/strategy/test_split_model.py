@@ -42,19 +42,16 @@ def fit(case: Case, max_epochs: int) -> tuple[list[str], str | None]:
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(heard)
     try:
-        made, runner = (
-            module(case),
-            trainer(
-                WLBStrategy(1, 2),
-                2,
-                max_steps=1,
-                max_epochs=max_epochs,
-                callbacks=[bar, RichModelSummary()],
-                enable_progress_bar=True,
-                enable_model_summary=True,
-            ),
+        runner = trainer(
+            WLBStrategy(1, 2),
+            2,
+            max_steps=1,
+            max_epochs=max_epochs,
+            callbacks=[bar, RichModelSummary()],
+            enable_progress_bar=True,
+            enable_model_summary=True,
         )
-        runner.fit(made, data(case))
+        runner.fit(module(case), data(case))
         assert sum(isinstance(each, WholeModelSummary) for each in runner.callbacks) == 1
         assert not any(isinstance(each, ModelSummary) for each in runner.callbacks)
     finally:

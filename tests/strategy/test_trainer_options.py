@@ -5,11 +5,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    ModelPruning,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
