@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,9 +66,10 @@ def documents(masked: bool) -> InMemoryDocuments:
     return InMemoryDocuments(sequences, masks, vocab_size=VOCABULARY)
 
 
-def on_mesh(case: Case, mesh: tuple[int, ...]) -> Case:
-    """Without a pipeline two layers: half the messages of a step, of the same kinds."""
-    return case if mesh[1] > 1 else replace(case, layers=2)
+def on_mesh(case: Case, mesh: tuple[int, ...], schedule: str = "auto") -> Case:
+    """Two layers unless there are four stages, or a pipeline alone: fewer messages, of each kind."""
+    alone = math.prod(mesh) == mesh[1] > 1
+    return case if alone or schedule == "interleaved" else replace(case, layers=2)
 
 
 def config(tied: bool, sliding_window: int | None = None, layers: int = 4) -> TransformerConfig:

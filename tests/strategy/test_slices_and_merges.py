@@ -75,7 +75,7 @@ SOAK = (
 def run_changed(rank: int, runs: tuple[Run, ...]) -> list[dict]:
     results = []
     for change, mesh, number, schedule in runs:
-        case = on_mesh(CASES[number], mesh)
+        case = on_mesh(CASES[number], mesh, schedule)
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule)
         runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
@@ -102,11 +102,11 @@ def test_one_process_without_an_executor():
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_changed_plans_give_the_gradients_of_one_process(run):
     found = records(int(np.prod(run.mesh)), RUNS)[run]
-    check_equal(found, on_mesh(CASES[run.number], run.mesh))
+    check_equal(found, on_mesh(CASES[run.number], run.mesh, run.schedule))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("run", SOAK, ids=str)
 def test_changed_plans_give_the_gradients_of_one_process_on_more_meshes(run):
     found = records(int(np.prod(run.mesh)), SOAK)[run]
-    check_equal(found, on_mesh(CASES[run.number], run.mesh))
+    check_equal(found, on_mesh(CASES[run.number], run.mesh, run.schedule))
