@@ -67,8 +67,8 @@ def documents(masked: bool) -> InMemoryDocuments:
 
 
 def on_mesh(case: Case, mesh: tuple[int, ...], schedule: str = "auto") -> Case:
-    """Two layers unless there are four stages, or a pipeline alone: fewer messages, of each kind."""
-    alone = math.prod(mesh) == mesh[1] > 1
+    """Two layers, unless a pipeline is alone or has four stages: fewer messages of each kind."""
+    alone = 1 < math.prod(mesh) == mesh[1]
     return case if alone or schedule == "interleaved" else replace(case, layers=2)
 
 
