@@ -1,7 +1,5 @@
 """What the heat map shows, and that it becomes a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ImbalanceMonitor in real two-rank Trainer runs, beside Lightning's own ThroughputMonitor."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -27,6 +25,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Action, Timing
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy.harness import trainer
 
 WINDOW = 256
 STEPS = 3
@@ -53,16 +52,9 @@ def make_data() -> WLBDataModule:
 
 
 def make_trainer(strategy: Any, folder: Path, callbacks: list, **options: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_steps": STEPS,
-        "log_every_n_steps": 1,
-        "default_root_dir": folder,
-    }
-    return L.Trainer(strategy=strategy, callbacks=callbacks, **(defaults | options))
+    usual = {"precision": "32-true", "gradient_clip_val": None, "accelerator": "cpu"}
+    usual |= {"max_steps": STEPS, "log_every_n_steps": 1, "default_root_dir": folder}
+    return trainer(strategy, callbacks=callbacks, **(usual | options))
 
 
 class FixedTimes(L.Callback):
@@ -84,26 +76,26 @@ def run_measured(rank: int, folder: Path) -> dict[str, Any]:
     """Two replicas, real clocks, a CSV log, ThroughputMonitor beside."""
     monitor = ImbalanceMonitor(warm_up_steps=1)
     beside = ThroughputMonitor(batch_size_fn=lambda batch: batch.tokens, window_size=2)
-    trainer = make_trainer(
+    runner = make_trainer(
         WLBStrategy(2), folder, [monitor, beside], devices=2, logger=CSVLogger(folder)
     )
     begin = time.perf_counter()
-    trainer.fit(make_module(), make_data())
+    runner.fit(make_module(), make_data())
     return {
         "seconds": time.perf_counter() - begin,
         "summary": monitor.summary(),
         "picture": monitor.heat_map_path,
-        "log": Path(trainer.log_dir or ""),
+        "log": Path(runner.log_dir or ""),
     }
 
 
 def run_fixed(rank: int, mesh: tuple[int, int, int, int], folder: Path) -> dict[str, Any]:
     monitor = ImbalanceMonitor(heat_map=str(folder / "chosen.png"), warm_up_steps=0)
-    trainer = make_trainer(
+    runner = make_trainer(
         WLBStrategy(*mesh), folder, [FixedTimes(), monitor], devices=2, logger=False
     )
-    trainer.fit(make_module(), make_data())
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    runner.fit(make_module(), make_data())
+    logged = {name: float(value) for name, value in runner.logged_metrics.items()}
     return {"summary": monitor.summary(), "logged": logged}
 
 
@@ -229,9 +221,9 @@ def test_the_table_shows_the_run():
 
 def test_wrong_use_is_answered(tmp_path: Path):
     monitor = ImbalanceMonitor()
-    trainer = make_trainer("auto", tmp_path, [monitor], devices=1, logger=False)
+    runner = make_trainer("auto", tmp_path, [monitor], devices=1, logger=False)
     with pytest.raises(MisconfigurationException, match="strategy='wlb'"):
-        trainer.fit(make_module(), make_data())
+        runner.fit(make_module(), make_data())
     with pytest.raises(RuntimeError, match="fit"):
         monitor.summary()
     with pytest.raises(ValueError, match="warm_up_steps=-1"):

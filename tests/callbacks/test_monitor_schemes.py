@@ -1,7 +1,5 @@
 """ImbalanceMonitor where steps leave the mesh: three ranks, two strategies and the mesh in turn."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

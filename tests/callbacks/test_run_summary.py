@@ -1,7 +1,5 @@
 """A run's figures from records written by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -73,14 +71,6 @@ def test_each_strategy_has_its_figures_and_a_warm_up_of_its_own():
     assert (of_mesh["steps"], of_mesh["timed_steps"], of_mesh["seconds_per_step"]) == (3, 2, 2)
     assert (other["steps"], other["timed_steps"], other["seconds_per_step"]) == (2, 1, 5)
     assert (of_mesh["tokens"], other["tokens"], none["steps"]) == (8, 7, 0)
-
-
-def test_the_aggregate_is_that_of_sums_not_a_mean_of_degrees():
-    records = Records(devices=1)
-    records.add(record(pipeline=(20.0, 10.0)))
-    records.add(record(pipeline=(1.0, 1.0)))
-    assert records.summary()["imbalance_pipeline_aggregate"] == 21 / 11
-    assert records.summary()["imbalance_pipeline_mean"] == 1.5
 
 
 def test_unknown_figures_are_left_out_or_not_a_number():

@@ -1,7 +1,5 @@
 """Small checkpoints, and what a stranger may do to them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

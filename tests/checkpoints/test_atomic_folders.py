@@ -1,7 +1,5 @@
 """A folder has its final name only when it is whole, and takes only what was written here."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

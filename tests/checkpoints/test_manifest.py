@@ -1,7 +1,5 @@
 """A manifest holds what was written, and shows every other content."""
 
-from __future__ import annotations
-
 import json
 import time
 import zlib

@@ -1,7 +1,5 @@
 """What was damaged, or made to do harm, is refused; what is whole is read."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The library's metadata comes out as the library reads it; what is none is refused."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import pathlib

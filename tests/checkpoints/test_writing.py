@@ -1,7 +1,5 @@
 """A save ends with the old checkpoint or with the new one, wherever it ends."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -108,10 +106,11 @@ def test_nothing_is_replaced_before_what_replaces_it_is_on_the_disk(tmp_path, mo
     ]
 
 
-def full_disk(rank: int, scratch: Path) -> tuple[int, str, list[str], float]:
-    path = scratch / "run.ckpt"
+def full_disk(rank: int, scratch: Path) -> None:
+    path, opened = scratch / "run.ckpt", io.FileIO
+    if not Path("/dev/full").exists():
+        return  # Linux's
     save(path, 1.0)
-    opened = io.FileIO
 
     def full(file: Path, mode: str) -> io.FileIO:
         return opened("/dev/full", "w") if file.name == "__1_0.distcp" else opened(file, mode)
@@ -120,26 +119,23 @@ def full_disk(rank: int, scratch: Path) -> tuple[int, str, list[str], float]:
         patch.setattr(io, "FileIO", full)
         with pytest.raises(OSError, match="No space left") as info:
             save(path, 2.0)
+    assert info.value.errno == errno.ENOSPC
+    for said in ("run.ckpt was not saved", "rank 1: No space left on device", "__1_0.distcp"):
+        assert said in str(info.value)
+    assert "bytes free" in str(info.value)
+    the_old_one_stands(path)
+
+
+def the_old_one_stands(path: Path) -> None:
+    """A failed save has left nothing, and the checkpoint of before is whole."""
     dist.barrier()
-    left = sorted(each.name for each in scratch.iterdir())
-    return info.value.errno, str(info.value), left, load(path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert load(path) == 1.0
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
-def test_a_full_disk_leaves_nothing_and_all_ranks_say_where(tmp_path):
-    for code, text, left, value in run_ranks(full_disk, 2, tmp_path):
-        assert code == errno.ENOSPC
-        assert "run.ckpt was not saved" in text
-        assert "rank 1: No space left on device" in text
-        assert "__1_0.distcp" in text
-        assert "bytes free" in text
-        assert left == ["run.ckpt"]
-        assert value == 1.0
-
-
-def errors_of_rank_0(rank: int, scratch: Path) -> list[tuple[int, list[str], float]]:
+def errors_of_rank_0(rank: int, scratch: Path) -> None:
     """What only rank 0 does fails: the folder aside, meta.pt, the manifest, each name."""
-    path, found = scratch / "run.ckpt", []
+    path = scratch / "run.ckpt"
     save(path, 1.0)
 
     def fails(*_: object) -> None:
@@ -152,36 +148,23 @@ def errors_of_rank_0(rank: int, scratch: Path) -> list[tuple[int, list[str], flo
                 patch.setattr(module, name, fails)
             with pytest.raises(OSError, match=r"run\.ckpt was not saved .*: somewhere") as info:
                 save(path, 2.0)
-        dist.barrier()
-        left = sorted(each.name for each in scratch.iterdir())
-        found.append((info.value.errno, left, load(path)))
-    return found
+        assert info.value.errno == errno.EACCES
+        the_old_one_stands(path)
 
 
-def test_what_fails_on_rank_0_alone_fails_on_all_and_leaves_nothing(tmp_path):
-    for found in run_ranks(errors_of_rank_0, 2, tmp_path):
-        assert found == [(errno.EACCES, ["run.ckpt"], 1.0)] * 5
-
-
-def not_shared(rank: int, scratch: Path) -> str:
+def no_shared_disk(rank: int, scratch: Path) -> None:
     """Each rank has a disk of its own."""
     atomic_folders._LATE_SECONDS = 0.1
     mine = scratch / str(rank)
     mine.mkdir()
     os.chdir(mine)
-    with pytest.raises(ValueError, match="not on") as info:
+    with pytest.raises(ValueError, match=r"(?s)^rank 1 on .*file system that all nodes share"):
         save(Path("run.ckpt"), 1.0)
     assert list(mine.iterdir()) == []
-    return str(info.value)
 
 
-def test_ranks_without_a_shared_disk_are_refused(tmp_path):
-    for text in run_ranks(not_shared, 2, tmp_path):
-        assert text.startswith("rank 1 on ")
-        assert "file system that all nodes share" in text
-
-
-def lost_file(rank: int, scratch: Path) -> str:
+def lost_file(rank: int, scratch: Path) -> None:
+    """Rank 0 does not see a file that rank 1 has written."""
     atomic_folders._LATE_SECONDS = 0.1
     reached = atomic_folders.reached
 
@@ -195,17 +178,12 @@ def lost_file(rank: int, scratch: Path) -> str:
         patch.setattr(atomic_folders, "reached", lose)
         with pytest.raises(ValueError, match="is not there on") as info:
             save(scratch / "run.ckpt", 1.0)
+    assert "__1_0.distcp of" in str(info.value)
+    assert "which rank 1 wrote" in str(info.value)
     assert rank > 0 or list(scratch.iterdir()) == [], "rank 0 has made it, and removes it"
-    return str(info.value)
 
 
-def test_a_file_that_rank_0_does_not_see_is_named(tmp_path):
-    for text in run_ranks(lost_file, 2, tmp_path):
-        assert "__1_0.distcp of" in text
-        assert "which rank 1 wrote" in text
-
-
-def left_by_a_rank(rank: int, scratch: Path) -> float:
+def rank_1_breaks_off(rank: int, scratch: Path) -> None:
     """Rank 1 loses its connection while rank 0 is about to give the folder its name."""
     path, given_up = scratch / "run.ckpt", scratch / "given up"
     save(path, 1.0)
@@ -235,11 +213,19 @@ def left_by_a_rank(rank: int, scratch: Path) -> float:
                 save(path, 2.0)
             given_up.touch()
             gather([None, None], (None, None))  # rank 0 waits there
-    return load(path)
+    assert load(path) == 2.0, "it takes nothing from what rank 0 finishes"
 
 
-def test_a_rank_that_breaks_off_takes_nothing_from_what_rank_0_finishes(tmp_path):
-    assert run_ranks(left_by_a_rank, 2, tmp_path) == [2.0, 2.0]
+def all_failures(rank: int, scratch: Path) -> None:
+    for fails in (full_disk, errors_of_rank_0, rank_1_breaks_off, no_shared_disk, lost_file):
+        folder = scratch / fails.__name__
+        folder.mkdir(exist_ok=True)
+        fails(rank, folder)
+        dist.barrier()
+
+
+def test_what_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(tmp_path):
+    run_ranks(all_failures, 2, tmp_path)
 
 
 def test_state_that_could_not_be_read_again_is_refused_before_anything_is_written(tmp_path):

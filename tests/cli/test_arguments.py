@@ -1,7 +1,5 @@
 """Text of the command line: models, meshes, names, and options of packings."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -12,17 +10,14 @@ from lightning_wlb.cli import arguments as of_lengths
 from lightning_wlb.cli.arguments import (
     STORE_FILES,
     load_lengths,
-    mesh_of,
     model_config,
     model_shape,
-    names_of,
     packing_option_names,
     packing_options,
 )
 from lightning_wlb.cli.main import main
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing import PackingChoice
@@ -97,14 +92,6 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"pip install 'lightning-wlb\[hf\]'"):
         model_shape(str(tmp_path))
-
-
-def test_a_mesh_is_data_pipeline_context_tensor() -> None:
-    assert mesh_of("1,4,2,8") == Mesh(data=1, pipeline=4, context=2, tensor=8)
-
-
-def test_names_are_kept_in_order_and_once() -> None:
-    assert names_of("--packing", "wlb,auto,wlb", ["auto", "wlb"]) == ["wlb", "auto"]
 
 
 def test_options_of_packings_are_json_or_text_by_method() -> None:

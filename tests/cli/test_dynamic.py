@@ -1,7 +1,5 @@
 """``lightning-wlb plan --dynamic auto``: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -61,13 +59,6 @@ def check_best_step(events: list[dict]) -> None:
         for pid in (there, elsewhere)
     }
     assert ends[there] > 1.02 * ends[elsewhere] > 0
-
-
-def test_without_it_nothing_is_said(capsys, tmp_path: Path) -> None:
-    code, out, _ = run(capsys, tmp_path, "--dynamic", "off", "--json")
-    assert code == 0
-    assert "Dynamic" not in out
-    assert "dynamic" not in json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``lightning-wlb export``: what comes out opens in transformers, with the weights that went in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

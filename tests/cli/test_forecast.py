@@ -1,7 +1,5 @@
 """The verdict: what is advised, and the honest refusal."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from lightning_wlb.cli.forecast import Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import Request
-from lightning_wlb.cost.flops import attention_flops, linear_flops
 
 
 def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdict:
@@ -55,16 +52,3 @@ def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> Non
     assert instead.startswith("Take best_fit with sharding adaptive")
     assert verdict.figures["packing"] == "best_fit"
     assert verdict.figures["worth_it"] is False
-
-
-def test_the_share_of_attention_counts_pieces_of_the_window(tmp_path: Path) -> None:
-    lengths = np.array([3000, 70_000, 65_536, 3000] * 20)
-    verdict = verdict_of(lengths, tmp_path, *LONG, "--packing", "best_fit", "--steps", "2",
-                         "--long-documents", "split")  # fmt: skip
-    shape = verdict.request.shape
-    pieces = [3000, 65_536, 70_000 - 65_536, 65_536, 3000]
-    attention = sum(attention_flops(shape, tokens) for tokens in pieces)
-    linear = sum(linear_flops(shape, tokens) for tokens in pieces)
-    assert verdict.attention == pytest.approx(attention / (attention + linear))
-    # Compared with itself alone, there is nothing to gain.
-    assert verdict.gain == 1

@@ -1,7 +1,5 @@
 """How the command answers mistakes: one paragraph, once a node, on request with a traceback."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException

@@ -1,7 +1,5 @@
 """``lightning-wlb plan --mesh auto``: what it prints, and that its rows come out the same again."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

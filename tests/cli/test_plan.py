@@ -1,7 +1,5 @@
 """``lightning-wlb plan``: the table, its JSON, files, and answers to mistakes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,6 +29,13 @@ def answer(capsys: pytest.CaptureFixture[str], *changes: str) -> tuple[int, str,
     code = main(arguments)
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def report_of(capsys: pytest.CaptureFixture[str], *changes: str) -> dict:
+    """What it prints as JSON where all is well."""
+    code, out, err = answer(capsys, *changes, "--json")
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
 
 
 def test_the_acceptance_command_prints_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,12 +114,8 @@ def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[s
 
 
 def test_the_standard_library_needs_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = answer(
-        capsys, "--lengths", "stdlib", "--context-window", "16384", "--long-documents", "split",
-        "--steps", "3", "--json",
-    )  # fmt: skip
-    assert code == 0
-    assert json.loads(out.splitlines()[-1])["documents"] > 500
+    options = ["--context-window", "16384", "--long-documents", "split", "--steps", "3"]
+    assert report_of(capsys, "--lengths", "stdlib", *options)["documents"] > 500
 
 
 def test_a_measured_profile_is_called_measured(capsys, tmp_path):
@@ -134,8 +135,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         "interleaved": ["--schedule", "interleaved"],
         "full": ["--activation-checkpointing", "full"],
     }.items():
-        out = answer(capsys, *options, "--packing", "original", "--json")[1]
-        report = json.loads(out.splitlines()[-1])
+        report = report_of(capsys, *options, "--packing", "original")
         steps[name] = report["rows"][0]["step_ms_mean"]
         assert report["virtual_stages"] == (2 if name == "interleaved" else 1)
         share = 1.0 if name == "full" else 0.0
@@ -191,28 +191,29 @@ def test_lengths_above_the_window_are_answered_with_what_would_fit(capsys, tmp_p
     assert answer(capsys, "--lengths", str(path), "--long-documents", "split")[0] == 0
 
 
-def test_a_model_that_does_not_fit_is_answered_with_meshes_that_do(capsys):
-    code, _, err = answer(capsys, "--model", "70b", "--mesh", "1,1,1,8")
-    assert code == 2
-    assert "parameters, gradients and optimizer state take" in err
-    suggested = err.rpartition("--mesh ")[2].split()[0].rstrip(".")
-    assert answer(capsys, "--model", "70b", "--mesh", suggested)[0] == 0
+BIG = ["--model", "7b", "--context-window", "1048576", "--packing", "original", "--steps", "2"]
 
 
-def test_activations_that_do_not_fit_are_answered_with_meshes_that_do(capsys):
-    big = ["--model", "7b", "--context-window", "1048576", "--packing", "original", "--steps", "2"]
-    code, _, err = answer(capsys, *big, "--mesh", "1,4,2,1")
+@pytest.mark.parametrize(
+    ("model", "mesh", "message"),
+    [
+        (["--model", "70b"], "1,1,1,8", "parameters, gradients and optimizer state take"),
+        (BIG, "1,4,2,1", "activations do not fit"),
+    ],
+)
+def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, model, mesh, message):
+    code, _, err = answer(capsys, *model, "--mesh", mesh)
     assert code == 2
-    assert "activations do not fit" in err
+    assert message in err
     suggested = err.rpartition("--mesh ")[2].split()[0].rstrip(".")
-    assert answer(capsys, *big, "--mesh", suggested)[0] == 0
+    assert answer(capsys, *model, "--mesh", suggested)[0] == 0
+
+
+TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000", "--steps", "5"]
 
 
 def test_a_row_that_does_not_fit_is_named_beside_those_that_do(capsys):
-    code, out, _ = answer(
-        capsys, "--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000",
-        "--activation-checkpointing", "none", "--steps", "5", "--json",
-    )  # fmt: skip
+    code, out, _ = answer(capsys, *TIGHT, "--activation-checkpointing", "none", "--json")
     assert code == 0
     report = json.loads(out.splitlines()[-1])
     # Windows of one length just fit; micro-batches of up to one and a half do not.
@@ -223,12 +224,7 @@ def test_a_row_that_does_not_fit_is_named_beside_those_that_do(capsys):
 
 
 def test_each_plan_recomputes_as_little_as_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = answer(
-        capsys, "--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000",
-        "--steps", "5", "--json",
-    )  # fmt: skip
-    assert code == 0
-    report = json.loads(out.splitlines()[-1])
+    report = report_of(capsys, *TIGHT)
     shares = {row["packing"]: row["recomputed"] for row in report["rows"]}
     assert shares["original"] == shares["best_fit"] == 0 < shares["wlb"] < 0.5
     assert report["does_not_fit"] == []

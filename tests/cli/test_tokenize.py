@@ -1,7 +1,5 @@
 """The command says what it did, and what to type next."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_wlb.cli import tokenize

@@ -1,7 +1,5 @@
 """``lightning-wlb fit``: LightningCLI with the strategy's section."""
 
-from __future__ import annotations
-
 import sys
 from functools import wraps
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import fields
@@ -22,6 +20,7 @@ from lightning_wlb.data.datamodule import WLBDataModule, about_steps
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.planning import DataSettings
+from tests.strategy import harness
 
 SHAPE = ModelShape(dim=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn_dim=64, vocab_size=99)
 
@@ -73,19 +72,10 @@ def data(**changes: Any) -> WLBDataModule:
 
 
 def trainer(folder: Path, **changes: Any) -> L.Trainer:
-    return L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": -1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "default_root_dir": folder,
-            **changes,
-        }
-    )
+    """A quiet Trainer on the CPU, without an end."""
+    endless = {"max_steps": -1, "max_epochs": -1, "default_root_dir": folder, "accelerator": "cpu"}
+    usual = {"precision": "32-true", "gradient_clip_val": None}
+    return harness.trainer("auto", 1, **(endless | usual | changes))
 
 
 def fit(folder: Path, module: Recorder, ckpt: Path | None = None, **changes: Any) -> L.Trainer:

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import pickle
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -134,22 +131,6 @@ def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) 
             until -= 1
     want = [content(batch) for batch in unbroken]
     assert [content(batch) for batch in taken[: len(want)]] == want
-
-
-def test_a_worker_plans_ahead_while_a_step_runs(tmp_path, monkeypatch):
-    place = Planner.place
-
-    def noting(planner: Planner, release: Release) -> Any:
-        (tmp_path / str(release.step)).touch()
-        return place(planner, release)
-
-    monkeypatch.setattr(Planner, "place", noting)
-    batches = iter(StepLoader(dataset(), lambda: None, num_workers=1))
-    assert next(batches).to("cpu").wait_seconds > 0
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "3").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(monkeypatch):

@@ -1,16 +1,10 @@
 """Loops without a Trainer: a position that outlives the loader, its process and its mesh."""
 
-from __future__ import annotations
-
 import multiprocessing
-import os
-import signal
 from dataclasses import replace
 from itertools import islice
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +12,6 @@ from lightning.fabric import Fabric
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.data import loader as loading
-from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepLoader
 from tests import ranks  # noqa: F401  (what a new process has imported already)
 from tests.data.test_loader import DATA, content, dataset, epochs
@@ -32,8 +25,8 @@ def test_an_iteration_that_was_left_is_continued_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(workers: int) -> None:
-    """With the state of any number of workers, which read ahead: they all have the same."""
+def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(workers, tmp_path):
+    """From a file, with the state of any number of workers, which read ahead: all have the same."""
     unbroken = epochs(dataset(), 2)
     want = [content(batch) for batch in unbroken]
     end = [batch.plan.epoch for batch in unbroken].index(1)
@@ -44,6 +37,8 @@ def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(worke
             assert loader.state_dict() == {"planner": batch.state}
             states.append(loader.state_dict())
     assert states == [{}, *({"planner": batch.state} for batch in unbroken)]
+    torch.save(states, tmp_path / "states.pt")
+    states = torch.load(tmp_path / "states.pt", weights_only=True)
     # Before the first step, inside the epoch, before and after its last batch, in the next one.
     for taken in (0, 4, end - 1, end, end + 1) if workers != 1 else (4, end):
         resumed = StepLoader(dataset(), num_workers=workers)
@@ -72,48 +67,6 @@ def test_a_loop_that_was_left_goes_on_and_takes_its_workers_along(workers: int) 
     assert content(next(iter(loader))) == unbroken[2]
     loader.load_state_dict({})
     assert content(next(iter(loader))) == unbroken[0]
-
-
-def told(batch: StepBatch) -> tuple[int, Any]:
-    """What tells one batch from another, in types that torch loads with ``weights_only``."""
-    return batch.plan.digest, [
-        each.tokens.tolist() for each in batch.micro_batches if each.tokens is not None
-    ]
-
-
-def train_until_killed(folder: Path, talk: Connection) -> None:
-    """A plain loop that saves after each of five steps and never ends the sixth."""
-    os.setsid()  # its workers are to be killed with it
-    loader, trained = StepLoader(dataset(), num_workers=2), []
-    for batch in loader:
-        if len(trained) == 5:
-            talk.send("in the sixth step")
-            signal.pause()
-        trained.append(told(batch))
-        torch.save({"loader": loader.state_dict(), "trained": trained}, folder / "partial")
-        os.replace(folder / "partial", folder / "last.pt")
-
-
-def test_a_killed_loop_continues_with_exactly_the_next_batch(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    hear, talk = context.Pipe(duplex=False)
-    process = context.Process(target=train_until_killed, args=(tmp_path, talk))
-    process.start()
-    talk.close()
-    try:
-        assert hear.recv() == "in the sixth step"
-        os.killpg(process.pid, signal.SIGKILL)
-    finally:
-        process.kill()
-        process.join()
-    assert process.exitcode == -signal.SIGKILL
-    unbroken = [told(batch) for batch in epochs(dataset(), 2)]
-    saved = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert saved["trained"] == unbroken[:5]
-    for workers in (2, 0, 1):
-        loader = StepLoader(dataset(), num_workers=workers)
-        loader.load_state_dict(saved["loader"])
-        assert [told(batch) for batch in epochs(loader, 2)] == unbroken[5:]
 
 
 def test_fabric_saves_and_loads_the_loader(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What the data module takes from the Trainer: the rank's place, the mesh, and the pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -50,22 +50,15 @@ def unbroken(tmp_path_factory) -> list[str]:
     return losses(folder)
 
 
-@pytest.mark.soak  # tests/test_examples.py does it with less
-def test_lightning_starts_the_ranks(tmp_path, unbroken):
-    start(SCRIPT, str(tmp_path))
-    assert len(unbroken) == 6
-    assert losses(tmp_path) == unbroken
-
-
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path, unbroken):
     agent = ["-m", "torch.distributed.run", "--standalone"]
     agent += ["--nproc-per-node=2", "--max-restarts=1"]
-    said = start(*agent, SCRIPT, str(tmp_path), "--dies-after=5")
+    said = start(*agent, SCRIPT, str(tmp_path), "--dies-after=3")
     assert (tmp_path / "died").exists()
     done = losses(tmp_path)
-    # The restart begins after step 4, whose checkpoint is the newest.
-    assert done[-2:] == unbroken[4:], said
-    assert done[:-2] in (unbroken[:4], unbroken[:5]), said
+    # The restart begins after step 2, whose checkpoint is the newest.
+    assert done[-2:] == unbroken[2:], said
+    assert done[:-2] in (unbroken[:2], unbroken[:3]), said
 
 
 def test_tasks_that_would_each_start_ranks_are_refused(monkeypatch):

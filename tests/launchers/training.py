@@ -1,4 +1,4 @@
-"""A user's script: trains six steps on two ranks from the newest checkpoint, if there is one.
+"""A user's script: trains four steps on two ranks from the newest checkpoint, if there is one.
 
 ::
 
@@ -39,7 +39,7 @@ def train(folder: Path, dies_after: int = 0) -> None:
     runner = trainer(
         WLBStrategy(pipeline_parallel_size=2),
         2,
-        max_steps=6,
+        max_steps=4,
         max_epochs=-1,
         enable_checkpointing=True,
         callbacks=[

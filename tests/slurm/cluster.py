@@ -6,8 +6,6 @@ Both nodes are this machine under two names. Memory and cores are not shared out
 that there are enough of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

@@ -1,7 +1,5 @@
 """A small run for the tests, as a job of Slurm and without it, and what it leaves behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a run under Slurm leaves behind for the tests, written by the run itself."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

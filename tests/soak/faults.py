@@ -5,8 +5,6 @@ saved after steps 3 and 6, validation runs after every second step. Rank 3 is th
 rank 0, which is also the launcher.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ranks of a launcher as forks that have everything imported; see :mod:`tests.soak.processes`."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing.util

@@ -10,8 +10,6 @@ environment that the launcher gives them, and the script from its beginning. ``i
 starts real ones.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -19,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,8 @@ from tests.soak.plants import session
 from tests.soak.training import Run
 
 ROOT = Path(__file__).parents[2]
+START_WITHIN = 90.0
+"""Seconds until a fault has to have acted."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*ranks.PRELOADED, "pytest", "tests.soak.forked"])
@@ -54,9 +54,7 @@ class Ending:
 def run(
     options: Run,
     within: float,
-    environment: Mapping[str, str] | None = None,
     interpreters: bool = False,
-    start_within: float = 90.0,
     meanwhile: Callable[[int], None] | None = None,
 ) -> Ending:
     """Start a run, and wait until none of its processes is left.
@@ -64,9 +62,7 @@ def run(
     Args:
         options: of the run.
         within: seconds that it may take from when the fault acts; without a fault, from the start.
-        environment: further variables.
         interpreters: start an interpreter for each rank, as ``python script.py`` would.
-        start_within: seconds until the fault has to have acted.
         meanwhile: called every 50 ms with the number of the run's session.
     """
     folder = Path(options.folder)
@@ -74,15 +70,15 @@ def run(
     for mark in folder.glob("fired-*"):
         mark.unlink()
     begin = time.monotonic()
-    started = _start_interpreter if interpreters else _start_forked
-    leader = started(options, dict(environment or {}))
+    started = _start_interpreter if interpreters else _Forked
+    leader = started(options)
     try:
         while True:
             fired = _fired(folder) if options.fault else begin
             now = time.monotonic()
             left = tuple(_living(leader.pid))
             over = not left and leader.poll() is not None
-            if over or now > (begin + start_within if fired is None else fired + within):
+            if over or now > (begin + START_WITHIN if fired is None else fired + within):
                 break
             if meanwhile is not None:
                 meanwhile(leader.pid)
@@ -97,10 +93,10 @@ def run(
 class _Forked:
     """What this file needs of a rank 0 that the fork server has started."""
 
-    def __init__(self, options: Run, environment: dict[str, str]) -> None:
+    def __init__(self, options: Run) -> None:
         from tests.soak import forked
 
-        self._process = _context.Process(target=forked.begin, args=(options, environment))
+        self._process = _context.Process(target=forked.begin, args=(options, _environment()))
         self._process.start()
         self.pid = self._process.pid
 
@@ -112,16 +108,12 @@ class _Forked:
         return self._process.exitcode
 
 
-def _start_forked(options: Run, environment: dict[str, str]) -> _Forked:
-    return _Forked(options, _environment() | environment)
-
-
-def _start_interpreter(options: Run, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_interpreter(options: Run) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", training.__name__, json.dumps(options.__dict__)]
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=_environment() | environment,
+        env=_environment(),
         start_new_session=True,
         # A shell that runs the tests in the background ignores SIGINT, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

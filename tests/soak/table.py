@@ -4,8 +4,6 @@ A table stands between two marks. What a test writes replaces its own cell; thos
 which may not have run this time, stay.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,14 +1,10 @@
 """Benchmarks that take many seconds even in their smallest run: they run, and end with JSON."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import scale
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.__main__ import main as gpu_part
 from benchmarks.gpu.papers import summary
@@ -30,19 +26,6 @@ def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["read_mb"] == pytest.approx(row["share_mb"] / 2, abs=0.1)
     assert result["built_without_memory"]["parameters_b"] == 70.6
     assert result["built_without_memory"]["process_mb"] < 1024
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read as Linux counts it")
-def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "CASES", scale.CASES[2:3])
-    scale.main(["--documents", "20000"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (row,) = result["rows"]
-    assert result["documents"] == 20_000
-    assert row["held_out"] == 10_000
-    assert row["state_bytes"] < 100_000
-    # A store of 20,000 documents: whatever a process needs beside it is far below the limit.
-    assert 0 <= row["memory_mb"] < 200
 
 
 def run_parts(rank: int, folder: str) -> list[int]:

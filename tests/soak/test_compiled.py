@@ -1,7 +1,5 @@
 """``compile=True`` on meshes: the gradients of one uncompiled process, and few compilations."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

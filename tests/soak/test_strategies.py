@@ -1,7 +1,5 @@
 """Steps on other pipelines: random runs, eight ranks, resumed runs, and runs that fail there."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -11,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,6 @@ from lightning_wlb.training import executor
 from tests.heterogeneous.fixed_choices import take_in_turn
 from tests.heterogeneous.random_runs import (
     random_run,
-    random_scheme,
     reference,
     train,
     worst_error,
@@ -38,7 +34,6 @@ from tests.ranks import run_ranks
 from tests.strategy.harness import (
     Case,
     Recorder,
-    config,
     data,
     module,
     relative_error,
@@ -117,41 +112,6 @@ def check(of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], steps: slice
             for name, value in got.items():
                 wanted = right[name if name in right else TIED[name]]
                 assert relative_error(value, wanted) <= 1e-10, name
-
-
-def random_case(seed: int, ranks: int) -> tuple[tuple[int, ...], list[Schemes], Case]:
-    """A mesh, strategies other than its pipelines, and what is trained how."""
-    draw = Random(seed)
-    case = Case(
-        draw.choice(("auto", "slim", "hydraulis")),
-        draw.choice(("adaptive", "per_document_contiguous", "hybrid")),
-        tied=draw.random() < 0.5,
-        activation_checkpointing=draw.choice(("auto", "none", "full", "selective")),
-        masked=True,
-        sliding_window=draw.choice((None, 9)),
-        layers=draw.choice((2, 3)),
-    )
-    sizes = config(case.tied, case.sliding_window, case.layers)
-    base = random_scheme(draw, sizes, 0, ranks, divides=True)
-    mesh = ranks // base.size, len(base.stages), base.context, base.tensor
-    strategies: list[Schemes] = []
-    while len(strategies) < 3:
-        made: list[Scheme] = []
-        while (first := sum(each.size for each in made)) < ranks:
-            made.append(random_scheme(draw, sizes, first, ranks))
-        if {(len(each.stages), *each.shape[1:]) for each in made} != {mesh[1:]}:
-            strategies.append(tuple(made))
-    return mesh, strategies, case
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_runs_that_the_planner_arranges(seed: int) -> None:
-    """By the run's own packing, whose pipelines share pieces where these are long."""
-    mesh, strategies, case = random_case(seed, 4)
-    of_ranks = run_ranks(fit, 4, mesh, strategies, case, timeout=300, process_group=False)
-    plans = [StepPlan.from_json(text) for text in of_ranks[0]["plans"]]
-    assert [plan.schemes for plan in plans] == [*strategies, ()]
-    check(of_ranks, alone(case), slice(None))
 
 
 ON_EIGHT: tuple[Schemes, ...] = (

@@ -10,8 +10,6 @@ to ``usage-N``, and where training ends a digest of its parameters and optimizer
 ``state-N``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Random corpora, and what every store over files is held to."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from pathlib import Path

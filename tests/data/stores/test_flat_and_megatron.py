@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import struct
 from itertools import chain, pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A mixture reads from its stores, and its loader resumes with any number of workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
@@ -22,7 +20,6 @@ from lightning_wlb.data.open_documents import hold_out, path_of
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
-from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.mixture import StoreShare
@@ -114,28 +111,6 @@ def test_a_loader_resumes_with_any_number_of_workers(workers) -> None:
         second = StepLoader(StepDataset(mixed(), DATA, WORK), num_workers=(workers + 1) % 3)
         second.load_state_dict(first.state_dict())
         assert [content(each) for each in islice(second, 5)] == unbroken[at : at + 5]
-
-
-def test_every_replica_of_a_mesh_sees_its_part_of_the_same_steps() -> None:
-    one = list(islice(StepDataset(mixed(), DATA, WORK), 5))
-    two = [
-        list(islice(StepDataset(mixed(), DATA, WORK, Rank(Mesh(data=2), data=data)), 5))
-        for data in range(2)
-    ]
-    for alone, *parts in zip(one, *two, strict=True):
-        assert all(part.plan.pieces == alone.plan.pieces for part in parts)
-        assert all(part.state == alone.state for part in parts)
-        tokens = [
-            Counter(
-                token
-                for batch in batches
-                for each in batch.micro_batches
-                for token, label in zip(each.tokens.tolist(), each.labels.tolist(), strict=True)
-                if label >= 0
-            )
-            for batches in ([alone], parts)
-        ]
-        assert tokens[0] == tokens[1]
 
 
 def test_documents_are_held_out_of_the_mixture() -> None:

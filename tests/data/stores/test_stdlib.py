@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,12 +134,3 @@ def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
         StdlibDocuments("file", "bpe", 255)
     with pytest.raises(ValueError, match="holds no documents"):
         StdlibDocuments("file", directory=tmp_path / "nowhere")
-
-
-@pytest.mark.skipif(sys.implementation.name != "cpython", reason="figures are CPython's")
-def test_the_standard_library_has_a_heavy_tail() -> None:
-    lengths = StdlibDocuments("file").lengths
-    assert 500 < len(lengths) < 4000
-    assert 3_000 < np.median(lengths) < 15_000
-    assert lengths.max() > 20 * np.median(lengths)
-    assert lengths.sum() > 5_000_000

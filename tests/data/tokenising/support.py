@@ -1,7 +1,5 @@
 """Small tokenizers, and what a tokenised folder holds by the datasets library's own reading."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

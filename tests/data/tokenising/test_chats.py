@@ -1,7 +1,5 @@
 """Only what the assistant says may be a target, by every way to find it."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The result knows neither the number of processes nor the moments at which a run was ended."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Every row of a source is in exactly one shard, with its place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

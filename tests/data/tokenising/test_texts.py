@@ -1,7 +1,5 @@
 """Tokens are the tokenizer's own, with one end-of-document token."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
