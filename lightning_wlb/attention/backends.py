@@ -119,9 +119,6 @@ def kernel_name(backend: str, device: torch.device | str) -> str:
 class VarlenAttention:
     """Causal variable-length attention by the kernel chosen here.
 
-    Args:
-        backend: a name in :data:`BACKENDS`, or ``"auto"``.
-
     Attributes:
         timer: called around the kernel in forward and in backward unless it is None; no
             collective runs between its ``start`` and ``stop``. It may be set and unset at any time.

@@ -12,11 +12,11 @@ of forward, so the queries' own backward runs while the gradients are sent back.
 projected here too, so that the keys that backward refetches (:mod:`.kv_cache`) are received while
 the projection's own backward runs. Nothing else overlaps (docs/design.md says why).
 
-Sums over segments are taken in float32 for half types, and so are those over ranks where a step
-does not ask for less (:func:`.reduce_dtype`), so that a gradient does not depend on the number of
-ranks beyond rounding. Padding rows, at the local end, are cut off before the kernel. They are
-exactly zero in the output and in every gradient, whatever they hold. Every rank of the group runs
-the same collectives, also one without any token.
+Half types are summed over segments in float32, and over ranks too unless a step asks for less
+(:func:`.reduce_dtype`), so that a gradient does not depend on the number of ranks beyond rounding.
+Padding rows, at the local end, are cut off before the kernel, and are exactly zero in the output
+and in every gradient, whatever they hold. Every rank of the group runs the same collectives, also
+one without any token.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
 backward. Those that are read are in memory meanwhile, 1 + 1 / (2·CP) times the micro-batch for
@@ -67,12 +67,11 @@ def context_parallel_attention(
             backward hides that of the gradients.
         k: [rows, kv_heads, head_dim].
         v: [rows, kv_heads, head_dim].
-        project: maps attention's output, [rows, heads, head_dim] with zeros in padding rows, to
-            the result. It is called once, and its backward hides the exchange of the keys that
-            attention's own backward refetches.
+        project: maps attention's output, [rows, heads, head_dim] with zeros in padding rows, to the
+            result. It is called once, and its backward hides the refetching of the keys.
         metadata: this rank's segments and key index, on the same device.
-        group: the context-parallel group; None or a group of one rank without it.
-        options: of the layer, the same on every rank of the group.
+        group: the context-parallel group; None for one rank.
+        options: the layer's, the same on every rank of the group.
 
     Raises:
         ValueError: if rows, metadata and group do not fit each other.
@@ -135,9 +134,8 @@ class _Exchange:
         self._work: dist.Work | None = None
 
     def send(self, k: Tensor, v: Tensor) -> None:
-        """Post [rows, kv_heads, head_dim] of this rank; returns before they have arrived.
-
-        Does nothing if they are on their way already.
+        """Post this rank's [rows, kv_heads, head_dim] once, without waiting until they have
+        arrived.
         """
         if self._buffer is not None:
             return

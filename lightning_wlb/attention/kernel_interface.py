@@ -1,8 +1,8 @@
-"""What a kernel of variable-length attention is, and what several kernels need: segments and sinks.
+"""What a kernel of variable-length attention is, and what several kernels share: segments and
+sinks.
 
-A kernel is one call with one signature (:class:`Kernel`). :mod:`.backends` chooses it, checks its
-arguments and calls it. What differs from layer to layer of a model is in the
-:class:`AttentionOptions` of each call.
+Every kernel has the signature of :class:`Kernel`; :mod:`.backends` chooses one and checks its
+arguments. :class:`AttentionOptions` has what differs from layer to layer of a model.
 
 A *sink* is a score without a value. With lse the log-sum-exp of a query's scores, s the sink of its
 head and out the attention without it,

@@ -4,13 +4,12 @@
 attention of this package is tested against it, and so are the gradients of whole models.
 
 :func:`exact_attention` runs it segment by segment as a :class:`.Kernel`. The CUDA kernels of
-:mod:`.kernels_gpu` know half types alone, in which no gradient can be told from another to more
-than two or three digits. This one has float32 and float64 there, so that a model's gradients on a
-GPU can be compared with those of one process, or on a CPU. Backward makes each block's weights
-again and lets autograd differentiate them, so that a block is the most that is in memory. Half
-types are computed in float32, which on CUDA is what ``torch.set_float32_matmul_precision`` says.
-Results are bit for bit the same on every call: nothing is added up in an order that depends on
-time.
+:mod:`.kernels_gpu` have half types alone, in which gradients can be compared to two or three digits
+only. This one has float32 and float64, so that a model's gradients on a GPU can be compared with
+those of one process, or on a CPU. Backward computes each block's weights again and lets autograd
+differentiate them, so that no more than a block is in memory. Half types are computed in float32,
+which on CUDA is what ``torch.set_float32_matmul_precision`` says. Results are bit for bit the same
+on every call.
 
 Cost: all pairs of a block of :data:`BLOCK` queries with its keys, masked ones included, in several
 tensors of heads · block · keys elements at a time, keys and values repeated for each query head, a

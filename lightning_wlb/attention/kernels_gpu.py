@@ -2,17 +2,17 @@
 
 Each loader imports a library and returns its function as a :class:`.Kernel`, or raises
 ImportError with the reason. All libraries align the causal mask at the bottom right, take
-grouped-query attention as it is, know float16 and bfloat16 only, and read no tile of keys outside
-of a sliding window.
+grouped-query attention as it is, support float16 and bfloat16 only, and read no tile of keys
+outside of a sliding window.
 
-Sinks take torch's kernel, which lets them be merged between its forward and its backward
-(:mod:`.kernel_interface`); the packages do not show their backward. A soft cap takes FlashAttention
-3, or 2 in version 2.6.2 or newer: torch's kernel has none, older versions and 4.x have none in
-their backward. What is missing is refused.
+Sinks need torch's kernel, since they are merged between its forward and its backward
+(:mod:`.kernel_interface`), and the packages do not show their backward. A soft cap needs
+FlashAttention 3, or 2 from version 2.6.2 on: torch's kernel has none, older versions and 4.x have
+none in their backward. What is missing is refused.
 
-Backward adds the gradients of queries up by atomic additions, in an order that differs from call to
-call, unless ``torch.use_deterministic_algorithms`` is on: torch's own kernel asks for that itself
-(not where it only warns), the packages are told so. That takes more memory, in 2.x and in torch
+Backward sums the gradients of queries by atomic additions, whose order differs from call to call,
+unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel asks for that itself (not
+where it only warns), the packages are told. Determinism takes more memory, in 2.x and in torch
 several times the float32 gradient of the queries where there are few segments and heads.
 
 This project has not run them on a GPU, sinks, caps and determinism included. Without one the tests

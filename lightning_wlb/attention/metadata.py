@@ -1,4 +1,4 @@
-"""Which keys the rows of a micro-batch see, and where these keys are: what attention goes by.
+"""Which keys the rows of a micro-batch see, and where these keys are.
 
 The data loader makes the metadata by index arithmetic (:mod:`lightning_wlb.sharding`), and it moves
 to the device with the batch. It is never changed: a layer, or a step with its cache of keys, gets a
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.sharding import RankIndices
-from lightning_wlb.sharding.sliced_indices import Run, SlicedIndices
+from lightning_wlb.sharding.sliced_indices import Run
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,16 @@ class SliceMetadata:
     cache: KeyValueCache | None = field(default=None, repr=False)
     layer: int | None = None
 
-    @staticmethod
-    def from_indices(indices: SlicedIndices, micro_batch: int) -> SliceMetadata:
-        """The metadata of one micro-batch, before its cache and layer are known."""
-        return SliceMetadata(micro_batch, indices.runs, indices.rows, indices.keeps)
-
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Attention segments of one rank's rows of a micro-batch; nobody changes it.
+    """Attention segments of one rank's rows of a micro-batch.
 
     The fields from ``cu_seqlens_q`` to ``head_rows`` are those of
     :class:`~lightning_wlb.sharding.rank_indices.RankIndices`, as tensors. ``send_index`` is None
-    where no all-to-all is used. ``key_index`` points for slices into what all ranks put together,
-    and is None without context parallelism, where the keys are the local rows, or the ``runs`` of
-    slices.
+    where no all-to-all is used. ``key_index`` is an index into the rows that all ranks gather, or
+    for slices into the gathered ``runs``; it is None without context parallelism, where the keys
+    are the local rows, or the ``runs``.
 
     Args:
         rows: local rows, padding included.
@@ -61,7 +56,7 @@ class AttentionMetadata:
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         slices: None where the micro-batch's pieces are whole.
         sliding_window: the window of the indices: keys that no query sees with it are left out.
-        recomputed: whether backward recomputes the layer that is running; see :meth:`for_layer`.
+        recomputed: whether backward recomputes the layer that is running.
     """
 
     rows: int
@@ -83,7 +78,7 @@ class AttentionMetadata:
 
     @property
     def keys(self) -> int:
-        """Number of keys over all segments; known without asking the device."""
+        """Number of keys over all segments, known without waiting for the device."""
         if self.key_index is not None:
             return self.key_index.shape[0]
         return self.queries if self.slices is None else self.slices.rows
@@ -98,9 +93,9 @@ class AttentionMetadata:
         return replace(self, **moved)
 
     def for_layer(self, layer: int, recomputed: bool = False) -> AttentionMetadata:
-        """The metadata for attention in one layer, whose earlier keys a slice then reads.
+        """The metadata for attention in one layer, by its global number.
 
-        ``layer`` is its global number, and ``recomputed`` whether backward recomputes it.
+        ``recomputed`` says whether backward recomputes the layer.
         """
         slices = None if self.slices is None else replace(self.slices, layer=layer)
         return replace(self, slices=slices, recomputed=recomputed)

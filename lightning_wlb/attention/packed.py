@@ -1,15 +1,11 @@
-"""The one attention function that a model calls, whichever way its packed rows lie on the ranks.
+"""The one attention function that a model calls, however its packed rows lie on the ranks.
 
-The metadata of the micro-batch says whether earlier slices' keys are read (:mod:`.sliced`), ranks
-share its heads (:mod:`.ulysses`) or its rows (:mod:`.context_parallel`), and the function passes on
-to one of these.
+It passes on to :mod:`.sliced` if the micro-batch's metadata has slices, to :mod:`.ulysses` if ranks
+share the heads, and else to :mod:`.context_parallel`.
 
 Values may be narrower than keys, as in DeepSeek's multi-head latent attention. Keys and values are
 sent as one tensor, and kernels want them equally wide, so that zeros are put behind the values here
-and cut off the result.
-
-Cost: that of the module passed on to. Narrow values are sent, kept for backward and multiplied as
-wide as the keys.
+and cut off the result. So narrow values are sent, kept for backward and multiplied as wide as keys.
 """
 
 from __future__ import annotations
@@ -46,14 +42,13 @@ def packed_attention(
     """Causal attention within each piece, over the ranks that share the rows.
 
     Args:
-        queries: [rows, heads, head_dim], or a function that computes them. It is called once, while
-            keys and values are sent, which hides the exchange; tensors are right just as well.
+        queries: [rows, heads, head_dim], or a function that computes them; it is called once, while
+            keys and values are sent, and so hides the exchange.
         k: [rows, kv_heads, head_dim], padding rows included.
         v: [rows, kv_heads, v_dim], v_dim at most head_dim.
-        project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
-            It is called once and its result returned; in backward, keys are sent while its own
-            backward runs. None returns the output itself, for a caller that projects it later: the
-            keys are then sent when the output's gradient is there, and attention waits for them.
+        project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows,
+            which is called once and whose result is returned; its backward hides the exchange of
+            keys. None returns the output itself: backward then waits for that exchange.
         metadata: of the micro-batch, for the layer (``metadata.for_layer``).
         groups: has the group of the ranks that share the micro-batch's rows or heads.
 

@@ -1,14 +1,14 @@
 """Attention where pieces are sliced over micro-batches.
 
-The queries of a slice see the keys of the piece's earlier slices, which are in the step's
-:mod:`.kv_cache`, and their own. What they see is put in the order of the segments for one kernel
-call (:mod:`lightning_wlb.sharding.sliced_indices` says how). A single rank joins runs of
-consecutive rows, which is one copy, or none where there are no earlier keys. A group gathers each
-rank's runs and picks from them by index.
+The queries of a slice see their own keys and those of the piece's earlier slices, which are in the
+step's :mod:`.kv_cache`. All are put in the order of the segments for one kernel call
+(:mod:`lightning_wlb.sharding.sliced_indices`). A single rank joins runs of consecutive rows, which
+is one copy, or none where there are no earlier keys. A group gathers each rank's runs and picks
+from them by index.
 
-Backward refetches the keys instead of keeping them (:mod:`.kv_cache`): the prefixes of a piece of n
-slices would add up to n/2 times the piece, in every layer. Gradients of keys are summed in float32
-for half types; those of earlier keys are left in the cache for their owner's backward.
+Backward refetches the keys instead of keeping them: the prefixes of a piece of n slices would add
+up to n/2 times the piece, in every layer. Gradients of keys are summed in float32 for half types;
+those of earlier keys are left in the cache for their owner's backward.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
 query. Cost over whole pieces: that copy, once in forward and once in backward; in a group one more

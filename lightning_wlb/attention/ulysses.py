@@ -2,14 +2,14 @@
 
 One all-to-all brings every rank its part of the heads of all rows of the micro-batch, one kernel
 call computes whole pieces, and a second all-to-all brings the outputs back to the rows' owners.
-Backward is the same two, in reverse. Rows lie in rank order in the order of the concatenated
-pieces, so that what arrives is in order and nothing is copied by index.
+Backward is the same two, in reverse. Ranks hold consecutive rows of the concatenated pieces, so
+that what arrives is in order and nothing is copied by index.
 
 Where there are fewer key/value heads than ranks, each goes to every rank whose query heads read it,
 and its gradients are summed in float32 for half types. Padding rows reach no other rank and are
 exactly zero in output and gradients. Every rank runs the same collectives, also one without tokens.
 
-Cost: see ``sharding/heads.py``. Nothing overlaps: queries, keys and values are sent together.
+Cost: see ``sharding/methods.py``. Nothing overlaps: queries, keys and values are sent together.
 """
 
 from __future__ import annotations

@@ -271,7 +271,8 @@ def _attention(
     """One context-parallel rank's rows of a micro-batch, and which keys each of them attends to."""
     slices = None
     if parts is not None:
-        indices, slices = parts.own, SliceMetadata.from_indices(parts, number)
+        indices = parts.own
+        slices = SliceMetadata(number, parts.runs, parts.rows, parts.keeps)
     elif layout.by_heads:
         # Every rank has all keys of its heads, whatever the window.
         indices, sliding_window = head_indices(layout, place), None

@@ -148,7 +148,11 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
     def make() -> MeshGroups:
         mesh = device_mesh(rank.mesh, device.type, timeout)
         channels = pipeline_groups(rank, timeout)
-        _connect(rank, device, mesh, channels)
+        if channels:
+            # The two ends of a pipeline exchange tied gradients by batch_isend_irecv, which torch
+            # allows as a group's first operation only if all of its ranks join.
+            dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
+            connect_channels(rank.group("pipeline"), rank.index, device, channels)
         ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
         merged = MergedGroups([ranks], rank.index, timeout)
         return MeshGroups(mesh, channels, merged, _parameter_group(rank, mesh, timeout))
@@ -172,35 +176,17 @@ def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) ->
     return group
 
 
-def _connect(
-    rank: Rank,
-    device: torch.device,
-    mesh: DeviceMesh,
-    channels: Mapping[Channel, dist.ProcessGroup],
-) -> None:
-    """Connect the process groups of pipeline messages before a step uses them.
-
-    NCCL connects at first use. For a batch of sends and receives torch asks that *all* ranks of the
-    group join (``batch_isend_irecv``), but only the two ends of a pipeline exchange tied gradients:
-    so a collective comes first. Outside of a batch the sender waits for the receiver in that very
-    call, so two neighbours whose first messages cross would wait for each other: so each channel
-    carries a message now, which a rank receives before it sends.
-    """
-    if rank.mesh.pipeline == 1:
-        return
-    dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
-    connect_channels(rank.group("pipeline"), rank.index, device, channels)
-
-
 def connect_channels(
     ranks: Sequence[int],
     global_rank: int,
     device: torch.device,
     channels: Mapping[Channel, dist.ProcessGroup],
 ) -> None:
-    """Let neighbours in a pipeline connect; collective over its ranks.
+    """Connect neighbours in a pipeline before a step sends messages; collective over its ranks.
 
-    ``ranks`` has the global rank at each place of the pipeline.
+    NCCL connects at first use, and the sender waits for the receiver in that very call. Two
+    neighbours whose first messages cross would wait for each other, so each channel carries a
+    message now, which a rank receives before it sends. ``ranks`` has the global rank at each place.
     """
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))

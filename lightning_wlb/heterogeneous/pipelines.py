@@ -47,8 +47,6 @@ class StageSettings:
     Args:
         build: makes the whole model, on the meta device.
         hidden_size: elements per row of a boundary tensor.
-        dtype: the dtype of parameters in a step.
-        sum_dtype: the dtype in which gradients are summed.
     """
 
     build: Callable[[], Decoder]

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -159,19 +159,10 @@ def exchange_groups(
     return kept(("exchanges", ranks, per_node, device.type), make, timeout)
 
 
-class PieceTensors(Protocol):
-    """Tensors whose elements an exchange carries."""
-
-    def views(self, pieces: Pieces) -> list[Tensor]:
-        """The elements of each piece."""
-
-
 class BoxTensors:
     """A rank's tensors of some buckets: its box of each parameter.
 
     Args:
-        redistribution: this rank's.
-        buckets: their numbers.
         shard: whether the boxes are those of the shards between steps; else those in the step.
         trained: whether parameters without gradients are left out.
         given: the tensors by name in the whole model; None: :meth:`make` makes them.
@@ -263,6 +254,10 @@ class ForwardedTensors:
                 self._pieces[key] = self._new(count, dtype=self._dtype, device=self._device)
             found.append(self._pieces[key])
         return found
+
+
+PieceTensors = BoxTensors | ForwardedTensors
+"""Tensors whose elements an exchange carries."""
 
 
 def _rows(pieces: Pieces) -> list[tuple[int, int, list[list[int]]]]:

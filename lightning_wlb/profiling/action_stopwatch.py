@@ -89,19 +89,10 @@ class Stopwatch(ABC):
 class CPUStopwatch(Stopwatch):
     """Reads the wall clock and the rank's own; backward runs in the calling thread on CPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = time.perf_counter
-
-    def begin_step(self) -> None:
-        """Forget the last step; time zero is now."""
-        # A thread pool's work is not in the caller's CPU time.
-        single = torch.get_num_threads() == 1
-        self._clock = time.thread_time if single else time.perf_counter
-        super().begin_step()
-
     def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), self._clock()
+        wall = time.perf_counter()
+        # A thread pool's work is not in the caller's CPU time.
+        return wall, time.thread_time() if torch.get_num_threads() == 1 else wall
 
     def _wall(self, begin: tuple[float, float], end: tuple[float, float]) -> float:
         return end[0] - begin[0]

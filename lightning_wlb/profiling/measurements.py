@@ -3,7 +3,7 @@
 Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
 which warms up and does not count.
 
-*Kernel*: the device's own time, without the host's (:mod:`.timing`), since in a long step the
+*Kernel*: the device's own time, without the host's (:mod:`.call_timer`), since in a long step the
 host queues kernels while earlier ones run. *Stages*: the longer of the device's own time and the
 host's, since an action of few rows takes as long as the host needs to queue it, whatever the device
 could do. Attention inside of a stage is the device's time and is taken off.
@@ -55,7 +55,6 @@ class StageTimes(NamedTuple):
     Attributes:
         layer: seconds of a layer, [numbers of rows, 2].
         head: seconds of the head, [numbers of rows, 2].
-        overhead: of a pass through the stage.
     """
 
     layer: np.ndarray

@@ -49,7 +49,7 @@ class Layout:
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
             ranks and of their local rows; none is empty, none is adjacent to its predecessor.
         first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
-        by_heads: whether ranks split the heads (:mod:`.heads`). The rows in rank order are then
+        by_heads: whether ranks split the heads (:mod:`.methods`). The rows in rank order are then
             those of the concatenated pieces. Slices exchange keys all the same.
     """
 

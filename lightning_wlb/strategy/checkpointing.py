@@ -1,11 +1,11 @@
-"""Checkpoints of a run: the part of WLBStrategy that saves them and resumes from them.
+"""Saves a run's checkpoints and resumes from them; a member of WLBStrategy.
 
 Lightning hands over what is the same on every rank (loops, callbacks, schedulers, the data module's
 state), and leaves weights and optimizer state to the strategy, because no rank has all of them.
 
 A save blocks training until it is on the disk, or, with ``async_save``, while the tensors are
-copied (:mod:`lightning_wlb.checkpoints.background`). What ends with the run does not wait for
-threads: a save outside of training, one on an exception, and Slurm's before a requeue block.
+copied (:mod:`lightning_wlb.checkpoints.async_saving`). A run that ends does not wait for threads,
+so a save outside of training, one on an exception, and Slurm's before a requeue block.
 
 What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
 since it may be the last good checkpoint, until a later save of the same kind succeeds: weights
@@ -62,8 +62,7 @@ END_SECONDS = 30.0
 class Checkpointer:
     """Writes one checkpoint of all ranks together, and reads it on any mesh.
 
-    Args:
-        timeout: how long an operation between ranks may wait while a checkpoint is written.
+    ``timeout`` limits operations between ranks while a checkpoint is written in the background.
 
     Raises:
         ValueError: for an argument that is neither True nor False.
@@ -87,7 +86,7 @@ class Checkpointer:
     # Before a run
 
     def noting(self, launcher: _Launcher) -> _Launcher:
-        """The launcher, which also notes the checkpoint that a run is asked to go on from.
+        """Let the launcher also note the checkpoint that a run is asked to resume from.
 
         Lightning would choose one by itself, before there are process groups.
         """
@@ -126,7 +125,7 @@ class Checkpointer:
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
         """Refuse, before the first step, folders of checkpoints that are in no file system.
 
-        And one that a link would replace before it is known that what it leads to was saved.
+        Refused is also a folder that a link would replace before the checkpoint behind it is saved.
 
         Raises:
             MisconfigurationException: naming the folder.
@@ -157,8 +156,8 @@ class Checkpointer:
 
         Args:
             checkpoint: what Lightning saves, the same on all ranks.
-            module: whose parameters and buffers are saved.
-            renamed: names of parameters in checkpoints, by other names in the module.
+            module: the module whose parameters and buffers are saved.
+            renamed: names in checkpoints by names of parameters in the module, where they differ.
         """
         weights_only = "optimizer_states" not in checkpoint
         checkpoint.pop("state_dict", None)
@@ -192,7 +191,7 @@ class Checkpointer:
             self._remove(path)
 
     def check(self) -> None:
-        """At the beginning of a step: tell the others of a failed save, or act on what they told.
+        """Begin a step: tell the others of a failed save, or act on what they told.
 
         Raises:
             Exception: what the save raised, on all ranks.
@@ -208,19 +207,14 @@ class Checkpointer:
         self._training, NOTICES.save_failed = True, False
 
     def train_ends(self, seconds: float | None = None, *, interrupted: bool = False) -> None:
-        """Wait for saves in the background, at most so long; None: as long as they take."""
+        """Wait for saves in the background, at most ``seconds``; None: as long as they take."""
         self._training = False
         self.settle(seconds=seconds, interrupted=interrupted)
-
-    @property
-    def saving(self) -> bool:
-        """Whether a save is under way in the background."""
-        return self._jobs.busy
 
     def settle(
         self, copies: int = 0, seconds: float | None = None, *, interrupted: bool = False
     ) -> None:
-        """Wait for saves in the background until at most so many copies are left; report.
+        """Wait until at most ``copies`` saves in the background still hold copies; report failures.
 
         Raises:
             Exception: what a save raised, unless the run is interrupted: then that is a warning.
@@ -282,7 +276,7 @@ class Checkpointer:
 
         Args:
             path: a checkpoint, or a folder with some.
-            renamed: names of parameters in checkpoints, by other names in the module.
+            renamed: names in checkpoints by names of parameters in the module, where they differ.
             weights_only: whether to load plain types only, as ``torch.load`` has it.
 
         Raises:
@@ -317,8 +311,6 @@ class Checkpointer:
 def saving_group(world: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
     """A process group on the CPU for saves in the background; collective.
 
-    Args:
-        world: the default process group, after the end of which another one is made.
-        timeout: how long an operation may wait; None: torch's default.
+    A new default group ``world`` needs another one. ``timeout`` None means torch's default.
     """
     return dist.new_group(backend="gloo", timeout=timeout)

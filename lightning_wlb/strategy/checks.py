@@ -149,7 +149,8 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:
-    """Check the backend, a name of torch's or several as in ``"cpu:gloo,cuda:nccl"``, and timeout.
+    """Check the timeout and the backend: a name of torch's, or several as in
+    ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
         MisconfigurationException: with what can be given.
@@ -169,7 +170,7 @@ def check_process_group(backend: Any, timeout: Any) -> None:
 
 
 def check_precision(plugin: Precision) -> None:
-    """Refuse a precision plugin of the user's own, of which only the name would be used.
+    """Refuse a precision plugin of the user's own, since only its name would be used.
 
     Raises:
         MisconfigurationException: with what to give.
@@ -218,10 +219,10 @@ def check_script(processes: int) -> None:
 
 
 def check_tasks() -> None:
-    """Refuse that each of several tasks of Slurm starts ranks of its own.
+    """Refuse several tasks of Slurm that would each start ranks of their own.
 
-    Lightning takes no notice of Slurm in a job with one of the names that salloc and srun give to
-    interactive ones, so that the tasks would wait for each other, or all be rank 0.
+    Lightning ignores Slurm in a job with one of the names that salloc and srun give to interactive
+    ones, so that the tasks would wait for each other, or all be rank 0.
 
     Raises:
         MisconfigurationException: in such a task that has no NODE_RANK, by which Lightning knows

@@ -5,14 +5,23 @@ or another cluster environment has made the processes. They meet in one default 
 which the groups of the mesh are made later. From then on a thread of each rank watches the others
 (:mod:`lightning_wlb.supervision.faults`), and signals are heeded at the end of a step.
 
-Cost: the start of the processes, and one exchange of a few bytes. Not for a notebook with several
-devices: there is no script that could be run again.
+:class:`Launcher` differs from Lightning's in three things. A rank dies with its launcher, also in
+start-up, when no rank watches yet. If a rank ends with an error, the others have ``GRACE`` seconds
+to come out by themselves before they are killed, and the launcher says which one it was. At Ctrl-C
+the launcher's rank waits as long for the others before it kills them, since they may still save.
+
+Cost: the start of the processes, one exchange of a few bytes, and a thread that looks every five
+seconds, as in Lightning. Not for a notebook with several devices: there is no script that could be
+run again.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +30,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -29,14 +39,15 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 
-from lightning_wlb.data.loader_workers import live_on_without_parent
+from lightning_wlb.data.loader_workers import die_with, live_on_without_parent
 from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
 from lightning_wlb.supervision.faults import Faults
-from lightning_wlb.supervision.launcher import Launcher, die_with_launcher
 from lightning_wlb.supervision.signals import EndOnSignal, Signals, heed_requeue
+from lightning_wlb.supervision.watchdog import GRACE, say
 from lightning_wlb.training.cuda_settings import prepare_cuda
 
 TIMEOUT = timedelta(minutes=10)
@@ -47,12 +58,15 @@ RENDEZVOUS = timedelta(minutes=30)
 """How long a rank waits for the others to start, where a node may come late."""
 
 
+_LAUNCHER = "LIGHTNING_WLB_LAUNCHER"
+_launchers: list[int] = []  # the number of the process that has started this one, once it is known
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunDevices:
     """The devices that a run has, and what it computes in on them.
 
     Args:
-        compute_dtype: the dtype of activations.
         parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
     """
@@ -68,6 +82,61 @@ class RunDevices:
     def nodes(self) -> int:
         """The number of nodes."""
         return self.count // self.per_node
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this node."""
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start the ranks, then call the function."""
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER] = str(os.getpid())
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[_LAUNCHER]
+            _Observer(os.getpid(), self.procs).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Kill the ranks that have not ended by themselves."""
+        end = time.monotonic() + GRACE
+        for process in self.procs:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(end - time.monotonic(), 0))
+        super().kill(signum)
+
+
+class _Observer(_ChildProcessObserver):
+    def _terminate_all(self) -> None:
+        for rank, process in enumerate(self._child_processes, 1):
+            if process.returncode:
+                say(0, f"the process of local rank {rank} has ended with {process.returncode}")
+        time.sleep(GRACE)  # this thread ends with the process
+        for process in self._child_processes:
+            process.kill()
+        os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """End this rank with its parent: the launcher, or torchrun's agent."""
+    if _LAUNCHER in os.environ:
+        # Not for what this rank may start.
+        _launchers.append(int(os.environ.pop(_LAUNCHER)))
+    elif not _launchers and "TORCHELASTIC_RUN_ID" in os.environ:
+        _launchers.append(os.getppid())
+    if _launchers:
+        die_with(_launchers[0])
 
 
 class InPlace(_Launcher):
@@ -165,7 +234,7 @@ class Processes:
         return dist.is_initialized() and self.alone is None
 
     def barrier(self, device: torch.device) -> None:
-        """Wait for all ranks, where that is possible."""
+        """Wait for all ranks, if they can still wait for each other."""
         if not self.may_wait:
             return
         if dist.get_backend() == "nccl":
@@ -174,7 +243,7 @@ class Processes:
             dist.barrier()
 
     def broadcast(self, item: Any, source: int) -> Any:
-        """An object of rank ``source`` on every rank, where that is possible."""
+        """An object of rank ``source`` on every rank, if ranks can wait for each other."""
         if not self.may_wait:
             return item
         box = [item]
@@ -182,7 +251,7 @@ class Processes:
         return box[0]
 
     def reduce(self, item: Any, group: Any, operation: Any) -> Any:
-        """Reduce a tensor over the ranks of a group, where that is possible; else nothing."""
+        """Reduce a tensor over the ranks of a group, if ranks can wait for each other."""
         if isinstance(item, torch.Tensor) and self.may_wait:
             return _sync_ddp_if_available(item, group, reduce_op=operation)
         return item
@@ -214,7 +283,7 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
 def _store_of_restart() -> dict[str, Any]:
     """Where ranks find each other when torchrun has started them again on this node.
 
-    Its agent keeps one store, in which they would find the addresses of ranks that have died (torch
+    torchrun's agent keeps one store, which still has the addresses of ranks that have died (torch
     2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
     docs/guide.md has the remedy.
     """

@@ -1,21 +1,21 @@
 """A run's mesh, schedule and device profile: given, as an earlier run has them, or searched.
 
-Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh where that has
-the sizes given. Else, where the sizes leave a choice, :mod:`lightning_wlb.mesh_search` makes it.
+Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh if that has the
+sizes given. Else, where the sizes leave a choice, :mod:`lightning_wlb.mesh_search` makes it.
 
 The search needs the documents' lengths, the model's shape and a device profile. Lightning connects
-the ranks before it prepares data and builds the model, so they are asked for early, when the ranks
-are connected and the process groups of a mesh are not made yet:
+the ranks before it prepares data and builds the model, so the search asks for them early, before
+the process groups of a mesh are made:
 
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
    as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
    ``prepare_data`` again later, which finds everything made.)
-2. Every rank says what it would choose a mesh for. Where one says other than rank 0, all end in an
-   error that names the ranks and what differs.
+2. Every rank says what it would choose a mesh for. Where one differs from rank 0, all end in an
+   error that names the ranks and the difference.
 3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
    as for a rank that starts late, and end with rank 0's error where it has one.
 
-The answer follows from what is asked for, in whole numbers, so that a run which is resumed or
+The answer follows from the request alone, in whole numbers, so that a run which is resumed or
 requeued gets the same mesh again; the cache saves time and decides nothing.
 
 Cost: that of the search, on rank 0; two exchanges of some hundred bytes; and a model of the user's
@@ -57,10 +57,7 @@ from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """What a user gives of the mesh.
-
-    Args:
-        sizes: the sizes of the axes in mesh order; ``"auto"`` leaves one open.
+    """What a user gives of the mesh: sizes in mesh order, ``"auto"`` or None where open.
 
     Raises:
         MisconfigurationException: for a size that is none.
@@ -81,23 +78,19 @@ class MeshOptions:
 
     @property
     def usual(self) -> tuple[str, int]:
-        """The schedule and the stages of a pipeline rank where nothing is searched for."""
+        """The schedule and the stages of a pipeline rank if nothing is searched."""
         schedule, stages = self.schedule, self.virtual_stages
         if schedule == "auto":
             schedule = "1f1b" if stages in (None, 1) else "interleaved"
         return schedule, stages or (2 if schedule == "interleaved" else 1)
 
     def usual_mesh(self, world_size: int) -> Mesh:
-        """The mesh where nothing is searched for: the first open size takes what is left.
+        """The mesh if nothing is searched: the first open size takes the ranks that are left.
 
         Raises:
             MisconfigurationException: the sizes do not fit the number of ranks.
         """
         return resolve_mesh(world_size, *self.sizes, virtual_stages=self.usual[1])
-
-    def settled(self, world_size: int) -> bool:
-        """Whether only one mesh of so many ranks has these sizes."""
-        return is_settled(world_size, self.sizes)
 
     def allow(self, mesh: Mesh, schedule: str) -> bool:
         """Whether a mesh and its schedule have everything that is given."""
@@ -133,8 +126,7 @@ def choose_run_mesh(
 ) -> RunMesh:
     """The mesh of a run; collective over all ranks.
 
-    Args:
-        facts: what else all ranks have to be given alike, in words.
+    ``facts`` is what else all ranks have to be given alike, in words.
 
     Raises:
         MisconfigurationException: the sizes do not fit the ranks, or ranks would choose otherwise.
@@ -159,7 +151,7 @@ def choose_run_mesh(
         profile = run_profile(devices, backend, data, searched=searched)
     else:
         mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
-        searched = not options.settled(devices.count)
+        searched = not is_settled(devices.count, options.sizes)
         profile = run_profile(devices, backend, data, searched=searched)
         # Without data or module nothing can be trained, which is answered later.
         if searched and data is not None and isinstance(module, LanguageModule):
@@ -299,8 +291,7 @@ def _digest(data: bytes) -> str:
 def compare_ranks(everyone: Sequence[dict[str, str]]) -> None:
     """Raise MisconfigurationException where a rank has other facts than rank 0.
 
-    Args:
-        everyone: what each rank is to have in common with the others: words, by name.
+    ``everyone`` has each rank's facts: words, by name.
     """
     for name, own in everyone[0].items():
         if others := [rank for rank, facts in enumerate(everyone) if facts[name] != own]:
@@ -313,7 +304,7 @@ def compare_ranks(everyone: Sequence[dict[str, str]]) -> None:
 
 
 def _answer(request: MeshRequest) -> tuple[Mesh, str]:
-    """What the search finds, or has found; in three lines of the log. For rank 0."""
+    """Search, or recall, a mesh, and write three lines to the log; for rank 0."""
     found = _recalled(request)
     best, profile = found.best, request.profile
     rank_zero_info(

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: what ``ckpt_path`` means under WLBStrategy.
+"""Which checkpoint a run resumes from: what ``ckpt_path`` means under WLBStrategy.
 
 * A checkpoint's own path means that one. If it is damaged, the run ends.
 * ``"best"`` is Lightning's: the path that ModelCheckpoint remembers.
@@ -16,13 +16,10 @@
 Lightning chooses before there are process groups, each rank for itself. So what was asked for is
 noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
 
-A checkpoint is as new as its save, by the time that its manifest records: not by its step, since a
-run that was set back to an earlier checkpoint writes newer ones of earlier steps, nor by the file
-system, where a copy may be younger than what was written after it. If its manifest is damaged, it
-is as new as its folder. Nothing is verified here: whoever reads a checkpoint verifies it, and takes
-the next one if it is damaged.
-
-Cost: reading one small file for each checkpoint.
+The newest checkpoint is the one saved last, by the time in its manifest: not the one of the latest
+step, since a run that was set back writes earlier steps later, nor the youngest in the file system,
+where copies are younger. A checkpoint with a damaged manifest is as new as its folder. Damage is
+found by whoever reads a checkpoint, and then takes the next. Cost: one small file for each.
 """
 
 from __future__ import annotations
@@ -58,8 +55,6 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
 
     Args:
-        trainer: whose callbacks say where checkpoints are.
-        asked: what the user gave as ``ckpt_path``.
         fitting: whether optimizer state is needed too.
 
     Returns:
@@ -84,10 +79,9 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
 
 @contextmanager
 def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None]:
-    """In an evaluation: keep Lightning from reading an ``hpc_ckpt_N.ckpt`` that nobody asked for.
+    """Keep Lightning, in an evaluation, from reading an ``hpc_ckpt_N.ckpt`` that nobody asked for.
 
-    Args:
-        arguments: those of its method; changed where there is no module.
+    ``arguments`` are those of the Trainer's method; they change if no module is given.
     """
     connector = trainer._checkpoint_connector
     asked = arguments.get("ckpt_path") is not None or connector._user_managed
@@ -120,7 +114,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
         load: raises Damaged, or OSError where a disk does not give a file out, on all ranks alike.
 
     Raises:
-        Damaged: all of them are. Of a single one, what ``load`` raises.
+        Damaged: all of them are. For a single one, what ``load`` raises.
     """
     refused: list[str] = []
     for path in paths:
@@ -144,7 +138,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
 
 
 def _usable(paths: list[Path], fitting: bool) -> list[Path]:
-    """The newest first; of those that hold weights only just the newest, to be refused by name."""
+    """Newest first; in a fit those to resume from, else the newest alone, to be refused by name."""
     ordered = newest_first(paths)
     return ([path for path in ordered if can_resume(path)] or ordered[:1]) if fitting else ordered
 
@@ -199,8 +193,8 @@ def requeue_number(path: Path) -> int | None:
 def older_requeues(path: Path) -> list[Path]:
     """The same job's earlier ``hpc_ckpt_N.ckpt``, if ``path`` is one; they can be removed.
 
-    They serve only to go on from the newest checkpoint; ModelCheckpoint keeps what a run is to
-    keep. Those of another job, which may run in the same folder, are left out.
+    They serve only to resume from the newest one; ModelCheckpoint keeps what a run is to keep.
+    Those of another job, which may run in the same folder, are left out.
     """
     number, job = requeue_number(path), (_rest(path) or {}).get(JOB)
     if number is None:

@@ -39,9 +39,6 @@ from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 class RunPlanning:
     """What the steps of a strategy's runs are planned for, one run after another.
 
-    Args:
-        dynamic: the argument of :class:`.WLBStrategy`.
-
     Attributes:
         profile: the run's device profile; None: the data module's, if it has one.
         schemes: the heterogeneous pipelines that steps may take in place of the mesh's; with

@@ -1,11 +1,9 @@
 """The model of a run as it is split over the ranks, its steps, and what the log says of it.
 
-A :class:`SplitModel` outlives the Trainer that has split the model: the model holds it, so that
+The model holds its :class:`SplitModel`, which so outlives the Trainer that has split the model:
 another Trainer goes on with the same shards, and both are freed together. A :class:`StepRunner`
-runs the steps of one run on it.
-
-Lightning's table of the model would have the parameters of rank 0's stage, and 0 FLOPs, since it
-has measured none. :class:`WholeModelSummary` stands in its place, with those of the whole model.
+runs the steps of one run on it. :class:`WholeModelSummary` describes the whole model in place of
+Lightning's table, which would have the parameters of rank 0's stage, and 0 FLOPs.
 
 Cost: that of :func:`.parallelize`; the summary takes one exchange of two numbers.
 """
@@ -50,8 +48,8 @@ class SplitModel:
         ties: weights that are in its embedding and in its head.
         precision: the Trainer's, such as ``"bf16-mixed"``.
         mesh_searched: whether its mesh was searched for.
-        prepared_for: the heterogeneous pipelines that the executor can run steps on, and how long
-            their operations may wait; None: none yet.
+        prepared_for: the heterogeneous pipelines that the executor can run steps on, and their
+            time-out; None: none yet.
     """
 
     executor: Executor
@@ -156,9 +154,9 @@ class SplitModel:
 
     @staticmethod
     def move_rest(module: pl.LightningModule, device: torch.device) -> None:
-        """Move the module's own buffers and metrics, and what it calls its device.
+        """Move the module's own buffers and metrics to a device, and set ``module.device``.
 
-        The model stays: it is made where it belongs, and ``Module.to`` cannot replace its shards.
+        The model stays: it is made on its device, and ``Module.to`` cannot replace its shards.
         """
         split: dict[str, nn.Module | None] = {
             name: child
@@ -179,7 +177,7 @@ class SplitModel:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Names of checkpoints by names in the module: a tied copy goes by the embedding's."""
+        """Names in checkpoints by names in the module: a tied copy has the embedding's name."""
         return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self.tied_copies}
 
     def add_tied_gradients(self) -> None:
@@ -190,7 +188,7 @@ class SplitModel:
         add_tied_gradients(self.executor.model, self.ties, peer, self.groups.pipeline)
 
     def memory_model(self, module: LanguageModule, reduce_dtype: str) -> MemoryModel:
-        """What the parts of this rank's memory take."""
+        """The memory model of this rank's parts."""
         pipeline, precision = self.executor.pipeline, WLBPrecision(self.precision)
         # A model of the user's own may call another kernel.
         kernel: VarlenAttention | None = getattr(module.model, "attention_kernel", None)
@@ -216,9 +214,7 @@ def _words(mesh: Mesh, schedule: str, precision: str) -> str:
 class StepRunner:
     """Runs steps inside ``training_step``, and finishes each in the strategy's ``backward``.
 
-    Args:
-        module: its ``step`` calls :meth:`run`.
-        name_of: how messages call a document, by its number.
+    ``module.step`` calls :meth:`run`; ``name_of`` names a document in messages by its number.
     """
 
     def __init__(
@@ -259,13 +255,15 @@ class StepRunner:
             return executor.run(batch, denominator)
 
     def finish(self, returned: Tensor) -> None:
-        """Wait for the step's gradients, which are sent since its backwards, and set ``.grad``.
+        """Wait for the step's gradients, which have been sent since its backwards, and set
+        ``.grad``.
 
         The loss, and what the ranks have told each other, are read when all of that is queued on
-        the device, which would have nothing to do while they are waited for.
+        the device, which would else have nothing to do meanwhile.
 
         Raises:
-            MisconfigurationException: it is not the loss of the step that ran.
+            MisconfigurationException: ``returned``, from ``training_step``, is not the loss of the
+                step that ran.
         """
         executor = self._split.executor
         ran, self._ran = self._ran, None
@@ -294,10 +292,8 @@ class WholeModelSummary(pl.Callback):
     """Describes the whole model when training starts, and mends the progress bar.
 
     With ``max_epochs=-1`` Lightning's bar of the rich library says ``Epoch 0/-2``; here ``Epoch
-    0``.
-
-    Args:
-        copies: parameters of the module that another stage has, too: the head that is tied to it.
+    0``. ``copies`` are parameters of the module that another stage has, too: the head that is tied
+    to it.
     """
 
     def __init__(self, rank: Rank, copies: Collection[str], describes: bool) -> None:
@@ -344,7 +340,7 @@ class WholeModelSummary(pl.Callback):
         return f"{said}."
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the end out of the number of epochs where there is none."""
+        """Leave the number of epochs out of the bar if there is no last one."""
         bar = trainer.progress_bar_callback
         if (
             isinstance(bar, RichProgressBar)

@@ -316,7 +316,7 @@ class WLBStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers if fitting else [], self.root_device)
 
     def model_to_device(self) -> None:
-        """Move what the module has beside the model, which is made where it belongs."""
+        """Move the module's own buffers and metrics; the model was made on its device."""
         self.split.move_rest(self._module, self.root_device)
 
     def _run_step(self, batch: StepBatch) -> Tensor:

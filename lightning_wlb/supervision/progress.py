@@ -25,8 +25,6 @@ class _Moment(NamedTuple):
     Attributes:
         runs: how many steps and evaluated batches have begun.
         batch: the batch of the last one; None before the first.
-        part: which part of the step it is in.
-        doing: an action, or what else it does, in words.
         since: when that began, in seconds of ``time.monotonic``.
     """
 

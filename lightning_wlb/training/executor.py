@@ -113,7 +113,6 @@ class Executor:
         would wait for the device, which would then have nothing to do.
 
         Args:
-            batch: this rank's part of the step.
             denominator: what the summed loss of all ranks is divided by, in tokens.
 
         Returns:

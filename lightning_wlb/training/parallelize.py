@@ -54,9 +54,6 @@ def parallelize(
         group: the ranks that share the parameters; :class:`.ParameterBuckets` alone uses it.
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
-        dtype: the dtype of the shards.
-        compute_dtype: the dtype of parameters in a step.
-        sum_dtype: the dtype in which gradients are summed.
 
     Returns:
         The weights that the model's two ends share, and what gathers the parameters in a step.

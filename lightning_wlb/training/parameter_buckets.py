@@ -64,7 +64,6 @@ class ParameterBuckets:
         buckets: all parameters of the rank's stages, in the order of first use.
         group: ranks that share the parameters; used for nothing else, so that NCCL runs it on a
             stream of its own and gloo in threads.
-        dtype: the dtype in which the model computes.
     """
 
     def __init__(

@@ -118,9 +118,7 @@ class Bucket:
     def of(
         modules: Sequence[nn.Module], stages: Sequence[int], inside: Sequence[nn.Module]
     ) -> Bucket:
-        """Put the sharded parameters of the modules ``inside``, but not of their children, in a
-        bucket.
-        """
+        """Make a bucket of the sharded parameters of ``inside``, but not of their children."""
         places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
         for module in inside:
             for name, parameter in module._parameters.items():

@@ -112,7 +112,7 @@ def slices_of(
     replica, cache = SlicedReplica(layouts, members, window), KeyValueCache(in_graph)
     for number, made in enumerate(layouts):
         indices = replica.indices(number, rank)
-        slices = replace(SliceMetadata.from_indices(indices, number), cache=cache)
+        slices = SliceMetadata(number, indices.runs, indices.rows, indices.keeps, cache)
         metadata = AttentionMetadata.from_indices(indices.own, made.rows, ranks, window)
         yield replace(metadata, slices=slices), torch.from_numpy(indices.positions)
 

@@ -32,7 +32,7 @@ class Watch(L.Callback):
         self.busy: list[bool] = []
 
     def on_train_batch_end(self, trainer, *_: Any) -> None:
-        self.busy.append(trainer.strategy.checkpoints.saving)
+        self.busy.append(trainer.strategy.checkpoints._jobs.busy)
 
 
 def fit(

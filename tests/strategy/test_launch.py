@@ -12,8 +12,8 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
 
-from lightning_wlb.supervision import launcher
-from lightning_wlb.supervision.launcher import Launcher, die_with_launcher
+from lightning_wlb.strategy import launch as module
+from lightning_wlb.strategy.launch import Launcher, die_with_launcher
 from tests.ranks import run_ranks
 from tests.strategy.test_failures import outcomes
 
@@ -61,8 +61,8 @@ def test_other_ranks_may_save_before_they_are_killed(tmp_path):
 
 
 def left_alone(rank: int, folder: Path) -> None:
-    launcher.GRACE = 0.5
-    launcher._Observer = partial(launcher._Observer, sleep_period=0.5)
+    module.GRACE = 0.5
+    module._Observer = partial(module._Observer, sleep_period=0.5)
     sys.stderr = open(folder / "err", "w")  # noqa: SIM115
     launch(folder, 3, lambda _: time.sleep(40))
 
