@@ -74,7 +74,8 @@ def fit(mesh, case, steps, *, resume=None, workers=0, callbacks=(), seed=7):
         max_steps=steps,
         max_epochs=-1,
         callbacks=[rates, *callbacks],
-        enable_checkpointing=bool(callbacks),
+        # Else Lightning would add a ModelCheckpoint of its own.
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
     )
     model = module(case, **SCHEDULE)
     model.seed = seed

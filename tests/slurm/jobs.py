@@ -24,6 +24,26 @@ OPTIONS = (
 )
 
 
+CONFIG = f"""
+trainer:
+  strategy: wlb
+  accelerator: cpu
+  precision: 32-true
+  max_steps: {STEPS}
+  gradient_clip_val: 1.0
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+wlb: {{pipeline_parallel_size: 2, context_parallel_size: 1, tensor_parallel_size: 1}}
+model:
+  class_path: lightning_wlb.LanguageModule
+  init_args:
+    config: {{dim: 32, layers: 2, heads: 2, kv_heads: 1, ffn_dim: 48, vocab_size: 256}}
+    learning_rate: 0.01
+data: {{documents: stdlib, context_window: 256, micro_batches: 4}}
+"""
+
+
 class Run:
     """One run and its folder.
 
@@ -48,45 +68,13 @@ class Run:
             "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
             "init_args": {"dirpath": str(folder / "kept"), **keep},
         }
-        self.config.write_text(
-            yaml.safe_dump(
-                {
-                    "trainer": {
-                        "strategy": "wlb",
-                        "accelerator": "cpu",
-                        "precision": "32-true",
-                        "max_steps": STEPS,
-                        "gradient_clip_val": 1.0,
-                        "logger": False,
-                        "enable_progress_bar": False,
-                        "enable_model_summary": False,
-                        "enable_checkpointing": bool(keep),
-                        "default_root_dir": str(folder),
-                        "callbacks": [keeper, own] if keep else [own],
-                    },
-                    "wlb": {
-                        "pipeline_parallel_size": 2,
-                        "context_parallel_size": 1,
-                        "tensor_parallel_size": 1,
-                    },
-                    "model": {
-                        "class_path": "lightning_wlb.LanguageModule",
-                        "init_args": {
-                            "config": {
-                                "dim": 32,
-                                "layers": 2,
-                                "heads": 2,
-                                "kv_heads": 1,
-                                "ffn_dim": 48,
-                                "vocab_size": 256,
-                            },
-                            "learning_rate": 1e-2,
-                        },
-                    },
-                    "data": {"documents": "stdlib", "context_window": 256, "micro_batches": 4},
-                }
-            )
-        )
+        config = yaml.safe_load(CONFIG)
+        config["trainer"] |= {
+            "enable_checkpointing": bool(keep),
+            "default_root_dir": str(folder),
+            "callbacks": [keeper, own] if keep else [own],
+        }
+        self.config.write_text(yaml.safe_dump(config))
         self.environment = {
             "CONFIG": str(self.config),
             "VENV": sys.prefix,

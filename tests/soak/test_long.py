@@ -20,12 +20,7 @@ MESHES = {"pipeline": (2, 2, 1, 1), "context": (2, 1, 2, 1), "tensor": (2, 1, 1,
 
 
 class Killer:
-    """Kills a rank, the launcher or everything, at a random moment after training has begun.
-
-    Args:
-        folder: of the run.
-        chance: draws the moment, and the victim.
-    """
+    """Kills a rank, the launcher or everything, at a random moment after training has begun."""
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder = folder
