@@ -47,11 +47,11 @@ MOST_CALLS = 20
 
 @dataclass
 class Held:
-    """How the queueing of work went while :meth:`.CallTimer.held` kept the device from running it.
+    """How long the host took to queue work while :meth:`.CallTimer.held` kept the device from
+    running it.
 
     Attributes:
-        seconds: how long the host took to queue the work; 0 where it does the work itself, or
-            waited for the device meanwhile.
+        seconds: how long the host took; 0 where it does the work itself, or waited for the device.
         ahead: whether the device had not begun by then, or no sleep is longer.
     """
 
@@ -82,10 +82,7 @@ class CallTimer(ABC):
     ) -> np.ndarray:
         """Median seconds [2] of each; more samples of short calls, fewer of long ones.
 
-        Args:
-            forward: one call.
-            backward: a call with what ``forward`` returned, several times with the same.
-            repeats: samples, of either.
+        ``backward`` is called with what ``forward`` returned, several times with the same.
         """
         samples: list[tuple[float, float]] = []
         times, spent = (1, 1), 0.0

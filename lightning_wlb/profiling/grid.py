@@ -78,10 +78,8 @@ def segments(
 ) -> int:
     """Number of equal segments in the call that measures a point; 0 where it is left out.
 
-    Args:
-        width: bytes of an element.
-        cuda: whether the device is a GPU, which must be kept busy; for a CPU a few do.
-        budget: bytes that the call may take.
+    ``width`` is the bytes of an element, ``budget`` those that the call may take. ``cuda``: the
+    device is a GPU, which must be kept busy; for a CPU a few segments do.
     """
     fit = budget // segment_bytes(shape, width, queries, keys)
     if queries * keys > grid.pairs and keys > queries:

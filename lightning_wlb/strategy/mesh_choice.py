@@ -108,8 +108,6 @@ class RunMesh:
     """The mesh of a run, and what goes with it.
 
     Args:
-        mesh: ranks along each axis.
-        schedule: the pipeline's.
         searched: whether it was searched for, by this run or by the one that has split the module.
         profile: the device profile that plans the run's steps; None: the data module's does, and
             without one exact work.

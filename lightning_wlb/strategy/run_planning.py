@@ -121,7 +121,7 @@ class RunPlanning:
         )
 
     def context(self, data: WLBDataModule) -> PlanningContext:
-        """What the steps over these documents are planned for."""
+        """What is known by now of the run that steps are planned for."""
         assert self._run is not None
         split, module, devices = self._run
         pipeline = split.executor.pipeline
