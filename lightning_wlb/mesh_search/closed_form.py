@@ -1,20 +1,21 @@
 """A closed form of the step time on a mesh: it prunes meshes, and must not choose between them.
 
-Of a sample of global batches it takes the tokens, the attention of all pieces (from the profile,
-summed once for each tensor-parallel size) and the longest piece. On a mesh, with M micro-batches
-for each replica of equal tokens and equal work, a step takes
+From a sample of global batches it takes the tokens, the attention of all pieces (by the profile,
+summed once for each tensor-parallel size) and the longest piece. With M micro-batches of equal
+tokens and equal work on each replica, a step takes
 
     M · r + f + 2·(P - 1) · message + gathering and reducing parameters
 
-where r is forward and backward of one micro-batch on all stages of the busiest rank, and f on all
-other stages, over the stages of a rank (the time in which the pipeline fills and drains): matrix
-products at the profile's rate for so many rows, communication over tensor- and context-parallel
-ranks, an even share of the attention. A replica never takes less than its longest piece, unless the
-packing shares pieces between replicas. M is tried at 1, 2, 4 and 8 times the least number that the
-cap allows, and as few of them recompute as fit in memory with as many open as 1F1B opens.
+where r is forward and backward of one micro-batch on all stages of the busiest rank. f is the time
+in which the pipeline fills and drains: forward and backward on all stages but the slowest, divided
+by the stages of a rank. Both count matrix products at the profile's rate for so many rows,
+communication over tensor- and context-parallel ranks, and an even share of the attention. A replica
+never takes less than its longest piece, unless the packing shares pieces between replicas. M is 1,
+2, 4 and 8 times the least number that the cap allows. As few micro-batches recompute as fit in
+memory, with as many open as 1F1B opens.
 
-What it leaves out is what planning decides: how even micro-batches become. So among good meshes its
-order says next to nothing (rank correlation about 0), but what it finds slow is slow.
+The closed form does not know how even planning makes micro-batches. So its order among good meshes
+says next to nothing (rank correlation about 0), but a mesh that it finds slow is slow.
 
 Cost: 1 to 2 ms for a mesh.
 """
@@ -84,7 +85,7 @@ class ClosedForm:
         return Estimate(step_ns, state)
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
-        """A step with so many micro-batches, of which as few recompute as fit; 0: none do."""
+        """Time of a step with so many micro-batches and the least recomputation; 0: none fits."""
         rows, usable = self._rows(predictor.latency.mesh, count), predictor.usable_bytes
         least, least_held = 0, 0
         for mode in self.request.modes:
@@ -93,7 +94,7 @@ class ClosedForm:
             if held <= usable:
                 if not least:
                     return step
-                # Of the micro-batches only a part has this mode, and the others the one before.
+                # Only a part of the micro-batches needs this mode; the others have the one before.
                 return least + (step - least) * (least_held - usable) // (least_held - held)
             least, least_held = step, held
         return 0
@@ -118,16 +119,16 @@ class ClosedForm:
 
     @cached_property
     def _up_to(self) -> NDArray[np.int64]:
-        """Tokens of so many of the shortest pieces together."""
+        """Sums of the tokens of the 0, 1, 2, ... shortest pieces."""
         return np.concatenate(([0], np.cumsum(self._all)))
 
     @cached_property
     def _squares_up_to(self) -> NDArray[np.int64]:
-        """The same of the squares of their tokens."""
+        """Sums of their squared tokens."""
         return np.concatenate(([0], np.cumsum(self._all**2)))
 
     def _longer(self, tokens: int) -> tuple[int, int]:
-        """Tokens of all pieces longer than this, and their squares."""
+        """Sums of the tokens and of the squared tokens of all pieces longer than this."""
         at = np.searchsorted(self._all, tokens, side="right")
         sums = self._up_to, self._squares_up_to
         together, squares = (int(each[-1] - each[at]) for each in sums)
@@ -138,7 +139,7 @@ class ClosedForm:
         return int(self._up_to[-1]) // len(self._pieces)
 
     def _counts(self, mesh: Mesh) -> Iterator[int]:
-        """Numbers of micro-batches of a replica."""
+        """The numbers of micro-batches of a replica that are tried."""
         least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
         for multiple in MULTIPLES if self._slices(mesh) else MULTIPLES[:1]:
             yield multiple * least
@@ -154,7 +155,7 @@ class ClosedForm:
         return -(-rows // mesh.tensor) * mesh.tensor
 
     def _held(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
-        """What the first or the last rank holds with as many micro-batches open as 1F1B opens."""
+        """Bytes of the fuller of first and last rank, with as many micro-batches as 1F1B opens."""
         memory, mesh = predictor.memory, predictor.latency.mesh
         ranks, virtual = mesh.pipeline, mesh.virtual_stages
         opened = -(-((virtual + 1) * ranks - 1) // virtual) if virtual > 1 else ranks
@@ -178,7 +179,7 @@ class ClosedForm:
         return busy + filling + messages + _exposed_ns(predictor, stages)
 
     def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
-        """A micro-batch with an even share of everything."""
+        """The cost of a micro-batch with an even share of everything."""
         latency, mesh = predictor.latency, predictor.latency.mesh
         context = mesh.context
         micro_batches = len(self._pieces) * mesh.data * count
@@ -204,7 +205,7 @@ class ClosedForm:
         )
 
     def _longest(self, predictor: Predictor) -> MicroBatchCost:
-        """The longest piece alone."""
+        """The cost of the longest piece as a micro-batch."""
         latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
         attention = [
@@ -218,7 +219,7 @@ class ClosedForm:
         return {}
 
     def _attention(self, latency: LatencyModel) -> list[tuple[int, int]]:
-        """What attention to all pieces takes on one rank, ns: (forward, backward) of each kind."""
+        """Attention of all pieces on one rank in ns, (forward, backward) of each kind of layer."""
         tensor = latency.mesh.tensor
         if tensor not in self._by_tensor:
             pieces = self._all
@@ -233,13 +234,13 @@ def _cost_of(
     keys: tuple[int, int],
     mode: Recompute,
 ) -> MicroBatchCost:
-    """A micro-batch of so many rows on a rank: as far as :meth:`.Predictor.action_ns` reads it.
+    """The cost of a micro-batch, with what :meth:`.Predictor.action_ns` reads of it.
 
     Args:
         latency: times of a layer on the mesh.
         rows: tokens on each rank.
         attention: forward and backward of each kind of layer on a rank, in ns.
-        keys: the rows of keys that a rank gets from others, and those that it puts in order.
+        keys: rows of keys that a rank receives from others, and rows that it puts in order.
         mode: what the micro-batch recomputes.
     """
     received, read = keys
@@ -261,7 +262,7 @@ def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
 
 
 def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
-    """What neither a first forward nor a last backward hides of parameters and gradients."""
+    """The time for parameters, gradients and optimizer that no computation hides."""
     traffic = predictor.traffic
     backward = [each - each // 3 for each in stage_ns]
     ends = traffic.ends({stage: [(each, each)] for stage, each in enumerate(backward)})
@@ -275,5 +276,5 @@ def _busiest(stage_ns: list[int], ranks: int) -> int:
 
 
 def _filling(stage_ns: list[int], mesh: Mesh) -> int:
-    """How long the busiest rank waits for its first micro-batch and after its last."""
+    """The time in which the pipeline fills and drains."""
     return (sum(stage_ns) - max(stage_ns)) // mesh.virtual_stages

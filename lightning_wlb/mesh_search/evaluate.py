@@ -1,9 +1,10 @@
-"""The first steps of a run on one mesh, planned and simulated: what meshes are compared by.
+"""The first steps of a run, planned and simulated on one mesh; meshes are compared by their time.
 
-The same planner as in training plans the first steps of the run, from the same documents in the
-same order; what enters a step knows no mesh, so all meshes train on the same pieces. Plans are
+The planner of training plans the first steps of the run, from the same documents in the same order.
+The pieces of a step do not depend on the mesh, so all meshes train on the same pieces. Plans are
 chosen by the device profile, as in training with a profile, or by exact work, which is faster and
-knows neither memory nor what keys take to travel. Either way the profile predicts the steps.
+knows neither memory nor the time that keys take between ranks. Either way the profile predicts the
+steps.
 
 Cost: that of planning ``request.steps`` steps and of simulating each once; by profile ``auto``
 simulates five to ten plans of each step.
@@ -22,7 +23,6 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner, plan_steps
-from lightning_wlb.prediction.micro_batch import MODES, PassTimes
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
@@ -42,19 +42,18 @@ class MeshRow:
     """One mesh with its simulated steps.
 
     Args:
-        mesh: with its virtual stages.
-        schedule: the pipeline's.
+        mesh: the mesh, with its virtual stages.
+        schedule: name of the pipeline schedule.
         activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
             micro-batch has its own.
         recomputed: share of the tokens whose micro-batches compute anything again.
         by_profile: whether plans were chosen by the device profile; else by exact work.
         steps_ns: time of all simulated steps.
-        steps: how many these are.
+        steps: number of simulated steps.
         tokens: how many tokens they train on.
         flops: their model FLOPs, recomputation left out.
-        peak_bytes: what the fullest rank holds in the fullest step.
-        shares: parts of the ranks' time, by what it is spent on beside arithmetic, as in
-            :data:`~lightning_wlb.mesh_search.evaluate.LOSSES`.
+        peak_bytes: bytes of the fullest rank in the fullest step.
+        shares: share of the ranks' time that is spent on each of :data:`LOSSES`.
     """
 
     mesh: Mesh
@@ -125,10 +124,10 @@ class MeshChoice:
     """Which mesh to take.
 
     Args:
-        rows: planned by the device profile, best first; at least one.
-        others: planned by exact work only, best first; perhaps on fewer steps.
-        left_out: not simulated, or too large for memory when simulated.
-        digest: the request's, :attr:`.MeshRequest.digest`.
+        rows: meshes planned by the device profile, best first; at least one.
+        others: meshes planned by exact work only, best first; perhaps on fewer steps.
+        left_out: meshes that were not simulated, or whose simulation does not fit in memory.
+        digest: :attr:`.MeshRequest.digest` of the request.
     """
 
     rows: tuple[MeshRow, ...]
@@ -142,9 +141,9 @@ class MeshChoice:
         return self.rows[0]
 
     def best_by(self, axis: str) -> dict[int, MeshRow]:
-        """The best mesh with each size of an axis (``"virtual_stages"`` counts as one).
+        """The best mesh with each size of an axis, or each number of ``"virtual_stages"``.
 
-        Where none of a size was planned by profile, the best that was planned by work.
+        Where no mesh of a size was planned by profile, it is the best that was planned by work.
         """
         found: dict[int, MeshRow] = {}
         for row in self.rows + self.others:
@@ -185,7 +184,7 @@ class Evaluation:
     """The first steps of a run on a mesh.
 
     Args:
-        row: their figures.
+        row: figures of the steps.
         fits: whether they stay within the device's memory.
         steps: the predicted steps.
     """
@@ -266,8 +265,8 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
     latency = predictor.latency
     counts, layers = latency.shape.kinds.values(), latency.shape.layers
 
-    def of_layers(times: PassTimes) -> int:
-        return sum(n * sum(of_kind) for n, of_kind in zip(counts, times.layer_ns, strict=True))
+    def of_layers(layer_ns: Iterable[tuple[int, int]]) -> int:
+        return sum(n * sum(of_kind) for n, of_kind in zip(counts, layer_ns, strict=True))
 
     spent = dict.fromkeys(LOSSES, 0.0)
     whole = 0
@@ -293,7 +292,6 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
             attention = layers * sum(least.attention_ns)
             spent["tensor-parallel communication"] += parallel
             spent["attention imbalance"] += attention - layers * sum(least.mean_attention_ns)
-            spent["exchange of keys"] += of_layers(least) - linear - parallel - attention
-            mode = cost.by_mode[MODES.index(cost.recompute)]
-            spent["recomputation"] += of_layers(mode) - of_layers(least)
+            spent["exchange of keys"] += of_layers(least.layer_ns) - linear - parallel - attention
+            spent["recomputation"] += of_layers(cost.layer_ns) - of_layers(least.layer_ns)
     return {name: spent[name] / whole for name in LOSSES}

@@ -1,7 +1,7 @@
-"""What a mesh is searched for: documents, model, settings, device, and what is given of the mesh.
+"""The input of a mesh search: documents, model, settings, device, and what is fixed of the mesh.
 
-Everything that decides the answer is in a :class:`MeshRequest`, and its digest names it: two ranks,
-or two runs, with the same digest and the same code get the same answer.
+Everything that decides the answer is in a :class:`MeshRequest` and in its digest: two ranks, or two
+runs, with the same digest and the same code get the same answer.
 
 Cost: the digest is one pass over the lengths. The stages of the model are split once for each
 number of stages.
@@ -42,11 +42,11 @@ class MeshRequest:
         lengths: int64 [documents], tokens of each document.
         shape: the sizes of the model's layers.
         data: the data settings, packing included; ``max_tokens`` is not looked at.
-        profile: what the device takes, and its memory; its devices per node are replaced by
+        profile: rates and memory of the device; its devices per node are replaced by
             ``devices_per_node``.
         devices: number of ranks of the mesh.
         devices_per_node: how many of them share a node's link; None: as the profile says.
-        fixed: sizes that are given, by the names of :data:`~lightning_wlb.mesh.AXES`.
+        fixed: sizes of axes that the search may not change, by :data:`~lightning_wlb.mesh.AXES`.
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None: whichever is
             fastest of 1F1B and interleaved.
         virtual_stages: stages of each pipeline rank; None: 1, 2 or 4 where ``schedule`` runs
@@ -130,7 +130,7 @@ class MeshRequest:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled; a predictor knows where a mesh leaves less."""
+        """Bytes of a device that may be filled; process groups of a mesh may leave less."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     @property

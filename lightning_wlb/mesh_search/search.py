@@ -1,18 +1,18 @@
 """The search for a mesh: enumerate, prune, simulate by work, plan the best again by profile.
 
 1. Every legal mesh is enumerated (:func:`legal_meshes`). Pipeline, context and tensor sizes that
-   are not given are powers of two, and the replicas are what is left, which need not be one (24
-   devices: 3, 6, 12 or 24 replicas). Tensor-parallel ranks share a node, because they talk in
-   every layer. A pipeline rank has 1, 2 or 4 stages.
-2. Those whose state or activations do not fit are left out. Of the others the closed form
-   (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`, and of each size of
-   an axis the best that is not :data:`HOPELESS`, for it orders good meshes badly.
-3. The first steps of the run are planned on each by exact work, and predicted by the profile
-   (:mod:`~lightning_wlb.mesh_search.evaluate`), which takes a part of the time of planning by
-   profile. A single mesh may be far better by profile, where memory decides the micro-batches.
-4. So the best, the best of each size of an axis, and the first of the closed form are planned again
-   by the profile, and ordered by what they take then. (A packing that tries one plan of a step is
-   planned once.)
+   are not given are powers of two; the number of replicas is what is left, any number (24 devices:
+   3, 6, 12 or 24 replicas). Tensor-parallel ranks share a node, because they communicate in every
+   layer. A pipeline rank has 1, 2 or 4 stages.
+2. Meshes whose state or activations do not fit are left out. Of the others the closed form
+   (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`. Because it orders
+   good meshes badly, the best of each size of an axis stays too, unless it is :data:`HOPELESS`.
+3. On each mesh the first steps of the run are planned by exact work and predicted by the profile
+   (:mod:`~lightning_wlb.mesh_search.evaluate`). That takes less time than planning by profile, by
+   which some meshes may be far better: where memory decides the micro-batches.
+4. So the best meshes, the best of each size of an axis, and the first of the closed form are
+   planned again by profile, and ordered by their times then. (With a packing that tries one plan
+   of a step, meshes are planned once.)
 
 On more than :data:`LARGE` devices, where planning takes seconds for a mesh, less is simulated.
 
@@ -46,7 +46,7 @@ KEPT = 16
 """Meshes that the closed form keeps."""
 
 HOPELESS = 2
-"""What the closed form finds so many times as slow as the best mesh is not simulated."""
+"""Meshes that are so many times as slow as the best, by the closed form, are not simulated."""
 
 SHOWN = 5
 """Meshes that are planned by profile, beside the best of each size of an axis."""
@@ -62,10 +62,10 @@ LARGE = 256
 fewer are planned by profile."""
 
 SHOWN_LARGE = 3
-"""Meshes that are planned by profile then."""
+"""Meshes that are planned by profile on more than :data:`LARGE` devices."""
 
 LARGEST = 1 << 16
-"""Devices up to which a number that fits is searched for."""
+"""Most devices that are tried where nothing fits on those given."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, how much of it is done, and how much there is."""
@@ -110,12 +110,7 @@ class Reasons:
 
 
 def legal_meshes(request: MeshRequest, reasons: Reasons) -> list[Mesh]:
-    """The meshes that the model, the nodes and the schedule allow.
-
-    Args:
-        request: what is searched for.
-        reasons: what is left out is added to it.
-    """
+    """The meshes that the model, the nodes and the schedule allow; others go to ``reasons``."""
     legal = []
     for mesh in _meshes(request):
         if (reason := _objection(request, mesh)) is None:
@@ -222,9 +217,10 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
 def _worth_planning(by_work: list[Evaluation], large: bool) -> list[Mesh]:
     """The meshes to plan by profile, of those planned by work (the closed form's best first).
 
-    Of those that fit the fastest, and unless that takes too long the fastest of each size of an
-    axis and the first by the closed form, which is wrong in other ways; and of those that do not
-    fit as planned by work the fastest, for as planned by profile, which knows the memory, they may.
+    These are the fastest that fit. Unless it takes too long, they are also the fastest of each size
+    of an axis, and the first by the closed form, which errs in other ways than planning by work.
+    Last come the fastest of those that do not fit: planned by profile, which knows the memory, they
+    may fit.
     """
     ordered = sorted(by_work, key=lambda each: each.order)
     fit = [each for each in ordered if each.fits]
@@ -289,7 +285,7 @@ def _nothing(request: MeshRequest, found: MeshChoice) -> str:
 
 
 def _smallest(request: MeshRequest) -> int | None:
-    """The smallest number of devices on which a mesh fits, of twice, four times, ... as many."""
+    """The least number of devices on which a mesh fits: twice, four times, ... those given."""
     devices = 2 * request.devices
     while devices <= LARGEST:
         larger = replace(request, devices=devices)

@@ -6,11 +6,11 @@ one, and where there are many small pieces, loads differ by no more than the sma
 keep pieces whole form micro-batches over all replicas at once (N is a global number) and then deal
 these, so a replica may get more micro-batches than another, or none.
 
-:func:`deal_greedily` deals pieces to pipelines of unequal depth (Hydraulis, Algorithm 1). What a
-pipeline takes is not known before its pieces are packed, but it is not below their cost on one
-stage, and P - 1 times the costliest of them (Hydraulis, Equation 2). The algorithm makes the
-largest of these bounds small. A pipeline's real time may lie on either side of its bound: simulate
-the step where the time itself is needed.
+:func:`deal_greedily` deals pieces to pipelines of unequal depth (Hydraulis, Algorithm 1). The time
+of a pipeline is not known before its pieces are packed. It is estimated as the cost of its pieces
+on one stage and P - 1 times that of the costliest piece (Hydraulis, Equation 2), and the algorithm
+makes the largest of these bounds small. A pipeline's real time may lie on either side of its bound:
+simulate the step where the time itself is needed.
 
 Cost: O(n·log n) for n pieces and O(log R) for each piece dealt to R receivers; O(trials · n · R) in
 compiled loops for :func:`deal_greedily`.
@@ -39,14 +39,10 @@ def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def fill(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
-    """Best-fit-decreasing: each into the fullest bin that has room, or else into a new one.
+    """Best-fit-decreasing: each piece goes into the fullest bin with room, or else into a new one.
 
-    Args:
-        pieces: none longer than ``cap`` tokens.
-        cap: most tokens of a bin.
-
-    Returns:
-        The bins as they were opened; of equally full ones the first is taken.
+    No piece may be longer than ``cap``, the most tokens of a bin. Of equally full bins the first is
+    taken. Bins are returned in the order in which they were opened.
     """
     bins: list[list[Piece]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -66,11 +62,11 @@ def deal(works: Sequence[int], loads: list[int]) -> list[int]:
     """Deal work in the order given, each time to the least loaded; equal loads go by number.
 
     Args:
-        works: work of each thing to deal, usually descending.
-        loads: work that each receiver has; what it gets is added.
+        works: the work of each item, usually descending.
+        loads: the work that each receiver has already; the dealt work is added to it.
 
     Returns:
-        The receiver of each.
+        The receiver of each item.
     """
     heap = [(load, number) for number, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -95,15 +91,15 @@ def deal_capped(
     Pieces go in descending length to the micro-batch with the least work; where that would pass
     the cap, to the micro-batch with the fewest tokens; where that would pass it too, they do not
     fit. Short pieces come last and even out what the long ones left, so micro-batches end with
-    equal work and unequal length. A piece may fill a micro-batch exactly (``<=`` where the listing
-    as printed has ``<``, by which a piece of ``cap`` tokens would wait for ever).
+    equal work and unequal length. A piece may fill a micro-batch exactly; with the ``<`` of the
+    printed listing a piece of ``cap`` tokens would wait for ever.
 
     Args:
         pieces: what may enter the step, none longer than ``cap``.
         bins: number of micro-batches, N.
         cap: most tokens of a micro-batch, L_max.
         work: cost of a piece from its tokens, an integer.
-        begun: work and tokens that the first micro-batches hold before.
+        begun: work and tokens that the first micro-batches hold already.
 
     Returns:
         ``bins`` micro-batches, some possibly empty, and the pieces that did not fit. Equal lengths
@@ -168,9 +164,9 @@ def deal_greedily(
 ) -> list[list[int]]:
     """Deal pieces one by one in random order, each where the largest bound grows least.
 
-    This is Hydraulis' Algorithm 1; the best of many random orders stays. All of them run at once.
-    Of pipelines after which the largest bound is the same, the paper takes the first; this takes
-    the one whose own bound is least, which keeps more open.
+    Hydraulis' Algorithm 1 does so for many random orders, which run at once here, and keeps the
+    best result. Where the largest bound comes out the same for several pipelines, the paper takes
+    the first; this takes the one whose own bound is least, which keeps more options.
 
     Args:
         costs: what each piece costs on each pipeline.

@@ -3,16 +3,17 @@
 A piece whose work exceeds the share alpha of a replica's capacity (Σ work / replicas) runs on an
 aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
 which each replica's part is within that share. Where memory is known, a piece that one replica
-cannot hold is shared by as many as hold it, whatever its work. The pieces with the largest sets are
-placed first, among them those with the most work, each on the set whose busiest member has the
-least work. The other pieces are then dealt one by one to the replica with the least work.
+cannot hold is shared by as many as can hold it together, whatever its work. Pieces with the largest
+sets are placed first, among them those with the most work, each on the set whose busiest member has
+the least work. The other pieces are then dealt one by one to the replica with the least work.
 
 Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
-ones. Sets are aligned, so a set lies within every larger set that it meets, and its members list
-the same micro-batches up to its own: no two replicas wait for each other in different orders.
+ones. Sets are aligned, so a set lies within every larger set that it meets, and all its members
+have the same micro-batches before its own: no two replicas wait for each other in different orders.
 
-Cost: O(P·log P + merged pieces · replicas). Not where replicas are connected worse than the ranks
-of a context-parallel group: the keys of the shared pieces then cost more than the imbalance.
+Cost: O(P·log P + merged pieces · replicas). Do not use it where the links between replicas are much
+slower than those in a context-parallel group: the keys of the shared pieces then cost more than the
+imbalance.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def merge_pieces(
     Equal pieces go by (document, origin), equal replicas and sets by number.
 
     Args:
-        pieces: all of the step.
-        replicas: any number of them; sets lie within the first ones that are whole.
+        pieces: all pieces of the step.
+        replicas: number of replicas; sets that would be incomplete at the end are not used.
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
         most_tokens: tokens of the longest piece that one replica can hold, at least 1.
-        begun: work that each replica is taken to have already, where pieces that are not shared
-            are dealt; none if empty.
+        begun: work that each replica is taken to have already when unshared pieces are dealt; none
+            if empty.
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
@@ -114,7 +115,10 @@ def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[S
 
 
 def _size(holders: int, piece_work: int, total: int, replicas: int, per_capacity: int) -> int:
-    """Replicas that share a piece: the least power of two that hold it and are within alpha."""
+    """Number of replicas that share a piece: the least power of two that holds it within alpha.
+
+    ``holders`` is how many replicas hold it together.
+    """
     if holders == 1 and piece_work * per_capacity * replicas <= total:
         return 1
     parts = piece_work * (100 + SHARING_OVERHEAD_PERCENT) * per_capacity * replicas

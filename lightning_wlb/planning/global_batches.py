@@ -1,9 +1,9 @@
 """The order of documents, cut into global batches.
 
 An epoch is a permutation of the store's documents, from ``numpy.random.default_rng((seed,
-epoch))``. Where the packing method cuts the stream of documents, a global batch is its next N·C
-tokens, cut every C. Else it is the next whole documents until N·C tokens: the document that crosses
-the line belongs to it, and the surplus is taken off the following global batches.
+epoch))``. Where the packing method cuts the stream of documents, a global batch is the stream's
+next N·C tokens, cut every C. Otherwise it is the next whole documents that reach N·C tokens; what
+the last of them has beyond N·C is taken off the following global batches.
 
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
 for each document.
@@ -22,8 +22,8 @@ from lightning_wlb.plan import Piece
 class StreamPosition(NamedTuple):
     """Which documents of an epoch have arrived."""
 
-    position: int = 0  # in the order: documents before it have arrived
-    offset: int = 0  # tokens of the document at `position` that a cut stream has taken
+    position: int = 0  # number of documents that have arrived
+    offset: int = 0  # tokens of the next document that a cut stream has taken
     surplus: int = 0  # tokens that earlier global batches took beyond N·C
 
 
@@ -35,8 +35,8 @@ class GlobalBatches:
         tokens: N·C, tokens of a global batch.
         window: C, tokens of the longest piece.
         cuts_stream: whether documents are concatenated and cut at every C tokens.
-        seed: gives, with the epoch, the order of documents.
-        shuffle: whether each epoch has an order of its own; else it is that of the store.
+        seed: decides, with the epoch's number, the order of documents.
+        shuffle: whether each epoch has an order of its own; else all have that of the store.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GlobalBatches:
         self._at = StreamPosition(state["position"], state["offset"], state["surplus"])
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
-        """The (document, origin, stop) of the global batch at a position, and where it ends."""
+        """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""
         if self._cuts_stream:
             cut, position, offset = cut_stream(
                 self._order, self._lengths, at.position, at.offset, self._tokens, self._window

@@ -21,9 +21,9 @@ class Problem:
     """Pieces to put into equal bins.
 
     Args:
-        weights: what each piece weighs, at least 0; bins are to weigh alike.
-        sizes: tokens of the pieces.
-        bins: how many.
+        weights: weight of each piece, at least 0; bins are to have equal weights.
+        sizes: tokens of each piece.
+        bins: number of bins.
         limit: most tokens of a bin.
     """
 
@@ -34,9 +34,9 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """A bound that no packing's heaviest bin is below.
+        """A lower bound of the heaviest bin's weight in any packing.
 
-        Of the k·bins + 1 heaviest pieces, one bin has at least k + 1.
+        One bin has at least k + 1 of the k·bins + 1 heaviest pieces.
         """
         order, bins = sorted(self.weights, reverse=True), self.bins
         crowded = (sum(order[k * bins - k : k * bins + 1]) for k in range(-(-len(order) // bins)))

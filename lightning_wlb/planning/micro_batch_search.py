@@ -1,33 +1,32 @@
 """The search of ``auto``: how many micro-batches one replica's pieces become, and of which kind.
 
-A candidate is whole pieces in as few micro-batches as they need; or, for a number M of
-micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), whole pieces in
-M, slices in M equal MicroPacks, slices in tapered ones, or long pieces cut apart from each other
-(:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs no slices (GPipe), there are
-candidates of whole pieces only.
+One candidate is whole pieces in as few micro-batches as they need. For each number M of
+micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), the others are
+whole pieces in M micro-batches, slices in M equal MicroPacks, slices in tapered ones, and long
+pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs
+no slices (GPipe), there are candidates of whole pieces only.
 
-Trying all would be slow. But the step's length falls with M, as the pipeline fills faster, and then
-rises, as every action costs something of its own. So the search begins at six times the nominal
-number with tapered micro-batches, looks at the next smaller and the next larger number, and goes on
-where the step gets shorter. Where one of these plans exceeds the memory limit, or where pieces cut
-apart make the step 1 % shorter, as they need less recomputation, it goes on from there with such.
-At the M where it ends it tries the other kinds; whole pieces only where none has more work than 1.5
-micro-batches of M. A candidate that exceeds the limit is worse than any that does not, and the more
-so the more it does.
+Trying all would be slow. But with growing M the step first gets shorter, as the pipeline fills
+faster, and then longer, as every action costs something of its own. So the search begins at six
+times the nominal number with tapered micro-batches, looks at the next smaller and the next larger
+number, and goes on where the step gets shorter. Where one of these plans exceeds the memory limit,
+or pieces cut apart make the step 1 % shorter because they need less recomputation, it searches on
+from there with pieces cut apart. At the M where it ends it tries the other kinds, but whole pieces
+only if none has more work than 1.5 micro-batches. A candidate that exceeds the limit is worse than
+any that does not, and the more it exceeds it the worse.
 
-Where a device is known, and an action may cost much, whole pieces are also tried as ``best_fit``
-packs them: full micro-batches, and what is left in a last one, for which a pipeline waits little.
+With a device profile, by which an action may cost much, whole pieces are also tried as ``best_fit``
+packs them: full micro-batches and a last one with the rest, for which a pipeline waits little.
 
-On one stage, where a device is known, whole pieces are tried in about the nominal number of
-micro-batches and in fewer, which waste less time. Where these recompute, whole ones and such cut
-apart are also tried in more, which need less of it. Of those within 2 % of the shortest step the
-one with the fewest micro-batches is taken: a prediction is no better than that, and what every
-micro-batch costs beside its model it may not know in full.
+On one stage with a device profile, whole pieces are tried in about the nominal number of
+micro-batches and in fewer, which waste less time. Where these need recomputation, whole pieces and
+pieces cut apart are also tried in more micro-batches, which need less of it. Among steps within 2 %
+of the shortest the one with the fewest micro-batches is taken: a prediction is no better than that,
+and may not count all that a micro-batch costs beside its model.
 
-Cost: 7 to 10 candidates, one more where a device is known, each O(P·log P + M·stages) for P pieces;
-on one stage 4, and about ten more where memory is short. Where times do not fall and rise so, it
-finds a local optimum; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is
-better.
+Cost: 7 to 10 candidates, one more with a device profile, each O(P·log P + M·stages) for P pieces;
+on one stage 4, and about ten more where memory is short. Where times have several minima it finds a
+local one; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class Candidate(NamedTuple):
     """One way to make micro-batches of a replica's pieces.
 
     Attributes:
-        kind: whole pieces dealt by work, or ``filled`` as ``best_fit`` does; slices in ``equal`` or
-            ``tapered`` MicroPacks, or long pieces cut ``apart`` from each other.
+        kind: ``whole`` pieces dealt by work, or ``filled`` as by ``best_fit``; slices in ``equal``
+            or ``tapered`` MicroPacks; long pieces cut ``apart`` from each other.
         halves: the number of micro-batches, in halves of the nominal number; 0: as few as the
             pieces need.
     """
@@ -87,12 +86,12 @@ class MicroBatchSearch:
     """The candidates of one replica, made and scored when asked for, once each.
 
     Args:
-        pieces: its own, at least one.
+        pieces: the replica's own pieces, at least one.
         nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
-        work: forward and backward together, from tokens.
+        work: work of a piece or slice, forward and backward together.
         place: where the pieces run, and whether they may be sliced.
-        scorer: what plans are chosen by.
+        scorer: scores plans, which are compared by it.
     """
 
     pieces: list[Piece]
@@ -124,8 +123,7 @@ class MicroBatchSearch:
     def best(self, begin: int | None = None) -> Candidate:
         """The candidate with the best score that the search finds; of equal ones whole pieces.
 
-        Args:
-            begin: index in ``HALVES`` of the number of micro-batches at which it begins.
+        ``begin`` is the index in ``HALVES`` at which the search begins; None: ``START``.
         """
         mesh, known = self.place.mesh, bool(self.scorer.longest)
         fewest = FEWEST if self.packs(FEWEST) else Candidate("equal", 0)
@@ -170,14 +168,9 @@ class MicroBatchSearch:
         return min(good, key=lambda tried: (len(self.packs(tried)), self.score(tried)))
 
     def _walk(self, kind: Kind, at: int) -> int:
-        """Go to the neighbour with the best score while there is a better one.
+        """From an index in ``HALVES``, move to the best neighbour until none is better.
 
-        Args:
-            kind: what kind all candidates on the way are.
-            at: index in ``HALVES`` where it begins.
-
-        Returns:
-            The index where it ends.
+        All candidates on the way are of the given kind. Returns the index where the walk ends.
         """
         while True:
             near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]
@@ -194,7 +187,7 @@ class MicroBatchSearch:
             fits = max(piece.tokens for piece in self.pieces) <= self.cap
             return [list(map(whole, pieces)) for pieces in filled] if fits else []
         if candidate.kind == "whole":
-            # Without slices as another way, search on until all fit: one each at the latest.
+            # Where pieces cannot be sliced instead, more bins are tried until all pieces fit.
             most = least + 1 if self.place.slices else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)

@@ -1,24 +1,24 @@
 """The order of documents of several stores, in given proportions of tokens.
 
-The next document is of the store that has the fewest tokens so far for its weight (tokens/weight,
-the first of equals), so that every store's share of the tokens is never further from its weight
-than one document or so. Each store has an order of its own, a permutation by
+The next document is taken from the store with the fewest tokens so far relative to its weight
+(tokens/weight, the first of equals), so that a store's share of the tokens differs from its weight
+by about one document at most. Each store has an order of its own, a permutation by
 ``numpy.random.default_rng((seed, number of the store, pass))``, and goes through all of it before
 it begins another pass:
 
 * A store that repeats begins its next pass, in a new order, as soon as it runs out. Its passes go
   on from one epoch of the mixture to the next.
-* A store that does not is passed once in every epoch of the mixture. When it has run out the
-  others go on, their weights in the same relation to each other.
+* A store that does not repeat has one pass in every epoch of the mixture. When it has run out, the
+  others go on, with unchanged weights relative to each other.
 
 An epoch of the mixture ends when every store that does not repeat has run out; where all repeat,
 when each has given as many documents as it holds, which for the slowest is one pass.
 
-A document may come twice before a step has taken the first: document d of D has the number
-``d + D·pass``, a number of its own in each pass.
+A document may come again before a step has taken it, so it has another number in each pass:
+document d of D has the number ``d + D·pass``.
 
-Cost: for a document the number of stores, for a pass of a store a permutation of its documents. The
-state is five integers a store.
+Cost: O(stores) for a document, and a permutation of its documents for a pass of a store. The state
+is five integers a store.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_wlb.planning.global_batches import GlobalBatches, StreamPosition,
 
 
 class StoreShare(NamedTuple):
-    """What a mixture takes of a store.
+    """How a mixture takes documents of one store.
 
     Attributes:
-        name: the store's, unlike any other.
-        documents: how many the store holds.
+        name: unique name of the store.
+        documents: how many documents the store holds.
         weight: its proportion of the tokens, relative to the weights of the others.
         repeat: whether it begins another pass when it runs out.
     """
@@ -51,7 +51,7 @@ class StoreShare(NamedTuple):
 class _Standing(NamedTuple):
     """Which documents of a store have been drawn."""
 
-    passes: int = 0  # complete ones; of a store that does not repeat, the mixture's epochs
+    passes: int = 0  # complete passes; where the store does not repeat, the mixture's epoch
     position: int = 0  # documents drawn in this pass
     drawn: int = 0  # documents drawn in this epoch of the mixture
     tokens: int = 0  # of the documents drawn in this epoch
@@ -61,8 +61,8 @@ class MixedBatches(GlobalBatches):
     """The global batches of one epoch of a mixture after another.
 
     Args:
-        shares: what is taken of each store; the documents of one follow those of another.
-        lengths: tokens of each document of all stores, by document number.
+        shares: how documents of each store are taken.
+        lengths: tokens of each document of all stores, one store after another.
         tokens, window, cuts_stream, seed, shuffle: as for :class:`.GlobalBatches`.
     """
 
@@ -118,7 +118,7 @@ class MixedBatches(GlobalBatches):
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """The pieces of the global batch at a position, and where it ends.
 
-        As many documents as it may need are drawn, and those that it has not taken put back.
+        As many documents are drawn as the batch may need, and those not taken are put back.
         """
         numbers: list[int] = []
         lengths: list[int] = []

@@ -1,17 +1,16 @@
-"""How long a candidate plan takes and what it holds: what packings choose between plans by.
+"""The time and the memory of candidate plans, by which packings choose between them.
 
-:class:`WorkScorer` knows no device. It times exact work, spread evenly over the stages, and adds an
-overhead to every action: what a pass through a stage costs beside the arithmetic, and what smaller
-kernels lose. Without it the smallest micro-batches would always win. Where ranks have one stage it
-asks :mod:`~lightning_wlb.schedule.fast_simulator`, which needs no graph of actions and takes a
-tenth of the time of :mod:`~lightning_wlb.schedule.simulator`; where they have several, the
-simulator.
+:class:`WorkScorer` knows no device. It simulates exact work, spread evenly over the stages, with an
+overhead for every action, which stands for what a pass through a stage costs beside the arithmetic
+and what smaller kernels lose. Without it the smallest micro-batches would always win.
 
-:class:`ProfileScorer` predicts from a device profile, under the device's memory. It knows what
-kernels and links make of small micro-batches, at several times the cost.
+:class:`ProfileScorer` predicts from a device profile, within the device's memory. It knows how slow
+kernels and links are for small micro-batches, and takes several times as long.
 
 Both score micro-batches that are not laid out yet (:func:`.laid_out`), and asymmetric plans as they
-are executed, in units.
+are executed, in units. For one stage per rank, under a profile with 1F1B only, they use
+:mod:`~lightning_wlb.schedule.fast_simulator`, which takes a tenth of the time of
+:mod:`~lightning_wlb.schedule.simulator`.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class PlanScore(NamedTuple):
     """What a scorer says of some replicas.
 
     Attributes:
-        time: how long the slowest of them takes, in the scorer's unit.
-        peak: the most that one of their ranks holds at once, in the unit of the scorer's ``limit``.
-            An upper bound of it will do where that does not exceed the limit.
+        time: time of the slowest replica, in the scorer's unit.
+        peak: the most that a rank holds at once, in the unit of the scorer's ``limit``; an upper
+            bound of that is enough where it does not exceed the limit.
     """
 
     time: int
@@ -68,8 +67,8 @@ class PlanScorer(Protocol):
 
     @property
     def longest(self) -> Sequence[int]:
-        """Tokens of the longest micro-batch that a replica can hold, if it has no other: without
-        recomputation, and with more and more. Empty where no device is known.
+        """Tokens of the longest micro-batch that fits on a replica without others, in each mode of
+        recomputation, least first. Empty where no device is known.
         """
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
@@ -83,12 +82,12 @@ class PlanScorer(Protocol):
 
 
 class Placement(NamedTuple):
-    """What the pieces of a step are arranged for.
+    """Where the pieces of a step are to run, and how plans are compared.
 
     Attributes:
-        mesh: the ranks.
-        sharding: what the user asked for; see :func:`.replica_plan`.
-        scorer: how methods that try several plans compare them; None: by exact work.
+        mesh: the ranks that the step runs on.
+        sharding: the sharding that the user asked for; see :func:`.replica_plan`.
+        scorer: compares the plans of methods that try several; None: by exact work.
         slices: whether the pipeline's schedule runs slices of pieces.
     """
 
@@ -104,7 +103,7 @@ class WorkScorer:
 
     Args:
         work: forward and backward work of the model.
-        mesh: for the ranks of its pipeline and their virtual stages.
+        mesh: its pipeline ranks and virtual stages are simulated.
         overhead: what each action costs beside its work, in the unit of ``work``.
         limit: tokens that a rank may have open, counted once for each of its stages.
     """
@@ -116,26 +115,25 @@ class WorkScorer:
 
     @property
     def longest(self) -> Sequence[int]:
-        """Not known."""
+        """Empty, as no device is known."""
         return ()
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """Not known."""
+        """Empty, as no device is known."""
         return ()
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The replicas as they are."""
+        """The replicas unchanged."""
         return list(replicas)
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
-        """The step, in the time that a rank takes for its work (as if it had all layers).
+        """The score of a step, whose time is in units of work as if each stage had all layers.
+
+        The peak counts tokens of open micro-batches, once for each stage.
 
         Args:
             replicas: all of a step, or some that share no micro-batch with others; micro-batches
                 that they share must come first on all that share them.
-
-        Returns:
-            The peak counts tokens of open micro-batches, once for each stage.
         """
         replicas = [units(replica, 1, 1) for replica in replicas]
         passes = [self._passes(replica) for replica in replicas]
@@ -214,7 +212,7 @@ class _Passes(NamedTuple):
 
 
 def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
-    """Most tokens open on a rank: on the first, which runs the most forwards before a backward."""
+    """Most tokens open on the first rank, where most forwards run before a backward."""
     order, planned = pipeline.order, pipeline.planned
     count, ranks = len(order), len(pipeline.forward)
     opened = [0, *accumulate(passes.tokens)]
@@ -245,13 +243,13 @@ class ProfileScorer:
 
     @cached_property
     def longest(self) -> Sequence[int]:
-        """One for each recomputation that is allowed; empty where the state fills the memory."""
+        """See :attr:`PlanScorer.longest`; modes are left out in which not even the state fits."""
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
-        """The step with the recomputation that it would be settled with."""
+        """The score of the step with the recomputation that :meth:`settled` would give it."""
         times, peak = self._totals(replicas)
         return PlanScore(times.total_ns, peak)
 

@@ -1,8 +1,8 @@
 """Document lengths in, step plans out.
 
-To plan a step is to take the next global batch of the epoch's order; to let the packing method hold
-back or release pieces, form micro-batches and deal them to the replicas; and to choose the sharding
-and the rows of every micro-batch. After an epoch's last arrival, the pieces that wait are drained
+For each step the planner takes the next global batch of the epoch's order. The packing method holds
+back or releases pieces, forms micro-batches and deals them to the replicas, and then every
+micro-batch gets a sharding and its rows. After an epoch's last arrival, waiting pieces are drained
 in steps of at most N·C tokens, and the next epoch starts empty.
 
 Every rank runs the same planner and gets the same plan: costs are integers, ties go by document
@@ -43,10 +43,10 @@ Targets = Callable[[int, int, int], int]
 
 
 class Release(NamedTuple):
-    """What enters optimiser step ``step``, whatever the mesh.
+    """The pieces that enter optimiser step ``step``, on any mesh.
 
-    ``drain``: whether the step empties what waits after the epoch's last arrival. A packing that
-    slices pieces has all of them in one micro-batch here.
+    ``drain`` says whether the step drains waiting pieces after the epoch's last arrival. A packing
+    that slices pieces has all of them in one micro-batch here.
     """
 
     step: int
@@ -64,8 +64,8 @@ class Planner:
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
         sharding: how micro-batches lie on the context ranks, a name in
-            ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``: each in the way with the least
-            predicted attention latency.
+            ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``: for each the one of least predicted
+            attention latency.
         schedule: the order of a pipeline's actions, a name in
             ``lightning_wlb.schedule.programs.SCHEDULES``. With one that runs no slices (GPipe)
             ``auto`` keeps every piece whole.
@@ -73,13 +73,12 @@ class Planner:
             next-token target; None: every token but the document's last.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
-        scorer: what methods that try several plans of a step choose by, such as a
-            :class:`~lightning_wlb.planning.plan_scoring.ProfileScorer`; None: exact work.
+        scorer: compares the plans of methods that try several for a step, such as a
+            :class:`~lightning_wlb.planning.plan_scoring.ProfileScorer`; None: by exact work.
         activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
-            the scorer settles on, else nothing.
-        mixture: what is taken of each of several stores, whose documents follow one another; empty
-            where there is one. A document's number then grows by the number of all documents with
-            each pass (:mod:`lightning_wlb.planning.mixture`).
+            the scorer decides, or nothing without one.
+        mixture: the share of each of several stores, whose ``lengths`` follow one another; empty
+            where there is one store (:mod:`lightning_wlb.planning.mixture`).
         step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
 
     Raises:
@@ -170,10 +169,10 @@ class Planner:
         return None if release is None else self.place(release)
 
     def release(self) -> Release | None:
-        """Advance by a step without planning it: what enters it, or None as :meth:`next_step`.
+        """The pieces of the next step without its plan, in a small part of the time of a plan.
 
-        It takes a small part of the time of a plan, and whoever needs no plan of a step can leave
-        it at that.
+        Returns:
+            None where :meth:`next_step` returns it.
         """
         if self.finished:
             return None
@@ -188,7 +187,7 @@ class Planner:
         return release
 
     def place(self, release: Release) -> StepPlan:
-        """Arrange what enters a step on the mesh, and write the step down."""
+        """The plan of a step with these pieces."""
         pieces = tuple(sorted(piece for packed in release.micro_batches for piece in packed))
         replicas = laid_out(
             self._packer.replicas(release.micro_batches, self._place),
@@ -265,7 +264,7 @@ class Planner:
     def _off_mesh(
         self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]
     ) -> PlannedStep | None:
-        """A step on other pipelines, if they are faster than ``settled``, its plan on the mesh."""
+        """The step on other pipelines, if faster than its plan on the mesh, ``settled``."""
         scorer = self._place.scorer
         if self._step_chooser is None or scorer is None:
             return None
@@ -307,13 +306,7 @@ class Planner:
 def arrivals_of(
     lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[StoreShare]
 ) -> GlobalBatches:
-    """The global batches of a run.
-
-    Args:
-        lengths: tokens of each document of the store, after truncation.
-        data: the data settings.
-        mixture: as for :class:`Planner`.
-    """
+    """The global batches of a run; ``lengths`` are those after truncation."""
     stream = (
         lengths,
         data.nominal_tokens,
@@ -326,7 +319,7 @@ def arrivals_of(
 
 
 def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
-    """The next ``steps`` plans of a run without ``max_tokens``; where an epoch ends one begins."""
+    """The next ``steps`` plans of a run without ``max_tokens``, in one or several epochs."""
     plans: list[StepPlan] = []
     while len(plans) < steps:
         plan = planner.next_step()

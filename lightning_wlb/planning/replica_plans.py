@@ -34,8 +34,8 @@ def whole(piece: Piece) -> Slice:
 def open_sharding(sharding: str, slices: Sequence[Slice], replicas: int) -> str:
     """The sharding of a micro-batch before it is laid out; ``"adaptive"`` if one will be chosen.
 
-    Slices and micro-batches that several replicas share exchange keys, which ``"heads"`` would not
-    spread evenly over the ranks; for these a sharding is chosen in its place.
+    With slices, or where several replicas share the micro-batch, ranks exchange keys whatever the
+    sharding, and ``"heads"`` would not spread the attention evenly. One is chosen in its place.
     """
     if sharding == HEADS and (replicas > 1 or any(part.context for part in slices)):
         return ADAPTIVE
@@ -48,11 +48,11 @@ def replica_plan(
     """The plan of a replica that runs micro-batches in their order, and backward symmetrically.
 
     Args:
-        packs: the slices of each micro-batch, in forward order.
-        replica: its number.
-        sharding: asked for every micro-batch, a name in ``lightning_wlb.sharding.NAMES`` or
-            ``"adaptive"``; see :func:`open_sharding`.
-        shared: micro-batches that replicas share, in their order; those of this replica come first.
+        packs: the slices of each of the replica's own micro-batches, in forward order.
+        replica: number of the replica.
+        sharding: a name in ``lightning_wlb.sharding.NAMES`` or ``"adaptive"`` that is asked for
+            every micro-batch; see :func:`open_sharding`.
+        shared: micro-batches that replicas share, in order; this replica's run before its own.
     """
     slices: list[Slice] = []
     forward = []
@@ -71,8 +71,8 @@ def laid_out(
     """The same replicas with the sharding and the rows of every micro-batch.
 
     Args:
-        replicas: all of a step; shardings and rows that they have are replaced.
-        mesh: the ranks.
+        replicas: all replicas of a step; the shardings and rows that they have are replaced.
+        mesh: its context and tensor ranks share each micro-batch.
         sharding: as for :func:`replica_plan`; an adaptive one becomes, for each micro-batch, the
             sharding with the least predicted attention latency.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive

@@ -100,7 +100,7 @@ class DataSettings:
         return self.micro_batches * self.context_window
 
     def rules(self, lengths: NDArray[np.int64], work: Work) -> Rules:
-        """What the packing method is told of them, of the documents and of the model."""
+        """The settings, documents and model as the packing method sees them."""
         return Rules(
             lengths=lengths,
             window=self.context_window,

@@ -1,8 +1,8 @@
-"""The seam at which steps leave the mesh: who chooses other pipelines for a step, if anybody does.
+"""The interface through which a step may get other pipelines than the mesh's.
 
-A planner plans each step on the mesh. Given a :class:`StepChooser` it asks then whether other
-pipelines are faster, and takes their plan if so. The choosers of this package are in
-``heterogeneous/``; a planner without one costs nothing and knows nothing of them.
+A planner plans each step on the mesh. If it has a :class:`StepChooser`, it then asks whether other
+pipelines are faster, and takes their plan if so. The package's chooser is in ``heterogeneous/``,
+which the planner does not import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PlannedStep(NamedTuple):
         excess: bytes by which the fullest device overflows; 0 if all fit.
         time_ns: predicted, until the gradients have arrived where parameters are sharded.
         replicas: the plan of each pipeline.
-        cap: most tokens that a micro-batch may have.
+        cap: most tokens of a micro-batch.
     """
 
     schemes: Schemes
@@ -47,10 +47,10 @@ class StepChooser(Protocol):
         """The step on other pipelines; None: it stays on the mesh.
 
         Args:
-            pieces: all that enter the step.
+            pieces: all pieces of the step.
             rules: the run's data settings, resolved.
             packer: makes the run's packing.
-            on_mesh: the step on the mesh.
+            on_mesh: the score of the step on the mesh.
             limit: bytes of a device that may be filled.
         """
 

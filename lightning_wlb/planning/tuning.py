@@ -1,9 +1,9 @@
 """The tuning constants of planning, each with the measurement that set it.
 
-Those that a paper gives stand with the paper's method in its file. Where no measurement is named
-the value was taken once and tried against its neighbours on Generator A without a record; change it
-and compare ``benchmarks/packing.py`` (steps and milliseconds) and
-``benchmarks/auto_never_beaten.py`` (how far ``auto`` is behind the best other packing).
+Constants from a paper are in the file of the paper's method. Where no measurement is named, the
+value was compared with its neighbours on Generator A once, without a record. Before changing one,
+compare ``benchmarks/packing.py`` (steps and milliseconds) and ``benchmarks/auto_never_beaten.py``
+(how far ``auto`` is behind the best other packing).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ OPEN_GAPS = 400
 """A gap below 1/400 of a pack's target stays open: packs within 0.25 % of each other, few cuts."""
 
 TAPER = (6, 5)
-"""A tapered pack's work to that of the one after it. Rows "tapered" of slimpack.md against plain
-ones: 1.163 for 1.193 at N = 4 and 4·N packs. Other profiles of work gained hardly more."""
+"""Ratio of a tapered pack's work to that of the pack after it. Rows "tapered" of slimpack.md have
+1.163 where equal packs have 1.193, at N = 4 and 4·N packs. Other tapers gained hardly more."""
 
 # Sharing of pieces by replicas (DP-Merge).
 
@@ -30,7 +30,7 @@ UNBALANCED_PERCENT = 102
 piece's overhead costs more than it can gain."""
 
 SHARED_MULTIPLES = (2, 4, 8)
-"""MicroPacks of shared pieces take as long as those of a step cut into k·N."""
+"""Shared pieces are cut into MicroPacks as long as those of a step cut into k·N."""
 
 MANY_REPLICAS = 8
 """Replicas above which fewer dealings are tried where memory is known (docs/scale.md)."""
@@ -38,7 +38,7 @@ MANY_REPLICAS = 8
 # The search of `auto`.
 
 HALVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of micro-batches that are tried, over half of the nominal number (SlimPack §5.1)."""
+"""Numbers of micro-batches that are tried, in halves of the nominal number (SlimPack §5.1)."""
 
 START = HALVES.index(12)
 """Where the search begins: six times the nominal number."""
@@ -48,14 +48,13 @@ NEAR_PERCENT = 102
 the error of a prediction (benchmarks/results/simulator.json)."""
 
 ACTION_OVERHEAD = 100
-"""Without a profile an action costs the forward of a short piece of C/100 tokens beside its
-work."""
+"""Without a profile, an action's overhead is the forward work of a piece of C/100 tokens."""
 
 SELF_SEARCHING = 4
 """Replicas up to which each searches for itself where that makes the step any shorter."""
 
 SLACK_PER_MILLE = 1003
-"""How late other replicas may be, to the latest one so far, without a search of their own
+"""A replica gets a search of its own where it ends later than 1.003 times the latest one so far
 (docs/scale.md: searches are most of a plan on thousands of ranks)."""
 
 DEALT_AGAIN = 2
