@@ -15,6 +15,7 @@ collectives that share a link.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -124,19 +125,15 @@ class LinearTable:
         """Time of so many FLOPs on so many rows."""
         if rows == 0 or flops == 0:
             return 0.0
-        rates = self.backward if backward else self.forward
-        if rows < self.rows[0]:
-            return flops / rows * self.rows[0] / rates[0]
-        return flops * self._inverse_rate(rows, rates)
-
-    def _inverse_rate(self, rows: int, rates: tuple[float, ...]) -> float:
-        axis = self.rows
+        axis, rates = self.rows, self.backward if backward else self.forward
+        if rows < axis[0]:
+            return flops / rows * axis[0] / rates[0]
         if rows >= axis[-1]:
-            return 1.0 / rates[-1]
-        index = next(number for number in range(len(axis) - 1) if rows < axis[number + 1])
+            return flops * (1.0 / rates[-1])
+        index = bisect_right(axis, rows) - 1
         low, high = 1.0 / axis[index], 1.0 / axis[index + 1]
         weight = (1.0 / rows - high) / (low - high)
-        return weight / rates[index] + (1.0 - weight) / rates[index + 1]
+        return flops * (weight / rates[index] + (1.0 - weight) / rates[index + 1])
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,15 @@ class Layout:
     """How the tokens of one micro-batch lie on a context-parallel group.
 
     Args:
-        lengths: length in tokens of each piece.
-        rows: rows of each rank after padding at the local end.
-        shared: most rows that any rank holds of pieces that lie on several ranks. They are the
-            first rows of each rank, so that other ranks read none but the first ``shared`` rows.
+        lengths: tokens of each piece.
+        rows: rows of each rank, with padding at the end.
+        shared: most rows that any rank holds of pieces that lie on several ranks. These rows come
+            first on each rank, so other ranks read none beyond the first ``shared``.
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
             ranks and of their local rows; none is empty, none is adjacent to its predecessor.
         first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
-        by_heads: whether ranks split the heads (:mod:`.methods`). The rows in rank order are then
-            those of the concatenated pieces. Slices exchange keys all the same.
+        by_heads: whether ranks split the heads (:mod:`.methods`). The rows of all ranks
+            are then the concatenated pieces in order. Slices exchange keys all the same.
     """
 
     lengths: tuple[int, ...]
@@ -111,17 +111,16 @@ def layout(
         )
     ranks = context_parallel_size
     by_heads = sharding == HEADS and ranks > 1
-    if ranks == 1:
-        number = np.arange(len(sizes))
-        table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
-    elif by_heads:
-        table = equal_ranges(sizes, ranks)
-    else:
-        table = merged(SHARDINGS[sharding](sizes, ranks), sizes)
     if by_heads:
+        table = equal_ranges(sizes, ranks)
         first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
         rows = shared = -(-int(sizes.sum()) // ranks)
     else:
+        if ranks == 1:
+            number = np.arange(len(sizes))
+            table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
+        else:
+            table = merged(SHARDINGS[sharding](sizes, ranks), sizes)
         table, first, rows, shared = _ordered(table, len(sizes), ranks)
     rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
     return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)

@@ -245,18 +245,12 @@ class _Kinds:
         sizes = self._sizes
         for kind, count in enumerate(counts):
             for other, size in enumerate(sizes):
-                if count and other != kind and size == sizes[kind]:
-                    yield self._moved(counts, kind, -1, other, 1)
-                if count and 2 * size == sizes[kind]:
-                    yield self._moved(counts, kind, -1, other, 2)
-                if count > 1 and size == 2 * sizes[kind]:
-                    yield self._moved(counts, kind, -2, other, 1)
-
-    def _moved(self, counts: Counts, kind: int, less: int, other: int, more: int) -> Counts:
-        moved = list(counts)
-        moved[kind] += less
-        moved[other] += more
-        return tuple(moved)
+                for less, more in ((1, 1), (1, 2), (2, 1)):
+                    if other != kind and count >= less and less * sizes[kind] == more * size:
+                        moved = list(counts)
+                        moved[kind] -= less
+                        moved[other] += more
+                        yield tuple(moved)
 
     def _counts(self, given: dict[int, int]) -> Counts:
         return tuple(given.get(kind, 0) for kind in range(len(self._kept)))

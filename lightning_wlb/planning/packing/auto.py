@@ -1,31 +1,31 @@
-"""Whatever the simulator finds fastest, step by step: whole pieces or slices, and how many.
+"""The plan of each step that is simulated to be fastest: whole pieces or slices, and how many.
 
 The pieces of a step are dealt to the replicas by work. Each replica's pieces become micro-batches
-in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`) of
-those that fit: in the device's memory where that is known, else with no more tokens open than 1F1B
-has with full micro-batches. The replica with the most work searches first. The others take its way
-where it makes them no later than the latest replica so far (of many replicas: hardly later), and
-search for themselves only where it does.
+in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`)
+among those that fit: in the device's memory where that is known, else with no more tokens open than
+1F1B has with full micro-batches. The replica with the most work searches first. The others take its
+way if they then end no later than the latest replica so far (of many replicas: hardly later), and
+otherwise search for themselves.
 
 Where dealing whole pieces leaves one replica with 2 % more work than the mean, several replicas may
 share a piece (:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared:
 none, those above a replica's capacity, or those above a half, a quarter or an eighth of it. The
 number of micro-batches beside the shared ones is then chosen once more, by the whole step. Where
 memory is known, pieces that one replica cannot hold, however much it recomputes, are always shared,
-by as many as hold them.
+by as many as hold them together.
 
-Times are predicted from a device profile if the planner has one (``Planner(scorer=...)``). Else
-they are exact work, and every action has the overhead of the forward of a short piece of 1 % of a
-context window, which is what bounds the number of micro-batches. Predicted times are not
-proportional to work: so where some replicas end 1 % later than the mean, pieces are dealt again,
-with that much less for them, and once more.
+Times are predicted from a device profile if the planner has one (``Planner(scorer=...)``). Without
+one they are exact work, and every action also takes the forward work of a piece of 1 % of a context
+window; this overhead bounds the number of micro-batches. Predicted times are not proportional to
+work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
+less work for the replicas that were late.
 
-Nothing waits, because slices fill the pipeline without; only where a very long document brings
-more tokens than two global batches have, the rest is carried. On a pipeline of one stage there is
-no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where memory is
-known and the user gave no cap, they may there be as long as memory allows, several numbers of them
-are tried, and pieces that no replica can hold without recomputation may also be shared. Where the
-schedule runs no slices (GPipe), pieces stay whole and none is shared.
+No pieces wait for later steps, since slices fill the pipeline without that; only what exceeds two
+global batches, because of a very long document, is carried. On a pipeline of one stage there is no
+bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where on one stage
+memory is known and the user gave no cap, micro-batches may be as long as memory allows, several
+numbers of them are tried, and pieces that no replica can hold without recomputation may also be
+shared. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
 Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
@@ -78,7 +78,7 @@ class AutoPacker(Packer):
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """The oldest pieces of at most 2·N·C tokens, all in one: the mesh will divide them."""
+        """The oldest pieces of at most 2·N·C tokens, in one list, which the mesh divides."""
         admitted, carried = oldest_first(pieces, 2 * self.rules.micro_batches * self.rules.window)
         return [admitted], carried
 
@@ -173,7 +173,7 @@ class AutoPacker(Packer):
     def _own(
         self, merged: Merged, count: int, place: Placement, scorer: PlanScorer
     ) -> list[Chosen | None]:
-        """The micro-batches of each replica's own pieces; ``count`` over all are the nominal ones.
+        """The micro-batches of each replica's own pieces; ``count`` is the nominal number over all.
 
         They are chosen without the shared pieces, which take as long whatever is chosen here.
         """
@@ -188,7 +188,7 @@ class AutoPacker(Packer):
             search = MicroBatchSearch(own, nominal[number], self.cap(place), work, place, scorer)
             allowed = latest
             if merged.shared and place.mesh.pipeline == 1:
-                # Not always is the one with the most work of its own the latest.
+                # With shared pieces, the replica with most work of its own need not be the latest.
                 allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
             elif len(loads) > SELF_SEARCHING:
                 allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)

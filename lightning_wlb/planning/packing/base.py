@@ -1,4 +1,4 @@
-"""What every packing method is told, and what it must answer.
+"""The interface of every packing method: what it is given, and what it decides.
 
 A :class:`Packer` lives as long as a run and holds the pieces that wait between steps. Its work is
 split in two, because a run may move to another mesh and must see the same data:
@@ -81,7 +81,7 @@ class Packer:
     compares_plans: ClassVar[bool] = False
     """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
-    """Whether :meth:`.Packer.replicas` makes the micro-batches, from the pieces in one."""
+    """Whether micro-batches are made by :meth:`.Packer.replicas`, from all pieces of the step."""
     cap_percent: ClassVar[int] = 150
     """The cap where the user gives none, in percent of C."""
     deal: ClassVar[Deal] = heaviest_first
@@ -105,10 +105,10 @@ class Packer:
         self.carried = []
 
     def next_step(self, arrivals: GlobalBatches, step: int) -> tuple[MicroBatches, bool]:
-        """What enters optimiser step ``step``, and whether it drains what waits.
+        """The pieces of optimiser step ``step``, and whether it drains waiting pieces.
 
         Some micro-batches may be empty; if there are none or all are empty, the epoch is over. A
-        method that slices pieces has all of them in one.
+        method that slices pieces returns them in one micro-batch.
         """
         while (batch := arrivals.draw(step)) is not None:
             admitted = self.carried + self.admit(batch, step)

@@ -14,10 +14,10 @@ which pieces are carried.
 ``fixed_greedy`` (WLB-LLM §3.2, §4.1) packs W global batches together into W·N micro-batches of at
 most C tokens: pieces go in descending length to the micro-batch with the least attention work, the
 sum of d², that has room. The last short pieces fit nowhere whole and are cut to fill the gaps. The
-micro-batches are sorted by work and cut into W steps, so that those of like work run in the same
-step. Balance improves with W, as unlike documents are moved apart; the price is randomness, which
-the paper's Figure 6 shows in the loss, and a delay of (W - 1)/2 steps on average. Choose it only
-where micro-batches must have equal lengths.
+micro-batches are sorted by work and divided into W steps, so that micro-batches of similar work run
+in the same step. Balance improves with W. The price is less random data, which the paper's Figure 6
+shows in the loss, and a delay of (W - 1)/2 steps on average. Choose it only where micro-batches
+must have equal lengths.
 
 Cost for P pieces in M micro-batches: ``original`` O(P), ``best_fit`` O(P·(log P + M)),
 ``fixed_greedy`` O(P·(log P + W·N)) once every W steps.
@@ -79,7 +79,7 @@ class BestFitPacker(Packer):
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """As few micro-batches as best-fit finds; those beyond 2·N are carried."""
+        """As few micro-batches as best-fit finds; pieces of those beyond 2·N are carried."""
         check_fits(pieces, self.rules.cap)
         packed = fill(pieces, self.rules.cap)
         most = 2 * self.rules.micro_batches
@@ -176,9 +176,8 @@ def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatch
         bins: number of micro-batches.
         window: C, most tokens of a micro-batch.
 
-    Returns:
-        Equal lengths go by (document, origin), equal micro-batches by number; a piece that fits
-        nowhere whole is cut, first for the micro-batch with the most room.
+    Equal lengths go by (document, origin), equal micro-batches by number. A piece that fits nowhere
+    whole is cut, first for the micro-batch with the most room.
     """
     micro_batches: MicroBatches = [[] for _ in range(bins)]
     attention = [0] * bins

@@ -3,18 +3,18 @@
 First the pieces of a step are dealt to the replicas, by the paper's Algorithm 1
 (:mod:`~lightning_wlb.planning.dealing`).
 
-Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as it
-can be (Equation 1), for the V for which the heaviest times P - 1 + V is least
-(:func:`pack_pipeline`). V goes from what the cap allows to what keeps micro-batches long enough for
-a device (Appendix C).
+Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as
+possible (Equation 1), for the V with the least product of P - 1 + V and the heaviest
+(:func:`pack_pipeline`). The cap bounds V from below; from above, micro-batches must be long enough
+to use a device well (Appendix C).
 
 Pieces stay whole, none waits, none is shared. Costs are exact work, spread evenly over the stages.
-A piece is long enough for a device if its work is 85 % of itself and the overhead that ``auto``
-counts for its two passes. It is here to compare with: ``auto`` deals by work alone, since slices
-leave a pipeline little to wait for (``benchmarks/results/two_stage.json``).
+A piece uses a device well if its work is at least 85 % of the sum of that work and the overhead
+that ``auto`` counts for two passes. The method serves comparisons: ``auto`` deals by work alone,
+since slices leave a pipeline little to wait for (``benchmarks/results/two_stage.json``).
 
-Cost: that of the dealing, and up to four solver calls for each replica, where one may be 1 %
-better than the greedy packing.
+Cost: that of the dealing, and up to four solver calls for each replica, if these may be 1 % better
+than the greedy packing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
 SOLVES = 4  # most calls of the solver for a pipeline
-BINARIES = 2000  # more variables than these take a solver minutes, and greed is near the bound
-WORTH_PERCENT = 1  # by which a solver's packing must promise to be faster
+BINARIES = 2000  # more variables take a solver minutes, and greedy packings are near the bound
+WORTH_PERCENT = 1  # the solver is asked where it may be faster by more than this
 
 
 class HydraulisPacker(Packer):
@@ -47,7 +47,7 @@ class HydraulisPacker(Packer):
     """Most calls of the solver for a pipeline."""
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """All pieces in one: which micro-batches there are depends on the mesh."""
+        """All pieces in one list, because their micro-batches depend on the mesh."""
         return [pieces], []
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
@@ -61,24 +61,13 @@ class HydraulisPacker(Packer):
 
         costs = [[cost(piece.tokens)] * mesh.data for piece in pieces]
         dealt = deal_greedily(costs, [mesh.pipeline] * mesh.data)
-        return [
-            replica_plan(
-                [
-                    list(map(whole, packed))
-                    for packed in pack_pipeline(
-                        [pieces[index] for index in own],
-                        mesh.pipeline,
-                        cap,
-                        cost,
-                        self.utilised,
-                        self.solves,
-                    )
-                ],
-                number,
-                place.sharding,
-            )
-            for number, own in enumerate(dealt)
-        ]
+        plans = []
+        for number, indices in enumerate(dealt):
+            own = [pieces[index] for index in indices]
+            packed = pack_pipeline(own, mesh.pipeline, cap, cost, self.utilised, self.solves)
+            packs = [list(map(whole, each)) for each in packed]
+            plans.append(replica_plan(packs, number, place.sharding))
+        return plans
 
     @property
     def utilised(self) -> int:
@@ -97,13 +86,13 @@ def pack_pipeline(
     utilised: int = 1,
     solves: int = SOLVES,
 ) -> MicroBatches:
-    """Equation 1 for each number of micro-batches V that is left by Appendix C, and the best V.
+    """The best packing by Equation 1, over the numbers of micro-batches V that Appendix C allows.
 
-    Each V is packed greedily. Then the solver is asked for those V by which a packing could be 1 %
-    faster than the best so far, first for that which promises most.
+    Each V is packed greedily. Then the solver is asked for those V with which a packing could be
+    1 % faster than the best so far, in the order of their lower bounds.
 
     Args:
-        pieces: those of one pipeline, none longer than ``cap``.
+        pieces: the pieces of one pipeline, none longer than ``cap``.
         stages: depth of the pipeline.
         cap: most tokens of a micro-batch, MaxLen.
         cost: forward and backward cost of a piece on one stage, from its tokens.

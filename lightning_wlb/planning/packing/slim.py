@@ -72,7 +72,7 @@ class SlimPacker(Packer):
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """All pieces in one: there are no micro-batches before the mesh is known."""
+        """All pieces in one list, because their micro-batches depend on the mesh."""
         return [pieces], []
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
@@ -158,7 +158,7 @@ class _Backward:
         slices = [part for pack in forward for part in pack]
         singles = [MicroBatch((index,), "", 0, (0,)) for index in range(len(slices))]
         order = symmetric_backward(slices, singles)
-        # What still has to be placed, the next one last.
+        # Slices that are not placed yet, the next one last.
         self._stream = [slices[single.slices[0]] for single in reversed(order)]
         self._stops = stops
         self._cap, self._work, self._tile, self._least = cap, work, tile, least
@@ -177,7 +177,7 @@ class _Backward:
         """Fill the next pack, when ``left`` packs are still to be filled."""
         target = self._rest_work // left
         slack = target // OPEN_GAPS
-        # What the packs after this one cannot hold.
+        # Tokens that this pack must take, because those after it cannot hold them.
         owed = self._rest_tokens - (left - 1) * self._cap
         pack: list[Slice] = []
         load = filled = 0
@@ -195,11 +195,11 @@ class _Backward:
         return pack
 
     def _next(self, gap: int, slack: int, room: int, owed: int, *, fresh: bool) -> Slice | None:
-        """Take from the stream what the pack gets next; None where it gets nothing more."""
+        """Take the pack's next slice from the stream; None where the pack is full."""
         part = self._stream[-1]
         if part.tokens <= room and (self._work_of(part) <= gap + slack or part.tokens <= owed):
             return self._stream.pop()
-        # A piece that takes several packs had better begin in a fresh one: that saves a cut.
+        # A piece that takes several packs begins in a fresh one, which saves a cut.
         if gap > slack and room and self._untouched(part) and not (fresh and part.context):
             length = len(self._stream)
             fitting = [
@@ -221,7 +221,7 @@ class _Backward:
         return part._replace(start=start)
 
     def _cut(self, part: Slice, gap: int, room: int) -> int:
-        """Where the end of the slice begins that fills the gap; its stop where it cannot be cut."""
+        """Where to cut the slice so that its end fills the gap; its stop if it cannot be cut."""
         end = part.stop - part.origin
         wanted = self._work.tokens_within(max(self._work(end) - gap, 0)) + self._tile // 2
         earliest = max(part.context + self._least, end - room) + self._tile - 1
@@ -239,12 +239,12 @@ def asymmetric_replica_plan(
     replica: int,
     sharding: str,
 ) -> ReplicaPlan:
-    """The plan of a replica whose backward micro-batches have other slices than the forward ones.
+    """The plan of a replica whose backward micro-batches group slices unlike its forward ones.
 
     Args:
         forward: the slices of each micro-batch, in forward order.
         backward: the same slices, in micro-batches in backward order.
-        replica: its number.
+        replica: number of the replica.
         sharding: as for :func:`.replica_plan`.
     """
     slices = [part for pack in forward for part in pack]
