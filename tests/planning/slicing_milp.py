@@ -37,20 +37,9 @@ def slice_pieces_milp(
 ) -> list[list[Slice]]:
     """The MicroPacks of one replica with the least largest work; arguments as ``slice_pieces``.
 
-    Args:
-        pieces: the replica's pieces.
-        packs: M, at least 1; no pack may be left to add, so M·cap must suffice.
-        cap: most tokens of a MicroPack.
-        work: forward and backward work of a piece's prefix.
-        tile: cut positions are multiples of it from the piece's origin.
-        least: tokens of the shortest slice, but for whole pieces.
-        gap: share by which the largest work may be above its lower bound.
-        nodes: most nodes that the solver may explore.
-
-    Raises:
-        ValueError: if no such packs exist, or none was found within ``nodes``.
+    The largest work may be above its lower bound by the share ``gap``; the solver explores
+    ``nodes`` nodes at most.
     """
-
     lengths = [piece.tokens for piece in pieces]
     unit = max(sum(work(length) for length in lengths) / packs, 1)
     problem = pulp.LpProblem("slices", pulp.LpMinimize)
@@ -88,12 +77,7 @@ def slice_pieces_milp(
         problem += pulp.lpSum(tokens[pack]) <= cap
     problem.setObjective(largest)
     problem.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=gap, maxNodes=nodes))
-    if problem.sol_status != pulp.LpSolutionOptimal:
-        raise ValueError(
-            f"the solver found no optimal MicroPacks within {nodes} nodes"
-            f" ({pulp.LpStatus[problem.status]}): raise the cap or the number of packs, or take"
-            " slice_pieces, which always finds some."
-        )
+    assert problem.sol_status == pulp.LpSolutionOptimal, pulp.LpStatus[problem.status]
     result: list[list[Slice]] = [[] for _ in range(packs)]
     for piece, grid, of_piece in zip(pieces, grids, placed, strict=True):
         start = 0

@@ -17,11 +17,6 @@ def test_round_robin_keeps_the_order() -> None:
     assert round_robin([5, 9], 3) == [[0], [1], []]
 
 
-def test_heaviest_first_goes_to_the_least_loaded() -> None:
-    # 9 -> replica 0; 6 -> 1; 5 -> 1 (6 < 9); 4 -> 0 (9 < 11); 2 -> 1 (11 < 13); 1 -> 0 (13 = 13)
-    assert heaviest_first([4, 9, 1, 6, 5, 2], 2) == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_heaviest_first_counts_may_differ_and_ties_go_by_number() -> None:
     assert heaviest_first([3, 3, 3, 9], 2) == [[3], [0, 1, 2]]
     assert heaviest_first([1, 1, 1], 2) == [[0, 2], [1]]

@@ -39,7 +39,7 @@ def batches(stores: Stores, cuts: bool = False, shuffle: bool = True) -> MixedBa
     return MixedBatches(shares_of(stores), lengths, 40, 20, cuts, 5, shuffle)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(stores=STORES, cuts=st.booleans(), shuffle=st.booleans())
 def test_nothing_is_lost_or_doubled_within_a_stores_pass(stores, cuts, shuffle) -> None:
     mixed = batches(stores, cuts, shuffle)
@@ -73,6 +73,7 @@ def test_nothing_is_lost_or_doubled_within_a_stores_pass(stores, cuts, shuffle) 
         first += share.documents
 
 
+@settings(max_examples=40)
 @given(stores=STORES, cuts=st.booleans(), shuffle=st.booleans())
 def test_a_state_is_a_place(stores, cuts, shuffle) -> None:
     mixed = batches(stores, cuts, shuffle)
@@ -130,8 +131,7 @@ def test_a_new_pass_has_a_new_order() -> None:
     assert passes[0] != passes[1]
 
 
-@pytest.mark.parametrize("packing", ["wlb", "original"])
-def test_proportions_hold_within_one_percent_over_a_thousand_steps(packing) -> None:
+def test_proportions_hold_within_one_percent_over_a_thousand_steps() -> None:
     random = np.random.default_rng(0)
     sizes, weights = (3000, 500, 40), (0.6, 0.3, 0.1)
     lengths = np.concatenate(
@@ -144,7 +144,7 @@ def test_proportions_hold_within_one_percent_over_a_thousand_steps(packing) -> N
         StoreShare(name, size, weight)
         for name, size, weight in zip("abc", sizes, weights, strict=True)
     ]
-    data = DataSettings(4096, 2, packing=packing)
+    data = DataSettings(4096, 2, packing="wlb")
     planner = Planner(lengths, data, work, mixture=shares)
     tokens, planned = np.zeros(3), 0
     bounds = np.cumsum(sizes)

@@ -1,21 +1,18 @@
 """Every registered packing method keeps the promises, also on streams made to break it.
 
-Nothing is lost, the cap holds, runs are deterministic and resume exactly from any step, pieces do
-not wait for ever, and no stream crashes or starves a method.
+Nothing is lost, the cap holds, runs resume exactly from any step, pieces do not wait for ever, and
+no stream crashes or starves a method. tests/planning/test_planner.py draws streams at random.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.mesh import Mesh
@@ -91,8 +88,14 @@ STREAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("method", METHODS)
+# Of the streams, those that a method of solvers may answer otherwise than its greedy start.
+HARD = ("just above half the cap", "alternating thirds", "empty global batches", "one document")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(m, name) for m in METHODS for name in STREAMS if m not in SOLVED or name in HARD],
+)
 def test_adversarial_streams(method, name) -> None:
     lengths = STREAMS[name]
     count = 4
@@ -109,58 +112,6 @@ def test_adversarial_streams(method, name) -> None:
     assert max(plan.max_delay for plan in plans) <= age
     # Not starved: a step has its share of tokens on average, but for what cannot be shared out.
     assert len(plans) <= 3 * math.ceil(sum(lengths) / data.nominal_tokens) + MAX_AGE
-
-
-@st.composite
-def cases(draw):
-    window = draw(st.integers(1, 40))
-    method = draw(st.sampled_from([name for name in METHODS if name not in SOLVED]))
-    data = DataSettings(
-        context_window=window,
-        micro_batches=draw(st.integers(1, 5)),
-        packing=packing(
-            method,
-            queues=draw(st.integers(0, 3)),
-            packing_window=draw(st.integers(1, 4)),
-            max_age=draw(st.integers(1, 12)),
-            asymmetric=draw(st.booleans()),
-        ),
-        cap=draw(st.none() | st.integers(window, 2 * window + 1)),
-        seed=draw(st.integers(0, 3)),
-    )
-    mesh = Mesh(data=draw(st.integers(1, 4)), pipeline=draw(st.integers(1, 5)))
-    lengths = draw(st.lists(st.integers(1, 3 * window), min_size=1, max_size=60))
-    return lengths, data, mesh
-
-
-@settings(max_examples=80)
-@given(case=cases(), stop=st.integers(0, 12))
-def test_conservation_determinism_and_resume(case, stop) -> None:
-    lengths, data, mesh = case
-    whole = planner(lengths, data, mesh)
-    again = planner(lengths, data, mesh)
-    for number in range(2):
-        plans = epoch(whole)
-        check_epoch(lengths, plans, data)
-        assert not whole.held
-        states = [json.loads(json.dumps(again.state_dict()))]
-        for plan in plans:
-            assert again.next_step() == plan
-            states.append(json.loads(json.dumps(again.state_dict())))
-        assert again.next_step() is None
-        if number:
-            continue
-        # From this step on, also on another mesh: the same pieces, and on this one the same plans.
-        resumed = planner(lengths, data, mesh)
-        moved = planner(lengths, data, Mesh(data=3))
-        at = min(stop, len(plans))
-        for other in (resumed, moved):
-            other.load_state_dict(states[at])
-        for plan in plans[at:]:
-            assert resumed.next_step() == plan
-            assert moved.next_step().pieces == plan.pieces
-        assert resumed.next_step() is moved.next_step() is None
-        assert resumed.state_dict() == moved.state_dict() == again.state_dict()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -195,14 +146,3 @@ def test_order_of_documents_that_do_not_wait(method) -> None:
             piece.document for piece in after.pieces
         )
         assert max(piece.stop for piece in before.pieces) <= 20
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_micro_batches_of_a_replica_are_counted_by_the_mesh(method) -> None:
-    """More replicas than pieces: some have nothing to do, and nothing is doubled."""
-    data = DataSettings(WINDOW, 2, packing=packing(method))
-    mesh = Mesh(data=8, pipeline=2)
-    plans = epoch(planner([50, 40, 3], data, mesh))
-    check_epoch([50, 40, 3], plans, data)
-    pieces = Counter(piece[:3] for plan in plans for piece in plan.pieces)
-    assert set(pieces.values()) == {1}

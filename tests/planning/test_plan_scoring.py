@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,24 +30,6 @@ def scorer_of(ranks: int, virtual_stages: int = 1, overhead: int = 0) -> WorkSco
     return WorkScorer(WORK, Mesh(pipeline=ranks, virtual_stages=virtual_stages), overhead)
 
 
-def equal_packs(count: int):
-    """Slices of one piece and whole pieces, all of the same work."""
-    whole = [[Slice(number, 0, 0, 100)] for number in range(1, count)]
-    return replica_plan([[Slice(0, 0, 0, 100)], *whole], 0, "")
-
-
-def test_equal_micro_batches_take_the_closed_form():
-    scorer = scorer_of(4, overhead=7)
-    verdict = scorer([equal_packs(6)])
-    assert verdict.time == (6 + 3) * (total(100) + 14)
-    assert verdict.peak == 400
-
-
-def test_virtual_stages_divide_the_bubble():
-    scorer = scorer_of(4, 2)
-    assert scorer([equal_packs(8)]).time == (2 * 8 + 3) * total(100) // 2
-
-
 def test_a_slice_costs_what_it_adds_to_its_prefix():
     parts = [[Slice(0, 5, 5, 45)], [Slice(0, 5, 45, 105)]]
     plan = replica_plan(parts, 0, "")
@@ -62,18 +43,6 @@ def test_layers_with_different_windows_are_weighed_by_each():
     plan = replica_plan(parts, 0, "")
     scorer = WorkScorer(work, Mesh())
     assert scorer([plan]) == (work.total(100) + work.total(20), 120)
-
-
-def test_an_overhead_makes_many_micro_batches_dear():
-    free, dear = (scorer_of(2, overhead=overhead) for overhead in (0, 10**6))
-
-    def sliced(count):
-        cuts = [100 * index // count for index in range(count + 1)]
-        parts = [[Slice(0, 0, a, b)] for a, b in pairwise(cuts)]
-        return replica_plan(parts, 0, "")
-
-    assert free([sliced(8)]).time < free([sliced(2)]).time
-    assert dear([sliced(8)]).time > dear([sliced(2)]).time
 
 
 @settings(max_examples=60)
@@ -131,11 +100,6 @@ def test_interleaved_slices_are_judged_by_the_program_that_runs():
 
     step = simulate(programs, duration)
     assert scorer([replica]).time == step.total_ns
-
-
-def test_nothing_takes_no_time():
-    plan = replica_plan([], 0, "")
-    assert scorer_of(3)([plan]) == (0, 0)
 
 
 def test_a_shared_micro_batch_is_divided_and_begins_when_both_can():

@@ -63,6 +63,7 @@ meshes = st.fixed_dictionaries(
         "mesh": st.builds(
             Mesh,
             data=st.integers(1, 6),
+            pipeline=st.integers(1, 4),
             context=st.sampled_from([1, 2, 3]),
             tensor=st.sampled_from([1, 2]),
         ),

@@ -41,14 +41,6 @@ def plan_of(pieces, packs_of_replicas, cap):
     )
 
 
-def test_slices_under_a_sliding_window_have_equal_work():
-    work = Work.of(ModelShape(64, 1, 4, 4, 16, 256, 0, sliding_window=1000)).total
-    packs = slice_pieces(pieces_of([60_000, 9_000, 3_000]), 9, 72_000, work)
-    loads = [load(pack, work) for pack in packs]
-    assert len(packs) == 9
-    assert max(loads) <= 1.01 * sum(loads) / 9
-
-
 @pytest.mark.parametrize("stages", [2, 8, 16, 64])
 def test_taper_of_deep_pipelines(stages):
     """Large work is counted as finely as the shares of many tapered packs ask for."""
@@ -109,14 +101,6 @@ def test_dense_slices_never_leave_too_many_tokens_for_the_last_packs():
     packs = slice_pieces(pieces_of(lengths), 4, 63_000, WORK)
     assert len(packs) == 4
     assert max(sum(part.tokens for part in pack) for pack in packs) <= 63_000
-
-
-def test_balance_and_few_cuts():
-    lengths = [131_072, 90_000, 40_000, 17_000] + [3000] * 40 + [700] * 150
-    packs = slice_pieces(pieces_of(lengths), 16, 131_072, WORK)
-    loads = [load(pack) for pack in packs]
-    assert max(loads) * 16 < sum(loads) * 1.006
-    assert sum(map(len, packs)) - len(lengths) <= 15
 
 
 def test_the_last_pack_reaches_its_work_under_the_cap():

@@ -24,9 +24,9 @@ def test_the_optimum_of_an_instance_by_hand():
 @pytest.mark.parametrize(
     ("lengths", "packs", "cap", "work", "bound"),
     [
-        ([2048, 900, 600, 300, 250], 4, 2048, STEEP, 1.06),
         ([1500, 1500, 300, 200], 3, 4096, STEEP, 1.06),
         ([1200, 1000, 800, 600, 150, 90, 40], 3, 1500, STEEP, 1.12),
+        pytest.param([2048, 900, 600, 300, 250], 4, 2048, STEEP, 1.06, marks=pytest.mark.soak),
         pytest.param([2000, 400, 400, 400, 400], 3, 1500, STEEP, 1.06, marks=pytest.mark.soak),
         pytest.param([2048, 1024, 512, 256, 128, 64], 3, 2048, WORK, 1.06, marks=pytest.mark.soak),
     ],
@@ -39,8 +39,3 @@ def test_the_fast_construction_is_near_the_optimum(lengths, packs, cap, work, bo
     assert len(fast) <= packs
     ratio = largest(fast, work) / largest(best, work)
     assert 1 - 1e-6 <= ratio < bound
-
-
-def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="no optimal MicroPacks"):
-        slice_pieces_milp(pieces_of([1000]), 2, 400, LINEAR, tile=100, least=100)

@@ -124,12 +124,6 @@ def test_whole_pieces_that_pack_badly_take_as_many_micro_batches_as_they_need(st
     assert len(replica.slices) == 10
 
 
-def test_a_single_piece_on_more_replicas_than_pieces():
-    for auto, _ in plans(1, [100], data=3, pipeline=2):
-        assert sum(len(replica.forward) > 0 for replica in auto.replicas) >= 1
-        assert auto.tokens == 100
-
-
 def test_nothing_waits_however_long_documents_are():
     planner = Planner(
         [WINDOW, *[4000] * 30] * 60,

@@ -13,15 +13,12 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import check_fits, oldest_first
 from lightning_wlb.planning.packing.wlb import release, thresholds_from_lengths
+from tests.planning.packing.test_baselines import tokens_of
 from tests.planning.test_slicing import pieces_of
 
 
 def weight(tokens: int) -> int:
     return tokens * (tokens + 20)
-
-
-def tokens_of(micro_batches) -> list[list[int]]:
-    return [[piece.tokens for piece in micro_batch] for micro_batch in micro_batches]
 
 
 def test_hand_worked_case() -> None:
@@ -40,12 +37,6 @@ def test_full_bin_of_least_work_gives_way_to_the_shortest() -> None:
     micro_batches, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, weight)
     assert tokens_of(micro_batches) == [[40, 6], [14, 14, 14]]
     assert [piece.document for piece in carried] == [5]
-
-
-def test_piece_of_the_cap_is_admitted() -> None:
-    micro_batches, carried = deal_capped(pieces_of([100, 100]), 2, 100, weight)
-    assert tokens_of(micro_batches) == [[100], [100]]
-    assert carried == []
 
 
 def test_piece_above_the_cap_is_named() -> None:
@@ -118,11 +109,6 @@ def test_full_queue_releases_its_n_oldest_once() -> None:
     assert release([], queues, (40,), 3) == ([], [[piece(7, 60, 2)]])
 
 
-def test_without_queues_nothing_waits() -> None:
-    arrivals = [piece(1, 100), piece(2, 1)]
-    assert release(arrivals, [], (), 2) == (arrivals, [])
-
-
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=30),
     thresholds=st.lists(st.integers(1, 50), max_size=3, unique=True).map(sorted),
@@ -169,15 +155,6 @@ def test_first_threshold_is_the_nth_part_of_the_fair_share() -> None:
         assert quadratic(first - 1) < fair_share / queues <= quadratic(first)
         spaced = [first + (1000 - first) * index / queues for index in range(queues)]
         assert thresholds == pytest.approx(spaced, abs=1)
-
-
-def test_equal_documents_never_wait_with_one_queue() -> None:
-    (threshold,) = thresholds_from_lengths(np.full(10, 100), 1000, 1, quadratic)
-    assert threshold > 100
-
-
-def test_no_queues_no_thresholds() -> None:
-    assert thresholds_from_lengths(np.array([5, 9]), 10, 0, quadratic) == ()
 
 
 @given(
