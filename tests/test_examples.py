@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import lightning_wlb as wlb
 from lightning_wlb.cli.main import main
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -32,8 +37,21 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_model_of_ones_own(tmp_path):
-    printed = run(tmp_path, str(EXAMPLES / "own_model.py"), "--steps=8").stdout
+def without_workers() -> None:
+    """A rank of run_ranks has no children, and so no loader workers."""
+    wlb.WLBDataModule = partial(wlb.WLBDataModule, num_workers=0)
+
+
+def run_own_model(rank: int) -> str:
+    without_workers()
+    sys.argv = ["own_model.py", "--steps=8"]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "own_model.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_a_model_of_ones_own():
+    printed, _ = run_ranks(run_own_model, 2, process_group=False)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
@@ -61,7 +79,7 @@ def test_the_command_line(tmp_path):
         str(EXAMPLES / "cli.py"),
         "fit",
         f"--config={EXAMPLES / 'config.yaml'}",
-        "--trainer.max_steps=2",
+        "--trainer.max_steps=1",
         "--trainer.limit_val_batches=0",
         "--data.context_window=1024",
         # Bytes need no training of a tokenizer.
@@ -69,7 +87,7 @@ def test_the_command_line(tmp_path):
     )
     (version,) = (tmp_path / "runs/cli").iterdir()
     assert "context_parallel_size: 2" in (version / "config.yaml").read_text()
-    assert len((version / "metrics.csv").read_text().splitlines()) == 3
+    assert len((version / "metrics.csv").read_text().splitlines()) == 2
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -117,25 +135,24 @@ def test_the_demo_runs_its_packings_in_turns(tmp_path):
     assert "Trainer" not in said
 
 
-TURNS = """
-import argparse, runpy
-demo = runpy.run_path({demo!r})
+def in_turns(rank: int, folder: Path) -> list[list[tuple[float, float]]]:
+    """Losses and tokens of the steps: unbroken, and in three turns."""
+    os.chdir(folder)
+    without_workers()
 
-def losses(folder, turns):
-    options = argparse.Namespace(seed=3, devices=1, context_window=256, profile=None, output=folder)
-    contestant = demo["Contestant"]("auto", options)
-    steps = [step for turn in turns for step in contestant.train(turn)]
-    return [(step["train_loss"], step["tokens"]) for step in steps]
+    def losses(name: str, turns: list[int]) -> list[tuple[float, float]]:
+        options = {"seed": 3, "devices": 1, "context_window": 256, "profile": None, "output": name}
+        contestant = demo()["Contestant"]("auto", Namespace(**options))
+        steps = [step for turn in turns for step in contestant.train(turn)]
+        return [(step["train_loss"], step["tokens"]) for step in steps]
 
-unbroken, in_turns = losses("a", [4]), losses("b", [1, 2, 1])
-assert len(unbroken) == 4 and unbroken == in_turns, (unbroken, in_turns)
-"""
+    return [losses("a", [4]), losses("b", [1, 2, 1])]
 
 
 def test_a_turn_of_the_demo_goes_on_where_the_last_one_stopped(tmp_path):
-    script = tmp_path / "turns.py"
-    script.write_text(TURNS.format(demo=str(EXAMPLES / "train_stdlib.py")))
-    run(tmp_path, str(script))
+    ((unbroken, in_three),) = run_ranks(in_turns, 1, tmp_path, process_group=False)
+    assert len(unbroken) == 4
+    assert unbroken == in_three
 
 
 STEP = {

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_wlb.cli.main import main
+from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = 200
@@ -74,20 +74,27 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def fit(folder: Path, name: str, *options: str) -> str:
-    """Run ``lightning-wlb fit`` with an example for two steps; what it printed."""
+def run_fit(rank: int, folder: Path, arguments: list[str]) -> int:
+    os.chdir(folder)
+    os.environ["LIGHTNING_WLB_TRACEBACK"] = "1"
+    return main(arguments)
+
+
+def fit(folder: Path, name: str, *options: str, ranks: int = 1) -> None:
+    """``lightning-wlb fit`` with an example for two steps, on ranks that are there as of torchrun.
+
+    How a command starts further ranks is tested with examples/cli.py (tests/test_examples.py).
+    """
     arguments = [
-        *("-m", "lightning_wlb.cli.main", "fit", f"--config={EXAMPLES / name}"),
+        *("fit", f"--config={EXAMPLES / name}", f"--trainer.devices={ranks}"),
         *("--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.precision=32-true"),
         *(f"--trainer.logger.init_args.save_dir={name}", "--trainer.enable_model_summary=false"),
-        *("--data.micro_batches=2", "--data.context_window=128", "--data.profile=none", *options),
+        *("--data.micro_batches=2", "--data.context_window=128", "--data.profile=none"),
+        *("--data.num_workers=0", *options),
     ]
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"max_steps=2. reached", done.stderr + done.stdout)
-    return done.stdout
+    codes = run_ranks(run_fit, ranks, folder, arguments, process_group=False)
+    assert codes == [0] * ranks
+    assert any((folder / name).rglob("hparams.yaml"))
 
 
 def checkpoint(folder: Path, name: str) -> str:
@@ -132,10 +139,10 @@ def test_continued_pretraining_on_a_mixture_and_export(folder, monkeypatch):
         "continue.yaml",
         "--model.init_args.config=model",
         f"--data.documents={mixture}",
-        "--trainer.devices=2",
         "--wlb.context_parallel_size=2",
         "--trainer.callbacks=ModelCheckpoint",
         "--trainer.callbacks.every_n_train_steps=2",
+        ranks=2,
     )
     out = folder / "exported"
     assert main(["export", checkpoint(folder, "continue.yaml"), str(out)]) == 0
@@ -160,7 +167,6 @@ def test_chats_with_low_rank_adapters_and_export(folder):
         "--model.init_args.config=model",
         "--data.documents.chats=chats.jsonl",
         "--data.documents.tokenizer=model",
-        "--trainer.devices=1",
     )
     out = folder / "adapters"
     assert main(["export", checkpoint(folder, "chat_lora.yaml"), str(out)]) == 0

@@ -6,14 +6,11 @@ have tests/attention/test_kernels_gpu.py.
 
 import inspect
 import types
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention import backends as varlen
 from lightning_wlb.attention import kernels_gpu
@@ -33,14 +30,6 @@ from tests.attention.support import (
 )
 
 pytestmark = pytest.mark.usefixtures("every_backend")
-
-
-def test_auto_without_cuda_is_cpu() -> None:
-    *inputs, _ = random_inputs([(4, 4)], 2, 2)
-    metadata = metadata_of([(4, 4)])
-    assert torch.equal(
-        VarlenAttention()(*inputs, metadata), VarlenAttention("cpu")(*inputs, metadata)
-    )
 
 
 def test_on_cpu_the_name_of_the_kernel_takes_no_library(
@@ -105,17 +94,6 @@ def test_an_old_varlen_attn_is_refused(monkeypatch: pytest.MonkeyPatch, cuda: No
         VarlenAttention("torch")
 
 
-def test_the_torch_signature_has_what_is_passed() -> None:
-    """Pins the real function: a renamed parameter shows here and not on a user's GPU."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    names = list(inspect.signature(varlen_attn).parameters)
-    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= set(names)
-    # 2.13 refuses groups without it.
-    assert "enable_gqa" in names or torch.__version__.startswith(("2.11", "2.12"))
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("sliding_window", [None, 1, 4])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -169,39 +147,6 @@ def test_sinks_around_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     options = AttentionOptions(0.3)
     got = results(attending(load_torch(), metadata_of([(9, 9)]), options), inputs, gradient)
     assert_close(got, results(reference([(9, 9)], options), inputs, gradient), 1e-12)
-
-
-def test_a_call_on_a_cuda_device_reaches_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the choice of backend to the operator, on tensors that say that they are there."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        attention = VarlenAttention("torch")
-    calls = []
-
-    class Recorded(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            names = (each.name for each in func._schema.arguments)
-            calls.append((str(func), dict(zip(names, args, strict=False))))
-            return func(*args, **(kwargs or {}))
-
-    # Without autograd, which asks torch for the device and ends the process where it has none.
-    with FakeTensorMode(), torch.no_grad(), Recorded():
-        q = torch.empty(10, 4, 64, dtype=torch.bfloat16, device="cuda")
-        k = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="cuda")
-        starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        metadata = replace(
-            metadata_of([(4, 8), (6, 12)]),
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            key_index=torch.empty(20, dtype=torch.int64, device="cuda"),
-        )
-        out = attention(q, k, k, metadata, AttentionOptions(0.5, 4))
-    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "cuda")
-    ((_, arguments),) = (each for each in calls if each[0] == "torch_attn._varlen_attn.default")
-    assert (arguments["max_q"], arguments["max_k"], arguments["scale"]) == (6, 12, 0.5)
-    # Not "causal", which torch keeps for no window: three keys to the left and none to the right.
-    assert (arguments["is_causal"], arguments["window_size"]) == (False, [3, 0])
-    assert arguments.get("enable_gqa", True)  # torch 2.11 has no such option
 
 
 def test_missing_backends_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,14 +39,6 @@ def test_by_hand() -> None:
     assert out[:, 0, 0].tolist() == [1.0, 2.0, 30.0, 20.0, 40.0]
 
 
-def test_scale() -> None:
-    q = torch.tensor([[[0.0]], [[2.0]]], dtype=torch.float64)
-    k = torch.tensor([[[0.0]], [[3.0]]], dtype=torch.float64)
-    v = torch.tensor([[[0.0]], [[1.0]]], dtype=torch.float64)
-    out = dense_attention(q, k, v, torch.zeros(2), torch.arange(2), scale=0.5)
-    assert out[1].item() == pytest.approx(math.exp(3) / (1 + math.exp(3)), rel=1e-14)
-
-
 def test_softcap_and_sinks_by_hand() -> None:
     q = torch.tensor([[[0.0]], [[2.0]]], dtype=torch.float64)
     k = torch.tensor([[[0.0]], [[3.0]]], dtype=torch.float64)

@@ -191,26 +191,6 @@ def one_piece(options: AttentionOptions) -> AttentionMetadata:
     return AttentionMetadata.from_indices(indices, 4, 1, options.sliding_window)
 
 
-def test_plain_calls_cost_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equally wide values reach the kernel as they are, and so does its output the projection."""
-    seen: list[Tensor] = []
-
-    class Attention(VarlenAttention):
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-            seen.extend((q, k, v, super().__call__(q, k, v, *others)))
-            return seen[-1]
-
-    q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
-
-    def project(out: Tensor) -> Tensor:
-        assert out is seen[-1]
-        return out.flatten(1)
-
-    out = packed_attention(q, k, v, project, one_piece(PLAIN), Attention("cpu"), NO_GROUPS)
-    assert out.shape == (4, 16)
-    assert [x.data_ptr() for x in seen[:3]] == [x.data_ptr() for x in (q, k, v)]
-
-
 def test_what_does_not_fit_is_refused() -> None:
     q = torch.zeros(4, 2, 8)
     call: Callable[..., Tensor] = packed_attention

@@ -13,8 +13,6 @@ from torch import Tensor
 from lightning_wlb.attention import backends as varlen
 from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.kernel_interface import AttentionOptions
-from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import (
     SEGMENTS,
     Segments,
@@ -124,25 +122,6 @@ def test_no_queries_keep_the_graph() -> None:
     sinks = torch.full((4,), -math.inf, requires_grad=True)
     out = VarlenAttention("cpu")(q, k, v, metadata, AttentionOptions(sinks=sinks))
     assert torch.autograd.grad(out.sum(), sinks)[0].tolist() == [0.0] * 4
-
-
-def test_metadata_from_indices_and_to() -> None:
-    made = layout("per_document", [10, 7], 2, 4)
-    indices = rank_indices(made, 0)
-    metadata = AttentionMetadata.from_indices(indices, made.rows, 2)
-    assert (metadata.rows, metadata.queries, metadata.keys) == (12, 9, 24)
-    assert (metadata.max_seqlen_q, metadata.max_seqlen_k) == (3, 9)
-    assert metadata.cu_seqlens_q.dtype == metadata.cu_seqlens_k.dtype == torch.int32
-    assert metadata.key_index is not None
-    assert metadata.key_index.tolist() == indices.key_index.tolist()
-    moved = metadata.to("meta")
-    assert moved.cu_seqlens_q.device.type == moved.key_index.device.type == "meta"
-    assert (moved.rows, moved.queries, metadata.cu_seqlens_q.device.type) == (12, 9, "cpu")
-
-    alone = layout("per_document", [10, 7], 1, 1)
-    metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), alone.rows, 1)
-    assert metadata.key_index is None
-    assert metadata.keys == metadata.queries == 17
 
 
 class Counter:

@@ -94,28 +94,6 @@ def test_reference_constants_of_llama2_7b() -> None:
     assert equivalents == pytest.approx(tokens + tokens * tokens / 42_350, rel=2e-5)
 
 
-def test_backward_is_twice_linear_and_two_and_a_half_times_attention() -> None:
-    work = Work.of(LLAMA2_7B)
-    for tokens, context in ((1, 0), (3, 0), (7, 5), (131_072, 131_072)):
-        linear = linear_flops(LLAMA2_7B, tokens)
-        attention = attention_flops(LLAMA2_7B, tokens, context)
-        assert work.forward(tokens, context) == linear + attention
-        assert 2 * work.backward(tokens, context) == 4 * linear + 5 * attention
-        assert isinstance(work.total(tokens, context), int)
-
-
-@given(
-    st.integers(1, 10**9),
-    st.integers(0, 10**9),
-    st.none() | st.integers(1, 10**6),
-    st.integers(0, 10**7),
-)
-def test_tokens_within_is_the_inverse_of_work(linear, pair, window, tokens) -> None:
-    work = PassWork(linear, pair, window)
-    assert work.tokens_within(work(tokens)) == tokens
-    assert work.tokens_within(work(tokens + 1) - 1) == tokens
-
-
 @given(
     linear=st.integers(1, 10**9),
     windows=st.dictionaries(
@@ -156,21 +134,6 @@ def test_narrower_values_count_once_in_forward_and_twice_in_backward() -> None:
     assert work.forward.per_pair == 2 * 4 * (5 + 3)
     # Scores again, and gradients of queries and keys; of probabilities, and of values.
     assert work.backward.per_pair == 2 * 4 * (3 * 5 + 2 * 3)
-
-
-@given(
-    tokens=st.integers(0, 300_000),
-    context=st.integers(0, 300_000),
-    window=st.none() | st.integers(1, 300_000),
-)
-def test_work_as_data_is_the_work_of_the_shape(tokens, context, window) -> None:
-    shape = replace(SMALL, sliding_window=window)
-    expected = linear_flops(shape, tokens) + attention_flops(shape, tokens, context)
-    assert Work.of(shape).forward(tokens, context) == expected
-    total = Work.of(shape).total
-    assert total == PassWork(
-        3 * linear_flops(shape, 1), 14 * shape.layers * shape.heads * shape.head_dim, window
-    )
 
 
 @pytest.mark.parametrize(

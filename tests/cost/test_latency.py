@@ -75,14 +75,6 @@ def test_tensor_parallelism_divides_the_heads() -> None:
     )
 
 
-def test_no_segments_and_no_rows_take_no_time() -> None:
-    model = LatencyModel(H100, SHAPE)
-    for backward in (False, True):
-        assert model.attention_ns(*arrays())[backward] == 0
-        assert model.linear_ns(0, backward=backward) == 0
-        assert model.head_ns(0, backward=backward) == 0
-
-
 def test_linear_work_is_flops_over_the_rate() -> None:
     model = LatencyModel(FLAT, SHAPE)
     flops = layer_linear_flops(SHAPE.each_layer[0], 1000)
@@ -129,21 +121,6 @@ def test_the_rate_is_exact_for_times_affine_in_queries_times_keys() -> None:
     assert far[0] == pytest.approx(1 / rate(64, 8.0), rel=1e-12)
 
 
-@settings(max_examples=50)
-@given(
-    st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 100_000)), min_size=1, max_size=20),
-    st.randoms(use_true_random=False),
-    st.booleans(),
-)
-def test_a_sum_does_not_depend_on_the_order(segments: list, random: object, backward: bool) -> None:
-    model = LatencyModel(H100, SHAPE)
-    pairs = [(queries, queries + before) for queries, before in segments]
-    first = model.attention_ns(*arrays(*pairs))[backward]
-    random.shuffle(pairs)  # type: ignore[attr-defined]
-    assert model.attention_ns(*arrays(*pairs))[backward] == first
-    assert isinstance(first, int)
-
-
 @settings(max_examples=100)
 @given(st.integers(1, 100_000), st.integers(0, 100_000), st.booleans())
 def test_more_keys_never_take_less_time(queries: int, before: int, backward: bool) -> None:
@@ -160,14 +137,6 @@ def test_more_rows_never_take_less_time(rows: int, extra: int, backward: bool) -
     assert model.linear_ns(rows + extra, backward=backward) >= model.linear_ns(
         rows, backward=backward
     )
-
-
-def test_short_segments_cost_more_than_one_long_one_of_the_same_pairs() -> None:
-    # WLB-LLM §5.2: fine shards run below the kernel's rate.
-    model = LatencyModel(H100, SHAPE)
-    one = model.attention_ns(*arrays((8192, 8192)))[False]
-    pieces = model.attention_ns(*arrays(*[(128, 128 * number) for number in range(1, 65)]))[False]
-    assert pieces > 1.1 * one
 
 
 def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:

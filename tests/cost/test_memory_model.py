@@ -147,12 +147,6 @@ def test_a_model_whose_state_does_not_fit_has_no_micro_batch() -> None:
     assert memory.longest_micro_batch(StageParts((3,)), 1, 100_000, 1) == 0
 
 
-def test_checkpointing_saves_less_and_less() -> None:
-    memory = MemoryModel(CONFIG.shape)
-    sizes = [memory.layer_bytes(LAYER, 1000, how) for how in MODES]
-    assert sizes[0] > sizes[1] > sizes[2] > 0
-
-
 def test_inputs_are_what_the_ends_read_positions_and_the_index_of_keys() -> None:
     memory = MemoryModel(CONFIG.shape)
     assert memory.input_bytes(StageParts((1,)), 100, 0) == 8 * 100

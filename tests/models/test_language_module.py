@@ -252,16 +252,3 @@ def test_survives_the_command_line(arguments):
     parser.add_class_arguments(LanguageModule, "model")
     parsed = parser.instantiate_classes(parser.parse_object({"model": arguments}))
     assert parsed.model.config == as_config(arguments.get("config"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_normalisation": "mean"}, "'mean' is not one of step, nominal"),
-        ({"warmup_tokens": 100, "decay_tokens": 100}, "warmup_tokens=100, decay_tokens=100"),
-        ({"config": "big"}, "no preset 'big'"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LanguageModule(**options)

@@ -70,15 +70,6 @@ def test_one_backward_over_several_micro_batches(function):
         assert relative_error(one, reference) <= 1e-12
 
 
-@pytest.mark.parametrize("needs", [(True, False), (False, True)])
-def test_only_what_needs_a_gradient_gets_one(function, needs):
-    hidden, weight, labels = example()
-    hidden.requires_grad_(needs[0])
-    weight.requires_grad_(needs[1])
-    function(hidden, weight, labels).backward()
-    assert (hidden.grad is not None, weight.grad is not None) == needs
-
-
 def test_half_precision_returns_float32_and_accumulates_in_it(function):
     hidden, weight, labels = example(rows=2000, dtype=torch.bfloat16)
     loss = function(hidden, weight, labels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, St
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.prediction.recompute import recomputing
 
 SHAPE = ModelShape(
     dim=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn_dim=2816, vocab_size=32000
@@ -170,12 +168,6 @@ def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
     assert kernel == pytest.approx((later.attention_ns[0], sum(later.attention_ns)), abs=1)
 
 
-def test_recomputation_repeats_the_exchange_of_heads() -> None:
-    cost = predictor(Mesh(context=4)).micro_batch([Slice(0, 0, 0, 4096)], "heads")
-    (full,) = cost._replace(recompute="full").layer_ns
-    assert full == (cost.layer_ns[0][0], sum(cost.layer_ns[0]))
-
-
 def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() -> None:
     shape = replace(SHAPE, sliding_window=100)
     model = predictor(Mesh(context=2), shape=shape)
@@ -251,28 +243,6 @@ def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -
     assert prediction.peak_bytes == most
     # The simulator's own account leaves out what lives inside a pass.
     assert max(prediction.simulations[0].peak_bytes) < most
-
-
-def test_virtual_stages_shorten_the_bubble() -> None:
-    plan = plan_of([[[4096]] * 8])
-    even = {"shape": HEADLESS, "profile": FREE_MEMORY}
-    one = predictor(Mesh(pipeline=4), **even).predict(plan)
-    virtual = Mesh(pipeline=4, virtual_stages=2)
-    two = predictor(virtual, schedule="interleaved", **even).predict(plan)
-    assert two.bubble < one.bubble
-    assert two.total_ns < one.total_ns
-
-
-def test_recomputation_trades_time_for_memory() -> None:
-    plan = plan_of([[[8192]] * 4])
-    model = predictor(Mesh(pipeline=2))
-    steps = [
-        model.predict(replace(plan, replicas=tuple(recomputing(plan.replicas, how))))
-        for how in MODES
-    ]
-    assert all(low.total_ns < high.total_ns for low, high in pairwise(steps))
-    assert all(low.peak_bytes > high.peak_bytes for low, high in pairwise(steps))
-    assert len({step.flops for step in steps}) == 1
 
 
 def test_the_longest_micro_batch_fits_in_the_predicted_peak() -> None:

@@ -26,19 +26,6 @@ def test_1f1b_of_the_textbook():
     ]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("micro_batches", [0, 1, 2, 3, 5, 17, 64])
-def test_1f1b_never_deadlocks(stages, micro_batches):
-    programs = [one_f_one_b(stage, stages, micro_batches) for stage in range(stages)]
-    check_schedule(programs, micro_batches)
-    for stage, program in enumerate(programs):
-        opened, most = 0, 0
-        for action in program:
-            opened += 1 if action.kind == "F" else -1
-            most = max(most, opened)
-        assert most == min(micro_batches, stages - stage)
-
-
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
@@ -63,14 +50,6 @@ def test_a_wrong_schedule_is_named(programs, message):
 
 def parse(*programs):
     return [parse_program(program) for program in programs]
-
-
-def test_virtual_stages():
-    check_schedule(parse("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"), 1, virtual_stages=2)
-
-
-def test_stages_of_one_rank_pass_locally():
-    check_schedule(parse("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"), 2, virtual_stages=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning_wlb.schedule.packflow import (
 )
 from lightning_wlb.schedule.simulator import simulate_replicas
 from tests.schedule.proof import check_replicas
-from tests.schedule.support import parse_program, simulate
+from tests.schedule.support import parse_program
 
 
 def together(*names):
@@ -49,22 +49,6 @@ def test_replicas_in_different_orders_deadlock():
         check_replicas(programs, [2, 2], shared=shared)
     with pytest.raises(ValueError, match="replicas wait for each other"):
         simulate_replicas(programs, lambda replica, action: 1, shared=shared)
-
-
-def test_a_micro_batch_that_the_other_replica_never_runs():
-    programs = one_rank("0F0 0B0 0F1 0B1", "0F0 0B0")
-    shared = together(["x", "y"], ["x"])
-    check_replicas(programs, [2, 1], shared=shared)
-    shared = together(["x", None], ["y"])
-    check_replicas(programs, [2, 1], shared=shared)
-
-
-def test_without_shared_actions_nothing_changes():
-    programs = [[packflow(rank, 2, [0, 1], [1, 2]) for rank in range(2)] for _ in range(2)]
-    shared = together([None, None], [None, None])
-    both = simulate_replicas(programs, lambda replica, action: 3, shared=shared)
-    alone = simulate(programs[0], lambda action: 3)
-    assert [result.spans for result in both] == [alone.spans] * 2
 
 
 def plan_of(quads, pairs, own):

@@ -177,17 +177,6 @@ def test_memory_of_1f1b_and_gpipe():
             )
 
 
-def test_memory_over_time():
-    found = simulate(
-        parse("0F0 0F1 0B1 0B0"),
-        lambda action: 5 if action.kind == "F" else 8,
-        opened_bytes=lambda action: 10 + action.micro_batch,
-        constant_bytes=[1],
-    )
-    assert found.memory == (((0, 1), (0, 11), (5, 22), (18, 11), (26, 1)),)
-    assert found.peak_bytes == (22,)
-
-
 def test_what_actions_leave_to_others():
     """A backward leaves 4 when it ends; a forward frees 3 of them when it begins."""
     left = {"0B0": -4, "0F1": 3, "0B1": 1}
@@ -261,16 +250,6 @@ def test_forwards_wait_for_parameters_and_the_step_for_gradients():
     assert (long.begin_ns, long.compute_ns, long.synchronisation_ns) == (7, 55, 15 + 4)
     assert long.total_ns == short.total_ns == 74
     assert long.idle_ns == (55 - 7 - 20, 55 - 7 - 20)
-
-
-def test_no_micro_batches():
-    found = simulate(make_programs("1f1b", 3, 0), lambda _: 1, synchronisation_ns=4)
-    assert (found.total_ns, found.spans, found.idle_ns) == (4, ((), (), ()), (0, 0, 0))
-
-
-def test_messages_within_a_rank_take_no_time():
-    found = simulate(parse("0F0 1F0 1B0 0B0"), lambda _: 1, lambda _: 1000)
-    assert found.total_ns == 4
 
 
 @pytest.mark.parametrize(

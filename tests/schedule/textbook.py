@@ -54,14 +54,3 @@ def interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int =
     for action, partner in zip(forward[warm_up:], backward, strict=False):
         program += (action, partner)
     return program + backward[len(forward) - warm_up :]
-
-
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """The program of one stage.
-
-    Args:
-        stage: 0-based stage of the rank.
-        stages: number of stages; the order is the same whatever it is.
-        micro_batches: M, at least 0.
-    """
-    return [Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]

@@ -106,15 +106,6 @@ def test_the_modelled_latency_of_the_slowest_rank(window: int, ranks: int, most:
     assert np.mean(ratios) <= most
 
 
-def test_the_target_would_notice_the_papers_choice() -> None:
-    candidates = ("per_sequence", "per_document")
-    ratios = [
-        predicted_latency(choose(lengths, 16, 1, candidates=candidates)[1]) / ideal(lengths, 16)
-        for lengths in windows(131_072)
-    ]
-    assert np.mean(ratios) > 1.5
-
-
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_no_rank_sends_more_than_by_an_all_gather_of_everything(ranks: int) -> None:
     whole = sent = 0
@@ -148,28 +139,12 @@ def test_the_least_predicted_latency_wins(lengths: list[int], ranks: int, overhe
     assert as_tuples(made) == as_tuples(layout(name, lengths, ranks, 2))
 
 
-def test_any_cost_drives_the_choice() -> None:
-    """A device on which every segment costs the same takes the sharding with fewest segments."""
-
-    def calls(queries: Integers, keys: Integers) -> Integers:
-        return np.ones(len(queries), dtype=np.int64)
-
-    lengths = [5000, 3000, 200]
-    assert choose(lengths, 4, 1)[0] == "hybrid"
-    assert choose(lengths, 4, 1, calls)[0] == "per_sequence"
-
-
 def test_the_slowest_rank_counts() -> None:
     made = layout("per_sequence", [256, 256], 2, 1)
     # Chunks of 128 tokens: rank 0 has the first of piece 0 and the last of piece 1, rank 1 the
     # others; a segment of one tile costs 2 + 1.25 per key tile, in quarters.
     assert predicted_latency(made) == 4 * (2 + 1.25) + 4 * (2 + 2.5)
     assert predicted_latency(layout("hybrid", [], 4, 1)) == 0
-
-
-def test_one_rank_and_no_tokens_need_no_choice() -> None:
-    assert choose([7, 9], 1, 4)[1].rows == 16
-    assert choose([], 4, 4)[1].rows == 0
 
 
 def test_the_choice_sees_the_context_of_slices() -> None:

@@ -137,7 +137,7 @@ class Run:
     schedule: str = "1f1b"
     virtual: int = 1
     checkpointing: str = "none"
-    steps: int = 3
+    steps: int = 2
     fields: tuple[tuple[str, Any], ...] = ()
 
     @property

@@ -32,12 +32,6 @@ def test_rectangles_of_tensors(tmp_path):
     assert folder.read("b").item() == 3.0
 
 
-def test_a_folder_that_is_here_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    assert resolve(tmp_path) == tmp_path
-    assert resolve(str(tmp_path)) == tmp_path
-
-
 def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 
@@ -87,12 +81,6 @@ def test_a_rectangle_of_a_parameter(family, name, tmp_path):
     target = torch.full_like(whole[box], torch.nan)
     source.copy_to(target, box)
     assert torch.equal(target, whole[box])
-
-
-def test_every_parameter_and_nothing_else_has_a_source(tmp_path):
-    for family in ("llama", "mixtral"):
-        model = write(tmp_path / family, tiny(family))
-        assert set(find_sources(Folder(tmp_path / family), model)) == set(model.state_dict())
 
 
 def test_a_family_whose_parameters_are_cut_from_stored_tensors_is_refused(tmp_path):

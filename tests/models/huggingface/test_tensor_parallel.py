@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_wlb.models.huggingface.tensor_parallel import (
     Split,
     output_is_sum,
-    plan_name,
     split_of,
 )
 
@@ -63,10 +62,6 @@ def test_packed_parameters_are_held_with_the_two_matrices_apart():
 def test_a_style_that_says_nothing_of_a_parameter_is_refused(name):
     with pytest.raises(ValueError, match="Use tensor_parallel_size=1"):
         split_of(name, (4, 16), PLAN, kv_heads=2)
-
-
-def test_general_names():
-    assert plan_name("layers.3.mlp.experts.7.down_proj") == "layers.*.mlp.experts.*.down_proj"
 
 
 def test_a_block_is_a_sum_unless_something_whole_writes_the_hidden_size():
