@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from rich.console import Console
 
 import lightning_wlb as wlb
 from lightning_wlb.cli.main import main
@@ -213,31 +212,6 @@ def test_the_demo_divides_round_by_round():
         "original": {"per_token": (1.0, 0.75, 1.25, 1), "per_flop": (1.25, 1.0, 1.5, 1)}
     }
     assert functions["middle"](rounds["original"], "waiting") == 0.25
-
-
-def test_the_demos_short_table_and_sentences():
-    functions = demo()
-    rounds = {
-        "original": [a_round(48, 22, 0.2), a_round(54, 24, 0.22), a_round(57, 33, 0.24)],
-        "best_fit": [a_round(75, 30, 0.25), a_round(120, 48, 0.25), a_round(60, 24, 0.25)],
-        "auto": [a_round(50, 20, 0.02), a_round(60, 24, 0.03), a_round(60, 24, 0.04)],
-    }
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(functions["short_table"](rounds))
-    lines = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
-    assert lines[2:] == [
-        ["original", "54.0 µs", "22%", "0.95 (0.90 to 0.96)", "1.10 (1.00 to 1.38)"],
-        ["best_fit", "75.0 µs", "25%", "1.50 (1.00 to 2.00)", "1.50 (1.00 to 2.00)"],
-        ["auto", "60.0 µs", "3%", "1", "1"],
-    ]
-    assert functions["sentences"](rounds) == [
-        "original took 0.95 times as long per token as auto and 1.10 times for equal work: auto was"
-        " slower per token, and ahead in 0 of 3 rounds.",
-        "best_fit took 1.50 times as long per token as auto: auto was faster per token, and ahead"
-        " in 2 of 3 rounds.",
-        "Waiting for the busiest process took 22% with original, 25% with best_fit and 3% with auto"
-        " of the time.",
-    ]
 
 
 def test_the_demo_says_when_it_was_not_alone_and_when_packings_are_equally_fast():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -97,8 +96,3 @@ def test_places_outside_of_the_mesh_are_refused() -> None:
     for index in (-1, 6):
         with pytest.raises(ValueError, match=rf"data={index // 3} is not in \[0, 2\)"):
             Mesh(data=2, tensor=3).coordinate(index)
-
-
-def test_a_rank_travels_to_other_processes() -> None:
-    rank = Rank(Mesh(data=2, virtual_stages=2), data=1)
-    assert pickle.loads(pickle.dumps(rank)) == rank

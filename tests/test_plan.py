@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,137 +214,90 @@ def two(slices=(A, B), forward=None, backward=None, pieces=PIECES, **changes) ->
     return step([replica(slices, forward, backward)], pieces, **{"target_tokens": 5, **changes})
 
 
-WRONG = {
-    "slice out of order": (
-        lambda: two(slices=(Slice(1, 5, 2, 10), B)),
-        r"step 3, replica 0: slice \(1, 5, 2, 10\) is not .* 0 <= origin <= start < stop",
-    ),
-    "empty slice": (
-        lambda: two(slices=(Slice(1, 0, 10, 10), B)),
-        r"slice \(1, 0, 10, 10\) is not",
-    ),
-    "slice on two replicas": (
-        lambda: step(
-            [replica([A], [micro_batch(0)]), replica([A], [micro_batch(0, replicas=(1,))])],
-            [PIECES[0]],
-            target_tokens=5,
-        ),
-        r"tokens 1\[0:10\) are doubled: replicas \[0, 1\] all hold them",
-    ),
-    "slice listed twice": (
-        lambda: two(slices=(A, A), pieces=PIECES[:1]),
-        r"tokens 1\[0:10\) are doubled: replicas \[0, 0\]",
-    ),
-    "missing at the start": (
-        lambda: two(slices=(Slice(1, 0, 4, 10), B)),
-        r"tokens \[0, 4\) of document 1 were released but are in no slice",
-    ),
-    "missing at the end": (
-        lambda: two(slices=(Slice(1, 0, 0, 9), B)),
-        r"tokens \[9, 10\) of document 1 were released but are in no slice",
-    ),
-    "missing in the middle": (
-        lambda: two(slices=(Slice(1, 0, 0, 4), Slice(1, 0, 6, 10)), pieces=PIECES[:1]),
+SPLIT = Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)
+ONE = PIECES[:1]
+
+# What is wrong, as changes of ``two``, and what is said of it.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"slices": (Slice(1, 5, 2, 10), B)}, r"slice \(1, 5, 2, 10\) is not .* 0 <= origin <= start"),
+    ({"slices": (Slice(1, 0, 10, 10), B)}, r"step 3, replica 0: slice \(1, 0, 10, 10\) is not"),
+    ({"slices": (A, A), "pieces": ONE}, r"tokens 1\[0:10\) are doubled: replicas \[0, 0\]"),
+    ({"slices": (Slice(1, 0, 4, 10), B)}, r"tokens \[0, 4\) of document 1 .* are in no slice"),
+    ({"slices": (Slice(1, 0, 0, 9), B)}, r"tokens \[9, 10\) of document 1 .* are in no slice"),
+    (
+        {"slices": (SPLIT[0], Slice(1, 0, 6, 10)), "pieces": ONE},
         r"tokens \[4, 6\) of document 1 were released",
     ),
-    "missing document": (
-        lambda: two(slices=(A,), forward=[micro_batch(0)]),
+    (
+        {"slices": (A,), "forward": [micro_batch(0)]},
         r"tokens \[0, 8\) of document 2 were released",
     ),
-    "overlapping slices": (
-        lambda: two(slices=(Slice(1, 0, 0, 6), Slice(1, 0, 4, 10)), pieces=PIECES[:1]),
+    (
+        {"slices": (Slice(1, 0, 0, 6), SPLIT[1]), "pieces": ONE},
         r"tokens \[4, 6\) of document 1 are in two slices",
     ),
-    "slice beyond its piece": (
-        lambda: two(slices=(Slice(1, 0, 0, 12), B)),
-        r"tokens \[10, 12\) of document 1 .* beyond the end of their piece at 10",
-    ),
-    "slice not released": (
-        lambda: two(pieces=PIECES[:1]),
-        r"the piece of document 2 at 0 is in 1 slice\(s\) but was not released",
-    ),
-    "piece released twice": (
-        lambda: two(pieces=(*PIECES, PIECES[0])),
-        r"tokens \[0, 10\) of document 1 are doubled: two released pieces",
-    ),
-    "pieces overlap": (
-        lambda: two(
-            slices=(A, Slice(1, 6, 6, 14)), pieces=(Piece(1, 0, 10, 0), Piece(1, 6, 14, 0))
-        ),
+    ({"slices": (Slice(1, 0, 0, 12), B)}, r"tokens \[10, 12\) .* end of their piece at 10"),
+    ({"pieces": ONE}, r"the piece of document 2 at 0 is in 1 slice\(s\) but was not released"),
+    ({"pieces": (*PIECES, PIECES[0])}, r"\[0, 10\) of document 1 are doubled: two released pieces"),
+    (
+        {"slices": (A, Slice(1, 6, 6, 14)), "pieces": (PIECES[0], Piece(1, 6, 14, 0))},
         r"tokens \[6, 10\) of document 1 are doubled: two released pieces",
     ),
-    "empty piece": (
-        lambda: two(pieces=(*PIECES, Piece(3, 4, 4, 0))),
-        r"released piece \(3, 4, 4, 0\) is not",
+    ({"pieces": (*PIECES, Piece(3, 4, 4, 0))}, r"released piece \(3, 4, 4, 0\) is not"),
+    (
+        {"backward": [micro_batch(0), micro_batch(2)]},
+        r"backward: micro-batch 1 lists slice 2, but the replica has 2 slices",
     ),
-    "slice index out of range": (
-        lambda: two(backward=[micro_batch(0), micro_batch(2)]),
-        r"replica 0, backward: micro-batch 1 lists slice 2, but the replica has 2 slices",
+    (
+        {"forward": [micro_batch(0), micro_batch(0, 1)]},
+        r"forward: slice 1\[0:10\) is in micro-batches 0 and 1",
     ),
-    "slice in two micro-batches": (
-        lambda: two(forward=[micro_batch(0), micro_batch(0, 1)]),
-        r"replica 0, forward: slice 1\[0:10\) is in micro-batches 0 and 1",
+    ({"forward": [micro_batch(0)]}, r"replica 0, forward: slice 2\[0:8\) is in no micro-batch"),
+    ({"backward": [micro_batch(1)]}, r"replica 0, backward: slice 1\[0:10\) is in no micro-batch"),
+    (
+        {"forward": [micro_batch(0, 1)], "cap": 17},
+        r"forward: micro-batch 0 has 18 tokens, more than the cap of 17",
     ),
-    "slice in no micro-batch": (
-        lambda: two(forward=[micro_batch(0)]),
-        r"replica 0, forward: slice 2\[0:8\) is in no micro-batch",
-    ),
-    "slice without backward": (
-        lambda: two(backward=[micro_batch(1)]),
-        r"replica 0, backward: slice 1\[0:10\) is in no micro-batch",
-    ),
-    "above the cap": (
-        lambda: two(forward=[micro_batch(0, 1)], cap=17),
-        r"replica 0, forward: micro-batch 0 has 18 tokens, more than the cap of 17",
-    ),
-    "not its own replica": (
-        lambda: two(forward=[micro_batch(0), micro_batch(1, replicas=(1,))]),
+    (
+        {"forward": [micro_batch(0), micro_batch(1, replicas=(1,))]},
         r"micro-batch 1 names replicas \(1,\); it must name 0 and replicas below 1",
     ),
-    "no replica": (
-        lambda: two(forward=[micro_batch(0), micro_batch(1, replicas=())]),
+    (
+        {"forward": [micro_batch(0), micro_batch(1, replicas=())]},
         r"micro-batch 1 names replicas \(\)",
     ),
-    "forward slices out of order": (
-        lambda: two(
-            slices=(Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)),
-            forward=[micro_batch(1), micro_batch(0)],
-            pieces=PIECES[:1],
-        ),
-        r"replica 0, forward: slice 1\[4:10\) in micro-batch 0 runs before 1\[0:4\)",
+    (
+        {"slices": SPLIT, "forward": [micro_batch(1), micro_batch(0)], "pieces": ONE},
+        r"forward: slice 1\[4:10\) in micro-batch 0 runs before 1\[0:4\)",
     ),
-    "backward slices in forward order": (
-        lambda: two(
-            slices=(Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)),
-            backward=[micro_batch(0), micro_batch(1)],
-            pieces=PIECES[:1],
-        ),
-        r"replica 0, backward: slice 1\[0:4\) in micro-batch 0 runs before 1\[4:10\)",
+    (
+        {"slices": SPLIT, "backward": [micro_batch(0), micro_batch(1)], "pieces": ONE},
+        r"backward: slice 1\[0:4\) in micro-batch 0 runs before 1\[4:10\)",
     ),
-    "piece on two replicas": (
-        lambda: step(
-            [
-                replica([Slice(1, 0, 0, 4)], [micro_batch(0)]),
-                replica([Slice(1, 0, 4, 10)], [micro_batch(0, replicas=(1,))]),
-            ],
-            PIECES[:1],
-            target_tokens=5,
-        ),
-        r"slices of the piece of document 1 at 0 are on replicas \(0,\) and \(1,\)",
-    ),
-    "more targets than tokens": (
-        lambda: two(target_tokens=19),
-        r"target_tokens=19 is not between 0 and the step's 18 tokens",
-    ),
-    "negative targets": (lambda: two(target_tokens=-1), r"target_tokens=-1"),
-}
+    ({"target_tokens": 19}, r"target_tokens=19 is not between 0 and the step's 18 tokens"),
+    ({"target_tokens": -1}, r"target_tokens=-1"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_validation_names_what_is_wrong(name: str) -> None:
-    build, message = WRONG[name]
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_validation_names_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build().validate()
+        two(**changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ((A, A), r"tokens 1\[0:10\) are doubled: replicas \[0, 1\] all hold them"),
+        (SPLIT, r"slices of the piece of document 1 at 0 are on replicas \(0,\) and \(1,\)"),
+    ],
+)
+def test_a_piece_is_on_one_replica(slices: tuple[Slice, Slice], message: str) -> None:
+    replicas = [
+        replica([part], [micro_batch(0, replicas=(number,))]) for number, part in enumerate(slices)
+    ]
+    with pytest.raises(ValueError, match=message):
+        step(replicas, ONE, target_tokens=5).validate()
 
 
 def shared_by(members: tuple[int, ...], replicas: int) -> StepPlan:

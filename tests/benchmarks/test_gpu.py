@@ -1,10 +1,7 @@
-"""The program for an hour on a GPU: rows and limits, and its parts in tiny sizes on a CPU."""
+"""The program for an hour on a GPU: what its rows are, of kernels that are counted and named."""
 
 from __future__ import annotations
 
-import json
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,6 @@ from benchmarks.gpu import kernels, right
 from benchmarks.gpu.kernels import bare_call
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
-from benchmarks.gpu.recording import Run, record
 from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.attention.kernel_interface import PLAIN
@@ -27,49 +23,6 @@ from lightning_wlb.sharding import SHARDINGS
 from tests.attention.support import metadata_of, random_inputs
 
 CPU = torch.device("cpu")
-
-
-def run_of(folder: Path, seconds: float = 60.0) -> Run:
-    return Run(CPU, True, folder, seconds)
-
-
-def kept(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"gpu_{name}.json").read_text())
-
-
-def test_every_row_is_on_the_disk_before_the_next_begins_and_errors_cost_no_other(
-    tmp_path: Path,
-) -> None:
-    seen = []
-
-    def row(figure: int) -> dict[str, Any]:
-        seen.append(kept(tmp_path, "part"))
-        if figure == 2:
-            raise ValueError("no such thing")
-        return {"figure": figure}
-
-    rows = [(f"row {number}", lambda number=number: row(number)) for number in (1, 2, 3)]
-    result = record(
-        "part",
-        rows,
-        run_of(tmp_path),
-        lambda done: {"sum": sum(r["figure"] for r in done.values())},
-    )
-    assert [list(each["rows"]) for each in seen] == [[], ["row 1"], ["row 1", "row 2"]]
-    assert [each["left_out"] for each in seen[1:]] == [["row 2", "row 3"], ["row 3"]]
-    assert [each["summary"] for each in seen] == [{}, {"sum": 1}, {"sum": 1}]
-    assert result == kept(tmp_path, "part")
-    assert result["rows"]["row 2"]["error"] == "ValueError: no such thing"
-    assert result["rows"]["row 2"]["at"][-1].startswith("test_gpu.py:")
-    assert (result["summary"], result["left_out"]) == ({"sum": 4}, [])
-    assert result["versions"]["torch"] == torch.__version__
-
-
-def test_no_row_begins_after_the_limit(tmp_path: Path) -> None:
-    over = Run(CPU, True, tmp_path, 100.0, time.monotonic() - 100.0)
-    assert over.left == 0
-    result = record("part", [("one", dict), ("two", dict)], over)
-    assert (result["rows"], result["left_out"]) == ({}, ["one", "two"])
 
 
 class CountingKernel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import prod
 
@@ -10,7 +9,6 @@ import pytest
 
 import benchmarks.hydraulis_paper
 import benchmarks.meshes
-from benchmarks.hydraulis_paper import main
 from benchmarks.hydraulis_runs import (
     FullestPacker,
     GreedyPacker,
@@ -109,41 +107,6 @@ def test_ablation_and_choice_by_step() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(1024, 4, 8, 8, 128, 2816, 8000)
     monkeypatch.setitem(benchmarks.meshes.MODELS, "small", shape)
-
-
-def test_every_part_is_simulated_once(small, tmp_path, capsys, monkeypatch) -> None:
-    pair = replace(SMALL, devices=2)
-    monkeypatch.setattr(benchmarks.hydraulis_paper, "SETTINGS", {"small": pair})
-    output = tmp_path / "paper.json"
-    arguments = ["--settings", "small", "--steps", "1", "--output", str(output)]
-    main(arguments)
-    first = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert first == json.loads(output.read_text())
-    made = first["settings"]["small"]
-    assert made["static"]["megatron"]["of_all"][2] == 1
-    assert made["static"]["deepspeed"]["of_all"][1::2] == [1, 1]
-    rows = made["static"] | made["auto"]
-    times = {name: row["step_ms"] for name, row in rows.items()}
-    assert times["auto"] <= times["auto, no context"]
-    assert times["hydraulis"] <= times["hydraulis, no context"]
-    # What was chosen by the search is what steps are compared with.
-    assert made["paper"]["on_mesh_ms"] == [times["two_stage"]]
-    assert made["dynamic"]["on_mesh_ms"] == [times["auto, one stage"]]
-    for part in ("paper", "dynamic"):
-        names = [each["strategy"] for each in made[part]["strategies"]]
-        assert len(names) == len(set(names))
-    assert made["paper"]["strategies"]
-    page = output.with_suffix(".md").read_text()
-    assert "NVIDIA H100" in page
-    assert "Not there yet" not in page
-    assert output.with_suffix(".png").stat().st_size > 0
-    # What is there is not run again, unless it is asked for.
-    monkeypatch.setattr(benchmarks.hydraulis_paper, "static", None)
-    main([*arguments, "--anew", "paper"])
-    again = json.loads(output.read_text())
-    assert again["settings"]["small"]["paper"] == made["paper"]
-    with pytest.raises(SystemExit):
-        main([*arguments[:3], "2", *arguments[4:]])
 
 
 def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:

@@ -35,18 +35,6 @@ def test_time_per_token_is_of_the_slowest_rank_and_of_the_replayed_schedule() ->
     assert found["micro_batches"] == 2
 
 
-def test_the_time_of_replicas_is_that_of_the_last() -> None:
-    plan = plan_of([[[10]], [[6]]]).to_json()
-    epoch = [
-        [RankStep(plan, 5.0, 4.0, [("0F0", seconds), ("0B0", 2 * seconds)], [], [(0, 1)])]
-        for seconds in (1.0, 0.5)
-    ]
-    found = figures(epoch, Mesh(data=2))
-    assert found["replayed_us_per_token"] == pytest.approx(3e6 / 16)
-    assert found["bubble"] == pytest.approx(1 - 4.5 / 6)
-    assert found["micro_batches"] == 1
-
-
 def test_the_peak_is_that_of_the_fullest_rank() -> None:
     epoch = [
         [step(0, 1.0, [3, 5, 0]), step(0, 1.0, [3, 0])],

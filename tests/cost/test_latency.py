@@ -130,15 +130,6 @@ def test_more_keys_never_take_less_time(queries: int, before: int, backward: boo
     assert more >= less
 
 
-@settings(max_examples=100)
-@given(st.integers(0, 100_000), st.integers(1, 1000), st.booleans())
-def test_more_rows_never_take_less_time(rows: int, extra: int, backward: bool) -> None:
-    model = LatencyModel(H100, SHAPE)
-    assert model.linear_ns(rows + extra, backward=backward) >= model.linear_ns(
-        rows, backward=backward
-    )
-
-
 def test_the_cost_of_segments_is_what_the_kernel_takes() -> None:
     model = LatencyModel(FLAT, SHAPE)
     queries, keys = arrays((4096, 8192), (1, 1000), (300, 300))

@@ -3,13 +3,11 @@ import dataclasses
 import lightning.pytorch as L
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
-from lightning_wlb.models.config import as_config
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning import DataSettings
 from tests.device import DEVICE
@@ -218,37 +216,8 @@ def test_a_batch_that_is_no_step_is_refused(batch, method):
         getattr(module(), method)(batch, 0)
 
 
-def test_a_strategy_may_defer_initial_values():
-    deferring = LanguageModule(config(), seed=3)
-    fit = trainer(None)
-    fit.strategy.defers_initialisation = True
-    deferring.trainer = fit
-    deferring.configure_model()
-    assert all(parameter.is_meta for parameter in deferring.parameters())
-    deferring.to_empty(device="cpu")
-    deferring.init_weights()
-    for one, two in zip(deferring.parameters(), module().parameters(), strict=True):
-        assert torch.equal(one.double(), two)
-
-
 def test_the_seed_is_that_of_seed_everything(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     seeded = LanguageModule(config())
     seeded.configure_model()
     assert torch.equal(seeded.model.embed.weight.double(), module().model.embed.weight)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"config": "tiny"},
-        {"config": {"dim": 32, "heads": 4, "vocab_size": 99}, "betas": [0.8, 0.9]},
-        {},
-    ],
-    ids=str,
-)
-def test_survives_the_command_line(arguments):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(LanguageModule, "model")
-    parsed = parser.instantiate_classes(parser.parse_object({"model": arguments}))
-    assert parsed.model.config == as_config(arguments.get("config"))

@@ -6,10 +6,6 @@ import torch.nn.functional as F
 from benchmarks.activation_count import ActivationCount
 from lightning_wlb.models import loss as module
 from lightning_wlb.models.loss import (
-    log_sum_exp,
-    logits_gradient,
-    logits_gradient_at_once,
-    logits_loss,
     token_loss,
 )
 from tests.oracle import relative_error
@@ -101,41 +97,6 @@ def test_the_logits_of_one_chunk_are_gone_before_those_of_the_next(monkeypatch):
     assert logits < max(held.held_bytes) < 1.1 * logits + gradient
 
 
-def test_what_a_compiler_gets_is_what_runs_without():
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    log_sums, column = logits.logsumexp(-1), torch.tensor([0, 4, -1, 2, -1, 3])
-    scale = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    before = logits.clone()
-    at_once = logits_gradient_at_once(logits, log_sums, column, scale, torch.float64)
-    assert torch.equal(logits, before)
-    torch.testing.assert_close(log_sum_exp(before.clone()), log_sums)
-    torch.testing.assert_close(
-        logits_gradient(before, log_sums, column, scale, torch.float64), at_once
-    )
-    torch.testing.assert_close(at_once.sum(-1)[:4], torch.tensor([0, 0, 2.0, 0]).double())
-
-
-@pytest.mark.parametrize(("device", "rows"), [("cpu", 256), ("meta", 4096)])
-def test_an_accelerator_takes_more_rows_at_a_time(device, rows):
-    words = 16_384
-    products = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            result = operator(*args, **(kwargs or {}))
-            if operator is torch.ops.aten.mm.default and result.shape[1] == words:
-                products.append(result.shape[0])
-            return result
-
-    # Any device that is no CPU counts as one.
-    hidden = torch.zeros(2 * rows + 1, 2, device=device, requires_grad=True)
-    labels = torch.zeros(len(hidden), dtype=torch.int64, device=device)
-    with Watch():
-        token_loss(hidden, torch.zeros(words, 2, device=device), labels).backward()
-    assert products == [rows, rows, 1] * 2
-
-
 def test_products_of_half_types_add_up_in_float32_in_place(monkeypatch):
     """CUDA's operators that multiply half types into float32, by stand-ins of the same meaning."""
     mm, calls = torch.mm, []
@@ -192,19 +153,6 @@ def test_vocabulary_parallel_equals_one_process():
     for _, hidden_gradient, _ in results:
         assert relative_error(hidden_gradient, hidden.grad) <= 1e-12
     assert relative_error(torch.cat([part for _, _, part in results]), weight.grad) <= 1e-12
-
-
-def test_of_ready_logits_loss_and_gradient_are_those_of_cross_entropy():
-    hidden, weight, labels = example(scale=30.0)
-    logits = (hidden @ weight.T).detach().requires_grad_()
-    wanted = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
-    (wanted_gradient,) = torch.autograd.grad(wanted * 0.3, logits)
-    before = logits.detach().clone()
-    loss = logits_loss(logits, labels)
-    (gradient,) = torch.autograd.grad(loss * 0.3, logits)
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
-    assert relative_error(gradient, wanted_gradient) <= 1e-12
-    assert torch.equal(logits, before)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from lightning_wlb.planning.micro_batch_search import (
     Score,
     score_of,
 )
-from lightning_wlb.planning.plan_scoring import Placement, PlanScore, WorkScorer
+from lightning_wlb.planning.plan_scoring import Placement, WorkScorer
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.planning.tuning import HALVES
@@ -138,49 +138,3 @@ def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_kno
     assert known.score(FILLED).time < 0.98 * unknown.score(unknown.best()).time
     # A piece that is longer than the cap cannot be packed so.
     assert replace(known, cap=WINDOW // 8).packs(FILLED) == []
-
-
-class CountingScorer:
-    """One that knows what a step of so many micro-batches takes; it notes what it is asked for.
-
-    Args:
-        times: by number of micro-batches, from one; of more the last one.
-        longest: tokens of the longest micro-batch without recomputation.
-    """
-
-    limit = 0
-
-    def __init__(self, times, longest=10 * WINDOW):
-        self.times, self.longest, self.asked = times, (longest,), []
-
-    def __call__(self, replicas):
-        count = len(replicas[0].forward)
-        self.asked.append(count)
-        return PlanScore(self.times[min(count, len(self.times)) - 1], 0)
-
-
-def on_one_stage(scorer, window=4 * WINDOW):
-    pieces = [WINDOW // 4] * 16
-    return replace(candidates(pieces, stages=1), scorer=scorer, cap=window)
-
-
-@pytest.mark.parametrize(("fewer", "count"), [(1020, 1), (1021, 4)])
-def test_on_one_stage_more_micro_batches_must_be_two_percent_faster(fewer, count):
-    """One takes so long, two and three far longer, and four or more take 1,000."""
-    tried = on_one_stage(CountingScorer([fewer, 1100, 1100, 1000]))
-    assert len(tried.packs(tried.best())) == count
-    exceeding = CountingScorer([fewer, 1100, 1100, 1000])
-    exceeding.limit = -1  # all plans exceed it alike
-    tried = on_one_stage(exceeding)
-    assert len(tried.packs(tried.best())) == count
-
-
-def test_on_one_stage_many_micro_batches_are_tried_only_where_few_recompute():
-    ample, short = (
-        CountingScorer([1000, 1100], longest) for longest in (4 * WINDOW, 4 * WINDOW - 1)
-    )
-    for scorer in (ample, short):
-        tried = on_one_stage(scorer)
-        assert len(tried.packs(tried.best())) == 1
-    assert sorted(set(ample.asked)) == [1, 2, 4, 6]  # about the nominal number, which is 4
-    assert max(short.asked) >= 16

@@ -8,7 +8,7 @@ from lightning_wlb.schedule.actions import Action, channel_of, receipts, source_
 from lightning_wlb.schedule.packflow import packflow
 from tests.schedule.proof import check_schedule
 from tests.schedule.support import format_program, parse_program
-from tests.schedule.textbook import interleaved, one_f_one_b
+from tests.schedule.textbook import one_f_one_b
 
 
 def test_an_action_prints_and_parses():
@@ -96,19 +96,6 @@ def of_rank(programs, rank, stages=None):
     return receipts(dict(enumerate(programs)), rank, len(programs), stages or len(programs))
 
 
-def most_held(programs, rank, stages):
-    """Sends that a rank holds at once, at most."""
-    proven = of_rank(programs, rank, stages)
-    held, most = set(), 0
-    for action in programs[rank]:
-        held -= set(proven.get(action, ()))
-        target = target_of(action, stages)
-        if target is not None and target.stage % len(programs) != rank:
-            held.add(action)
-        most = max(most, len(held))
-    return most
-
-
 def test_what_a_message_proves():
     programs = [one_f_one_b(rank, 2, 3) for rank in range(2)]
     # 0F0 0F1 0B0 0F2 0B1 0B2 and 1F0 1B0 1F1 1B1 1F2 1B2
@@ -121,22 +108,6 @@ def test_what_a_message_proves():
         action: parse_program(sent)
         for action, sent in zip(parse_program("1F0 1F1 1F2"), ["", "", "1B0"], strict=True)
     }
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_what_is_held_depends_on_the_pipeline_and_not_on_the_micro_batches(ranks, virtual_stages):
-    def most(micro_batches):
-        programs = [
-            one_f_one_b(rank, ranks, micro_batches)
-            if virtual_stages == 1
-            else interleaved(rank, ranks, micro_batches, virtual_stages)
-            for rank in range(ranks)
-        ]
-        return [most_held(programs, rank, ranks * virtual_stages) for rank in range(ranks)]
-
-    assert most(8 * ranks) == most(32 * ranks)
-    assert max(most(32 * ranks)) <= 4 * ranks * virtual_stages
 
 
 @given(st.data(), st.integers(1, 8), st.integers(2, 4), st.integers(1, 2))

@@ -133,27 +133,9 @@ def test_interleaved_of_the_textbook():
     ]
 
 
-def test_micro_batches_that_do_not_divide_by_the_ranks():
-    """Five on two ranks: rounds of three and two, so that no round is smaller than the ring."""
-    forwards = [action for action in of_rank(1, 2, 5, 2) if action.kind == "F"]
-    assert format_program(forwards) == "1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4"
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("virtual_stages", [1, 2, 4])
 def test_no_deadlock_whatever_the_micro_batches(ranks, virtual_stages):
     for micro_batches in [*range(3 * ranks + 2), 5 * ranks + 1]:
         programs = [of_rank(rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
         check_schedule(programs, micro_batches, virtual_stages)
-
-
-@pytest.mark.parametrize(("micro_batches", "largest"), [(4, 4), (8, 4), (9, 5), (11, 6), (64, 4)])
-def test_open_stage_passes_are_bounded_by_the_warm_up(micro_batches, largest):
-    ranks, virtual_stages = 4, 3
-    for rank in range(ranks):
-        opened, most = 0, 0
-        for action in of_rank(rank, ranks, micro_batches, virtual_stages):
-            opened += 1 if action.kind == "F" else -1
-            most = max(most, opened)
-        warm_up = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * largest
-        assert most == min(micro_batches * virtual_stages, warm_up + 1)

@@ -78,13 +78,6 @@ def test_ptrr_deals_tiles_there_and_back() -> None:
     ]
 
 
-def test_ptrr_cuts_what_does_not_divide_in_as_many_tiles_as_ranks() -> None:
-    made = layout("ptrr", [256 + 11], 2, 1)
-    assert made.rows == 134
-    sizes = [sorted(each.stop - each.start for each in chunks) for chunks in chunks_by_rank(made)]
-    assert sorted(sizes) == [[5, 128], [6, 128]]
-
-
 @pytest.mark.parametrize(
     ("window", "ranks", "most"),
     [

@@ -133,23 +133,6 @@ def test_latent_attention_has_narrower_values_and_a_mixture_idle_experts() -> No
     assert mixture.idle_parameters == 2 * 3 * 32 * 16
 
 
-def test_real_sizes() -> None:
-    """At 128K the widest window of all layers would count 5.7 and 2 times the attention."""
-
-    def excess(config: Any) -> float:
-        shape = shape_of(config)
-        pairs = causal_pairs(131_072, 0, shape.sliding_window)
-        widest = 4 * shape.layers * shape.heads * shape.head_dim * pairs
-        return widest / attention_flops(shape, 131_072)
-
-    gemma = transformers.Gemma3TextConfig(
-        hidden_size=5376, num_hidden_layers=62, intermediate_size=21_504, num_attention_heads=32,
-        num_key_value_heads=16, head_dim=128, sliding_window=1024,
-    )  # fmt: skip
-    assert excess(gemma) == pytest.approx(5.7, abs=0.05)
-    assert excess(transformers.GptOssConfig(num_hidden_layers=24)) == pytest.approx(2, abs=0.01)
-
-
 def test_a_shape_leaves_the_config_as_it_was() -> None:
     config = tiny("qwen3")
     before = config.to_dict()

@@ -40,7 +40,6 @@ LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 # peft would take "all-linear" for the experts too.
 ATTENTION = LORA | {"target_modules": r".*\.self_attn\..*_(proj|mqa)"}
 OPTIONS: dict[str, Any] = {"learning_rate": 1e-2}
-GAUSSIAN = {"init_lora_weights": "gaussian"}
 TOKENS = torch.arange(3, 40)[None]
 
 

@@ -186,21 +186,6 @@ def test_a_piece_that_no_replica_holds_is_shared():
     assert max(sharers) > 1
 
 
-@pytest.mark.parametrize(("holds", "dealings"), [(4000, 1), (3000, 2)])
-def test_pieces_are_shared_for_memory_only_where_one_replica_would_recompute_them(holds, dealings):
-    """A balanced step: two pieces of 4,000 and as many short ones on either replica."""
-    mesh, asked = Mesh(data=2), []
-
-    class Counting(ProfileScorer):
-        def __call__(self, replicas):
-            asked.append(len(replicas))
-            return super().__call__(replicas)
-
-    scorer = Counting(scorer_of(mesh, holds, "none").predictor)
-    planned(scorer, mesh, [4000, 4000, *[500] * 50])
-    assert min(asked.count(2), 2) == dealings
-
-
 def test_replicas_that_end_late_are_dealt_less_work():
     """Long pieces use a device better, so that their work takes less time than that of others."""
     mesh = Mesh(data=2)

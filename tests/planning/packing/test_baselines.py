@@ -30,11 +30,6 @@ def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
     assert cut_stream(order, lengths, 3, 0, 20, 10) == ([], 3, 0)
 
 
-def test_pieces_gather_in_their_windows() -> None:
-    pieces = [Piece(0, 0, 4, 0), Piece(1, 0, 6, 0), Piece(1, 6, 16, 0), Piece(2, 0, 3, 0)]
-    assert pack_windows(pieces, 4, 10) == [pieces[:2], pieces[2:3], pieces[3:], []]
-
-
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
     window=st.integers(1, 15),
@@ -113,16 +108,6 @@ def test_windows_run_like_micro_batches_together() -> None:
     assert loads[0][0] >= loads[1][-1]
     assert [first.tokens, second.tokens] == [20, 20]
     assert [first.max_delay, second.max_delay] == [0, 1]
-    assert planner.next_step() is None
-
-
-def test_a_window_that_the_epoch_cuts_short() -> None:
-    data = DataSettings(
-        10, 2, packing={"method": "fixed_greedy", "packing_window": 4}, shuffle=False
-    )
-    planner = Planner([10, 10, 10, 3], data, WORK)
-    plans = [planner.next_step() for _ in range(2)]
-    assert [plan.tokens for plan in plans] == [20, 13]
     assert planner.next_step() is None
 
 

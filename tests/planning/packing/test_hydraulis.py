@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exact_dealing import deal_exactly, lower_bound
+from benchmarks.exact_dealing import lower_bound
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.dp_merge import merge_pieces
 from lightning_wlb.planning.packing.hydraulis import pack_pipeline
 from tests.planning.test_packings import WORK
 from tests.planning.test_slicing import LINEAR, pieces_of
@@ -19,18 +18,6 @@ from tests.planning.test_slicing import LINEAR, pieces_of
 
 def split(homes, bins: int) -> list[list[int]]:
     return [[i for i, home in enumerate(homes) if home == number] for number in range(bins)]
-
-
-def test_dealing_by_work_is_near_the_optimum_of_equation_3() -> None:
-    """Without a pipeline the bound is the work, and without large pieces none is shared."""
-    costs = [97, 88, 71, 60, 52, 33, 21, 9, 4, 1]
-    alike = [[cost] * 3 for cost in costs]
-    dealt, proven = deal_exactly(alike, [1] * 3)
-    assert proven
-    best = max(lower_bound(alike, own, 0, 1) for own in dealt)
-    ours = merge_pieces(pieces_of(costs), 3, LINEAR, 1)
-    assert ours.shared == []
-    assert best <= max(ours.loads) <= 1.03 * best
 
 
 @pytest.mark.parametrize(
