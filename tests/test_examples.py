@@ -228,23 +228,6 @@ def test_the_demo_says_when_it_was_not_alone_and_when_packings_are_equally_fast(
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--packing", "auto"], "two or more different methods"),
-        (["--packing", "auto", "auto"], "two or more different methods"),
-        (["--steps", "0"], "at least 1"),
-        (["--rounds", "0"], "at least 1"),
-    ],
-)
-def test_the_demo_refuses(arguments, problem, monkeypatch, capsys):
-    parse = demo()["parse"]
-    monkeypatch.setattr(sys, "argv", ["train_stdlib.py", *arguments])
-    with pytest.raises(SystemExit):
-        parse()
-    assert problem in capsys.readouterr().err
-
-
 def test_the_plan_of_llama_3_8b_is_what_its_command_prints(monkeypatch, capsys):
     pytest.importorskip("transformers")
     blocks = re.findall(

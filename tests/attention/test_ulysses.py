@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,26 +114,6 @@ def test_what_does_not_fit_is_refused() -> None:
             check_heads(*sizes)
     with pytest.raises(ValueError, match="head_indices is for a rank of a layout by heads"):
         head_indices(layout("hybrid", [8], 2, 1), 0)
-
-
-@pytest.mark.parametrize("lengths", MICRO_BATCHES)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_rows_are_the_concatenation_in_rank_order(lengths: list[int], ranks: int) -> None:
-    made = layout(HEADS, lengths, ranks, 4)
-    every = [head_indices(made, rank) for rank in range(ranks)]
-    first = np.cumsum([0, *lengths])
-    tokens = np.concatenate([first[each.document] + each.offset for each in every])
-    assert tokens.tolist() == list(range(sum(lengths)))
-    rows = [len(each.offset) for each in every]
-    assert max(rows) - min(rows) <= 1
-    assert made.rows == -(-max(rows) // 4) * 4
-    for each in every:
-        assert each.head_rows == tuple(rows)
-        assert each.cu_seqlens_q.tolist() == each.cu_seqlens_k.tolist() == first.tolist()
-    # Slices exchange keys: every row may be read, so all are sent.
-    assert made.shared == max(rows)
-    if sum(lengths):
-        assert rank_indices(made, 0).cu_seqlens_k[-1] >= rows[0]
 
 
 def test_one_rank_has_nothing_to_split() -> None:

@@ -54,20 +54,6 @@ def test_earlier_keys_travel_in_both_passes() -> None:
         assert later.layer_ns[0][backward] == pytest.approx(expected, rel=0.005)
 
 
-def test_slices_that_lie_whole_on_a_rank_travel_all_the_same() -> None:
-    """Every rank sends all its rows where a slice reads earlier keys, not only shared ones."""
-    model = predictor(Mesh(context=2))
-    pieces = [Slice(0, 0, 3000, 3100), Slice(1, 0, 3000, 3100)]
-    later = model.micro_batch(pieces, "hybrid")
-    assert later.rows == 100
-    for backward in (False, True):
-        gather = model.latency.exchange_keys_ns(100 + 3000, later.keys, backward=backward)
-        once = model.latency.exchange_keys_ns(100 + 3000, later.keys, backward=False)
-        alone = model.latency.linear_ns(100, backward=backward)
-        expected = later.attention_ns[backward] + gather + alone + (once if backward else 0)
-        assert later.layer_ns[0][backward] == expected
-
-
 def shared_plan(tokens: int) -> StepPlan:
     """One document, shared by two replicas of which the second also has one of its own."""
     shared = MicroBatch((0,), "per_sequence", tokens // 2, (0, 1))

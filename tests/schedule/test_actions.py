@@ -52,28 +52,6 @@ def parse(*programs):
     return [parse_program(program) for program in programs]
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("1F0 0F0 1B0 0B0", "rank 0: 1F0 comes before 0F0, whose output it needs"),
-        ("0F0 1F0 0B0 1B0", "rank 0: 0B0 comes before 1B0, whose output it needs"),
-        ("0F0 0B0", "rank 0: 0B0 comes before 1B0, whose output it needs"),
-        ("0F0 1F0 1B0", "rank 0: 0B0 never run"),
-        ("0F0 1F0 2F0 1B0 0B0", "rank 0: action 2F0 does not belong there"),
-    ],
-)
-def test_a_wrong_order_on_one_rank_is_named(program, message):
-    with pytest.raises(ValueError, match=message):
-        check_schedule(parse(program), 1, virtual_stages=2)
-
-
-def test_messages_of_a_channel_leave_in_order():
-    """Rank 1 takes micro-batch 1 first, rank 0 sends micro-batch 0 first."""
-    programs = parse("0F0 0F1 2F1 2F0 2B0 2B1 0B0 0B1", "1F1 1F0 3F1 3F0 3B0 3B1 1B0 1B1")
-    with pytest.raises(ValueError, match="rank 1 waits for the message that 1F1 needs from rank 0"):
-        check_schedule(programs, 2, virtual_stages=2)
-
-
 def test_the_ring_closes_on_a_channel_of_its_own():
     assert channel_of(Action(1, "F", 0), 2) == ("F", False)
     assert channel_of(Action(2, "F", 0), 2) == ("F", True)

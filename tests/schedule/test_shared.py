@@ -110,8 +110,3 @@ def test_shared_first_never_deadlocks(quads, pairs, own, ranks):
             name = shared(replica, span.action)
             if name is not None:
                 assert begins.setdefault(name, span.begin_ns) == span.begin_ns
-
-
-def test_without_shared_micro_batches_orders_are_those_of_each_replica():
-    replicas = plan_of([], 0, [[3, 1], [1], [], [2, 2]])
-    assert backward_orders(replicas) == [backward_order(replica) for replica in replicas]
