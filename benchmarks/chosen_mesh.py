@@ -35,7 +35,7 @@ from benchmarks.measured import RankStep, replayed, train
 from benchmarks.ranks import run_ranks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest

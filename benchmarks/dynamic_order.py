@@ -47,7 +47,7 @@ from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import described
 from lightning_wlb.mesh import Mesh

@@ -42,8 +42,8 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training import parameter_buckets as gathering
-from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training import gather_and_reduce as gathering
+from lightning_wlb.training.gather_and_reduce import ParameterBuckets
 
 all_gather = gathering.all_gather_into
 

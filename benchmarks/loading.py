@@ -28,7 +28,7 @@ from benchmarks.ranks import run_ranks
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.module import HuggingFaceModule
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.safetensors_folder import Folder
 from lightning_wlb.models.tensor_parallel import held
 from lightning_wlb.strategy.wlb import WLBStrategy

@@ -30,7 +30,7 @@ from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, 
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 
 VOCABULARY = 256
 

@@ -13,7 +13,7 @@ from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
@@ -24,7 +24,7 @@ from lightning_wlb.strategy.wlb import WLBStrategy
 
 if TYPE_CHECKING:
     from lightning_wlb.cli.train import WLBCLI
-    from lightning_wlb.models.huggingface.module import HuggingFaceModule
+    from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 
 __all__ = [
     "WLBCLI",
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
         return WLBCLI
     if name == "HuggingFaceModule":
         try:
-            from lightning_wlb.models.huggingface.module import HuggingFaceModule
+            from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"HuggingFaceModule needs {error.name}: pip install 'lightning-wlb[hf]'",

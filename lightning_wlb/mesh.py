@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 
 AXES = ("data", "pipeline", "context", "tensor")
 """Names of the axes, outermost first."""

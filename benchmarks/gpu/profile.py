@@ -18,7 +18,7 @@ from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import shipped_profile
-from lightning_wlb.profiling.grid import Grid
+from lightning_wlb.profiling.measured_points import Grid
 
 LAYERS = ("7b", "llama3-8b")
 """Presets: as many key and value heads as query heads, and a quarter of them."""

@@ -18,7 +18,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.training.messages import PipelineRank
+from lightning_wlb.training.pipeline_messages import PipelineRank
 
 TOLERANCE = 0.2
 """Fraction by which a measured figure may differ from its prediction without a warning."""

@@ -28,7 +28,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
-from lightning_wlb.arguments import flag, whole
+from lightning_wlb.argument_checks import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance

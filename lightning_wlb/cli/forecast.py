@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
-from lightning_wlb.cli.arguments import Lengths
 from lightning_wlb.cli.request import REFERENCE, Request
+from lightning_wlb.cli.shared_options import Lengths
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh

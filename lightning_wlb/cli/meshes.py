@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.arguments import names_of, packing_options, report_head
 from lightning_wlb.cli.forecast import WORTH, attention_share
 from lightning_wlb.cli.pictures import draw_meshes
 from lightning_wlb.cli.request import (
@@ -32,6 +31,7 @@ from lightning_wlb.cli.request import (
     run_of,
     settings_of,
 )
+from lightning_wlb.cli.shared_options import names_of, packing_options, report_head
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, name_of
 from lightning_wlb.mesh_search.request import MeshRequest

@@ -28,14 +28,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.arguments import (
-    GENERATOR_A,
-    STORE_FILES,
-    STORES,
-    add_model,
-    packing_option_names,
-    report_head,
-)
 from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
@@ -48,6 +40,14 @@ from lightning_wlb.cli.request import (
     SHARDING_NAMES,
     STEPS,
     Request,
+)
+from lightning_wlb.cli.shared_options import (
+    GENERATOR_A,
+    STORE_FILES,
+    STORES,
+    add_model,
+    packing_option_names,
+    report_head,
 )
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE

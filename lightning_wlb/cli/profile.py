@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from lightning_wlb.attention.backends import BACKENDS
-from lightning_wlb.cli.arguments import add_model, model_config
+from lightning_wlb.cli.shared_options import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device_profile import measure
-from lightning_wlb.profiling.grid import Grid
+from lightning_wlb.profiling.measured_points import Grid
 from lightning_wlb.training.action_overhead import measure_overhead
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_wlb.arguments import whole
-from lightning_wlb.cli.arguments import (
+from lightning_wlb.argument_checks import whole
+from lightning_wlb.cli.shared_options import (
     Lengths,
     load_lengths,
     mesh_of,

@@ -1,6 +1,6 @@
 """What a rank holds in memory: parameters and their state, and activations.
 
-*State*, as with ZeRO-1 (:mod:`~lightning_wlb.training.parameter_buckets`): during a step a rank
+*State*, as with ZeRO-1 (:mod:`~lightning_wlb.training.gather_and_reduce`): during a step a rank
 holds its stage's tensor-parallel share of the parameters in the compute dtype and of their
 gradients in at least float32. It also holds its data × context shard of the parameters, of AdamW's
 two moments and, at the step's end, of the gradients. A rank that shares with no other has one copy

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments, has_index
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenised_once
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.global_batches import document_numbers

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.mesh import AXES, Mesh
 
 Size = int | Literal["auto"]

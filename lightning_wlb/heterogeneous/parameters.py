@@ -1,6 +1,6 @@
 """The parameters of a step on heterogeneous pipelines, and the sums of their gradients.
 
-The counterpart of :mod:`~lightning_wlb.training.parameter_buckets` for steps whose pipelines differ
+The counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose pipelines differ
 from the mesh's; both stand on the hooks of :mod:`~lightning_wlb.training.parameter_hooks`. Every
 pull is posted before the first action, and a module waits for its own parameters when it is called.
 Gradients of micro-batches are summed beside the parameters. During the last backward a bucket is
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_wlb.heterogeneous.parameter_transfer import Pull, Push
 from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
 from lightning_wlb.heterogeneous.running_exchange import ExchangeGroups
-from lightning_wlb.heterogeneous.transfer import Pull, Push
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.schedule.actions import BACKWARD, Action
 from lightning_wlb.training.parameter_hooks import (

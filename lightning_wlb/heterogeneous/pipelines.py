@@ -36,8 +36,8 @@ from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import Scheme, Schemes, StepPlan, alike, rank_in
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import convert_tensors, keep_stages
+from lightning_wlb.training.pipeline_messages import PipelineRank
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile

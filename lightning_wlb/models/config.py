@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_wlb.arguments import flag, number, whole
+from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.cost.shape import ModelShape
 
 

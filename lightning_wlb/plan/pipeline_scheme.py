@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from lightning_wlb.arguments import whole, wholes
+from lightning_wlb.argument_checks import whole, wholes
 from lightning_wlb.mesh import Mesh, Rank
 
 Shape = tuple[tuple[int, ...], int, int]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.arguments import choice
+from lightning_wlb.argument_checks import choice
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import ONE_DEVICE, Mesh

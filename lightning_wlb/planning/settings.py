@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.arguments import choice, flag, whole
+from lightning_wlb.argument_checks import choice, flag, whole
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.planning.packing import PACKINGS, PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules

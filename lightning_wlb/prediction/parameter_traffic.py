@@ -1,6 +1,6 @@
 """When parameters have been gathered and gradients reduced, while the actions of a step run.
 
-:mod:`~lightning_wlb.training.parameter_buckets` gathers a pipeline rank's buckets (layers and ends)
+:mod:`~lightning_wlb.training.gather_and_reduce` gathers a pipeline rank's buckets (layers and ends)
 one after another from the step's begin on, in the order of its stages, and a forward goes on as
 soon as its next bucket is there. The gradients of a bucket are reduced when the last backward of
 every replica has passed through it, from the last bucket to the first, one after another.

@@ -36,8 +36,8 @@ from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name, memory_bytes, peak_flops
-from lightning_wlb.profiling.grid import GRIDS, Grid
 from lightning_wlb.profiling.link_speed import measure_link
+from lightning_wlb.profiling.measured_points import GRIDS, Grid
 from lightning_wlb.profiling.measurements import DeviceBench
 
 

@@ -8,9 +8,9 @@ host queues kernels while earlier ones run. *Stages*: the longer of the device's
 host's, since an action of few rows takes as long as the host needs to queue it, whatever the device
 could do. Attention inside of a stage is the device's time and is taken off.
 
-What does not fit into memory is not measured (:mod:`.grid`), and running out of it ends no
-measurement: a point of the kernel has then the better rate of its neighbours, with fewer keys for
-each query and with fewer queries, and rows of layers end with those that fit.
+What does not fit into memory is not measured (:mod:`.measured_points`), and running out of it ends
+no measurement: a point of the kernel has then the better rate of its neighbours, with fewer keys
+for each query and with fewer queries, and rows of layers end with those that fit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling.action_stopwatch import make_stopwatch
 from lightning_wlb.profiling.call_timer import make_timer
 from lightning_wlb.profiling.device import free_bytes, is_out_of_memory
-from lightning_wlb.profiling.grid import Grid, segments
+from lightning_wlb.profiling.measured_points import Grid, segments
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
 

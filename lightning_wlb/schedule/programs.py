@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow

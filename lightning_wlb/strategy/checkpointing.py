@@ -39,7 +39,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_wlb.arguments import flag
+from lightning_wlb.argument_checks import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
 from lightning_wlb.checkpoints.writing import CheckpointContent, write

@@ -33,7 +33,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import remembered
 from lightning_wlb.data.datamodule import WLBDataModule

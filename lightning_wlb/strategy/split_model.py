@@ -35,8 +35,8 @@ from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import checked_model
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
+from lightning_wlb.training.pipeline_messages import PipelineRank
 from lightning_wlb.training.precision import WLBPrecision, name_of
 
 

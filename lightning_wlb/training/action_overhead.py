@@ -35,8 +35,8 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, PipelineRank
-from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training.gather_and_reduce import ParameterBuckets
+from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 
 VOCABULARY = 256

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_wlb.arguments import choice
+from lightning_wlb.argument_checks import choice
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.supervision.faults import StateLost

@@ -25,7 +25,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.supervision.progress import PROGRESS
 from lightning_wlb.training.cuda_settings import ALLOCATOR, EXPANDABLE, has_expandable_segments
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import PipelineRank
+from lightning_wlb.training.pipeline_messages import PipelineRank
 
 _SHOWN = 8
 """Slices that a note names."""

@@ -31,7 +31,7 @@ from lightning_wlb.distributed.device_mesh import data_context
 from lightning_wlb.distributed.process_groups import message_device
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
-from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training.gather_and_reduce import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, refuse_hooks, shard_over
 
 

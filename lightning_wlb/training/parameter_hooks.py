@@ -3,7 +3,7 @@
 Between steps a module holds shards. In a step they are gathered, and a forward hook lets each
 module wait for its own before it runs. Every gradient moves to the step's sums as soon as it is
 made, so that ``.grad`` of a gathered parameter stays None. The parameters come from
-:mod:`.parameter_buckets` on the mesh, from ``heterogeneous/parameters.py`` on other pipelines.
+:mod:`.gather_and_reduce` on the mesh, from ``heterogeneous/parameters.py`` on other pipelines.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 which global parameter a rank holds, on the tensor-parallel axis too. Checkpoints, the optimizer and
 the norm of the gradients read that. FSDP2's own run time is not used: it reduces inside of a
 backward, which a rank without micro-batches does not have, and on backends without streams it waits
-there. :mod:`.parameter_buckets` gathers and reduces instead.
+there. :mod:`.gather_and_reduce` gathers and reduces instead.
 
 A *bucket* holds the parameters of a layer, or of an end of the model, which are gathered and whose
 gradients are reduced in one collective. Its flat buffer is [ranks, elements]: of each parameter in

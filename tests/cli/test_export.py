@@ -17,7 +17,7 @@ from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.huggingface import load_and_export
-from lightning_wlb.models.huggingface.module import HuggingFaceModule
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny

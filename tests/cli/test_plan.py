@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_wlb.cli.arguments import packing_option_names
 from lightning_wlb.cli.main import main
+from lightning_wlb.cli.shared_options import packing_option_names
 from lightning_wlb.cost.profile import Profile
 
 SMALL = [

@@ -14,7 +14,7 @@ from lightning_wlb.data.open_documents import KINDS, check_documents, documents
 from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
 from lightning_wlb.data.stores.document_store import DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from tests.data.stores.corpora import TOKENS, write_arrow
 from tests.data.test_datamodule import Recorder
 

@@ -5,7 +5,7 @@ and gradients pushed in turns, each a collective of all ranks, or over several n
 and one of a node, which a second thread of each rank posts when the first one has ended. A forward
 waits for the turns of its stage; the last backward posts gradients as soon as they are complete.
 And attention and tensor parallelism exchange in every unit of an action. All of it is listed here
-thread by thread, as ``heterogeneous/parameters.py`` and ``heterogeneous/transfer.py`` do it, for
+thread by thread, as ``parameters.py`` and ``parameter_transfer.py`` in that room do it, for
 :func:`~tests.schedule.rendezvous.run_to_the_end`. Which it is that travels does not matter.
 
 Cost: as many steps as ranks · turns, and as actions · buckets.

@@ -46,8 +46,8 @@ from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.sharding import HEADS, NAMES, layout
 from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
+from lightning_wlb.training.pipeline_messages import PipelineRank
 from tests.oracle import oracle
 from tests.strategy.harness import relative_error, whole
 from tests.strategy.random_plans import random_replica

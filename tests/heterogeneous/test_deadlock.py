@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.data.batch import make_step_batch
+from lightning_wlb.heterogeneous.parameter_transfer import Pull
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Places, Weights
 from lightning_wlb.heterogeneous.running_exchange import Forwarder
 from lightning_wlb.heterogeneous.setup import weights_of
-from lightning_wlb.heterogeneous.transfer import Pull
 from lightning_wlb.plan import Schemes, rank_in
 from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of

@@ -22,8 +22,8 @@ from lightning_wlb.plan import Scheme, StepPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.supervision.progress import PROGRESS, RUNNING
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import explained
+from lightning_wlb.training.pipeline_messages import PipelineRank
 from tests.heterogeneous.fixed_choices import ON_THREE, PROFILE, take_in_turn
 from tests.prediction.test_predictor import plan_of
 from tests.ranks import run_ranks

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.heterogeneous.parameter_transfer import Push
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
-from lightning_wlb.heterogeneous.transfer import Push
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Piece, Scheme, Schemes, StepPlan, rank_in, schemes_of

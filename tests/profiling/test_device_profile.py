@@ -15,7 +15,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device_profile import measure
-from lightning_wlb.profiling.grid import GRIDS, Grid
+from lightning_wlb.profiling.measured_points import GRIDS, Grid
 from lightning_wlb.profiling.measurements import DeviceBench, StageTimes, affine
 
 COARSE = Grid(

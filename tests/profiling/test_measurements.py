@@ -12,7 +12,7 @@ from lightning_wlb.cost.flops import causal_pairs
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling import measurements as bench
 from lightning_wlb.profiling.device_profile import measure
-from lightning_wlb.profiling.grid import Grid
+from lightning_wlb.profiling.measured_points import Grid
 from lightning_wlb.profiling.measurements import DeviceBench
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous import transfer
+from lightning_wlb.heterogeneous import parameter_transfer as transfer
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.strategy import run_planning
 from lightning_wlb.strategy.wlb import WLBStrategy

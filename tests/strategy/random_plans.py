@@ -22,7 +22,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 from tests.device import DEVICE
 from tests.models.steps import config, documents
 

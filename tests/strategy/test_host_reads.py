@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.strategy.wlb import WLBStrategy
+from lightning_wlb.training import gather_and_reduce as parameter_buckets
 from lightning_wlb.training import parallelize as gradients
-from lightning_wlb.training import parameter_buckets
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
 

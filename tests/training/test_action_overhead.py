@@ -16,7 +16,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.training import action_overhead as overhead
 from lightning_wlb.training.action_overhead import measure_overhead
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.parameter_buckets import _BucketInStep
+from lightning_wlb.training.gather_and_reduce import _BucketInStep
 
 CONFIG = TransformerConfig(dim=16, heads=1, kv_heads=1, ffn_dim=32)
 # Seven matrices and two norms of a layer.

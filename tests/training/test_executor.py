@@ -8,7 +8,8 @@ import torch
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training import executor, messages
+from lightning_wlb.training import executor
+from lightning_wlb.training import pipeline_messages as messages
 from lightning_wlb.training.executor import check_digests
 from tests.ranks import run_ranks
 from tests.schedule.textbook import one_f_one_b

@@ -16,8 +16,8 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.training.messages import PipelineRank
 from lightning_wlb.training.out_of_memory import note
+from lightning_wlb.training.pipeline_messages import PipelineRank
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 

@@ -100,7 +100,7 @@ def test_losses_are_as_close_as_the_precision_allows_and_dtypes_are_its_own(resu
 
 
 def test_bfloat16_is_reduced_in_float32():
-    """What that is worth is in test_parameter_buckets.py."""
+    """What that is worth is in test_gather_and_reduce.py."""
     for precision in ("bf16-true", "bf16-mixed"):
         plugin = WLBPrecision(precision)
         assert (plugin.compute_dtype, plugin.sum_dtype) == (torch.bfloat16, torch.float32)

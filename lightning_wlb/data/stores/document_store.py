@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.argument_checks import choice, whole
 
 IGNORED_LABEL = -100
 """The label that Hugging Face gives to a token that may not be a target."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
 

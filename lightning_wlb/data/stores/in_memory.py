@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.data.stores.document_store import check_lengths, integers, labels_as_mask
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.arguments import flag, number
+from lightning_wlb.argument_checks import flag, number
 from lightning_wlb.data.stores.document_store import (
     DocumentStore,
     DocumentSubset,

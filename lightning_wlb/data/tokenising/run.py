@@ -34,7 +34,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import cache_folders
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL

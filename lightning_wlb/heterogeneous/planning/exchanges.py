@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.heterogeneous.planning.sharded_layouts import (
     Integers,
     Meetings,

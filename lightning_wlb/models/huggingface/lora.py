@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_wlb.arguments import flag, number, whole
+from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.models.decoder import seed_of
 
 FIELDS = (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_wlb.arguments import choice
+from lightning_wlb.argument_checks import choice
 from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Packer, PackingOptions
 from lightning_wlb.planning.packing.baselines import (

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import Deal, fill, longest_first, round_robin
 from lightning_wlb.planning.global_batches import GlobalBatches

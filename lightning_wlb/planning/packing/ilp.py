@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.integer_program import Problem, heaviest_of, solve

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from lightning_wlb.arguments import flag, whole
+from lightning_wlb.argument_checks import flag, whole
 from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.arguments import whole
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece, piece_counts
 from lightning_wlb.planning.dealing import deal_capped
 from lightning_wlb.planning.packing.base import (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.module import HuggingFaceModule
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.tensor_parallel import assign
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from lightning_wlb.models.huggingface import load_and_export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.families import CHECKED
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.load_and_export import files_beside, write_model
-from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.models.huggingface.safetensors_folder import Folder
 from lightning_wlb.models.tensor_parallel import held, share_of
 from lightning_wlb.strategy.wlb import WLBStrategy

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.lora import base_name, initial_value, is_adapter, peft_config
-from lightning_wlb.models.huggingface.module import HuggingFaceModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.profiling.grid import GRIDS, Grid, segment_bytes, segments
+from lightning_wlb.profiling.measured_points import GRIDS, Grid, segment_bytes, segments
 
 BUDGET = 80 * 10**9 // 8
 

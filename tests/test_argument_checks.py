@@ -21,10 +21,10 @@ from lightning_wlb import (
     WLBDataModule,
     WLBStrategy,
 )
-from lightning_wlb.arguments import choice, flag, number, whole, wholes
+from lightning_wlb.argument_checks import choice, flag, number, whole, wholes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 
 INTEGERS = (int, np.int64, np.uint8, np.int32, torch.tensor)

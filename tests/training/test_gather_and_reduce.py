@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.training import parameter_buckets
-from lightning_wlb.training.parameter_buckets import ParameterBuckets
+from lightning_wlb.training import gather_and_reduce as parameter_buckets
+from lightning_wlb.training.gather_and_reduce import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, shard_over
 from tests.ranks import run_ranks
 from tests.strategy.harness import relative_error, whole

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lightning_wlb.arguments import choice, whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.stores.document_store import check_lengths
 from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from lightning_wlb.data import cache as cached
-from lightning_wlb.data.stores import stdlib
+from lightning_wlb.data.stores import python_stdlib as stdlib
 from lightning_wlb.data.stores.document_store import DocumentStore
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 
 SOURCE_A = b"""import os
 

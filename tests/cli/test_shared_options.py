@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_wlb.cli import arguments as of_lengths
-from lightning_wlb.cli.arguments import (
+from lightning_wlb.cli import shared_options as of_lengths
+from lightning_wlb.cli.main import main
+from lightning_wlb.cli.shared_options import (
     STORE_FILES,
     load_lengths,
     model_config,
@@ -15,7 +16,6 @@ from lightning_wlb.cli.arguments import (
     packing_option_names,
     packing_options,
 )
-from lightning_wlb.cli.main import main
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig

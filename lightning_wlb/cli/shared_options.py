@@ -17,7 +17,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.data.stores.stdlib import StdlibDocuments
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS

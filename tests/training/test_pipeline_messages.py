@@ -20,10 +20,10 @@ from lightning_wlb.distributed.process_groups import message_device, pipeline_gr
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.strategy.launch import bound_device
-from lightning_wlb.training import messages
 from lightning_wlb.training import parallelize as gradients
-from lightning_wlb.training.messages import Messages, PipelineRank
+from lightning_wlb.training import pipeline_messages as messages
 from lightning_wlb.training.parallelize import Tie, add_tied_gradients
+from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
