@@ -2,9 +2,9 @@
 
 :mod:`~lightning_wlb.heterogeneous.parameter_transfer` moves buckets (an end, a layer) in turns;
 turn j moves the j-th bucket of every rank, and takes as long as the busiest rank. A forward waits
-for its own stage's turns only, and a turn of gradients leaves as soon as it is complete. With two hops
-(:mod:`.exchanges`) one turn goes between nodes while others go inside them, so turns follow each
-other as fast as the slower hop allows, and the faster hop costs only its first turn.
+for its own stage's turns only, and a turn of gradients leaves as soon as it is complete. With two
+hops (:mod:`.exchanges`) one turn goes between nodes while others go inside them, so turns follow
+each other as fast as the slower hop allows, and the faster hop costs only its first turn.
 
 A rank receives what it needs less its own shard of that, and sends its shard of what all others
 need. Shards are taken to lie evenly over the ranks that hold a layer. A node receives once what
