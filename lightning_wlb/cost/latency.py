@@ -71,7 +71,7 @@ class LatencyModel:
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
 
     Raises:
-        ValueError: a profile for a dtype that is not in :data:`DTYPE_BYTES`, a mesh that spans
+        ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
             nodes under a profile without network, or a tensor-parallel size that does not divide
             the model.
     """

@@ -217,7 +217,7 @@ class WLBDataModule(L.LightningDataModule):
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:
-        """Refuse, as :func:`refuse_prediction` says."""
+        """Refuse, as :func:`.refuse_prediction` says."""
         refuse_prediction()
 
     def _refuse_fractions(self, store: DocumentStore, *names: str) -> None:

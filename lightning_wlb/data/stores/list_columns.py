@@ -136,7 +136,7 @@ _FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-class _Lists(NamedTuple):
+class ListColumn(NamedTuple):
     """A column of lists: those of row i are ``values[offsets[i]:offsets[i + 1]]``."""
 
     offsets: Array
@@ -149,7 +149,7 @@ class _Lists(NamedTuple):
         return np.asarray(self.values[begin + start : begin + stop])
 
     @staticmethod
-    def of(column: pa.Array, named: str) -> tuple[_Lists, Array]:
+    def of(column: pa.Array, named: str) -> tuple[ListColumn, Array]:
         """The lists of a column of a record batch, which errors call ``named``; their lengths."""
         values = column.values
         if column.null_count or values.null_count:
@@ -168,7 +168,7 @@ class _Lists(NamedTuple):
                 f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {len(values)}"
                 " values, or decrease. The file is damaged: make it again."
             )
-        return _Lists(
+        return ListColumn(
             offsets, values if pa.types.is_boolean(values.type) else values.to_numpy()
         ), lengths
 
@@ -176,15 +176,15 @@ class _Lists(NamedTuple):
 class MappedBatch(NamedTuple):
     """The columns of a record batch."""
 
-    tokens: _Lists
-    mask: _Lists | None
-    attention: _Lists | None
+    tokens: ListColumn
+    mask: ListColumn | None
+    attention: ListColumn | None
 
     @staticmethod
     def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
         """The columns of a record batch of a file, and the lengths of its documents."""
         lists = {
-            name: _Lists.of(batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}")
+            name: ListColumn.of(batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}")
             for name in columns.names
         }
         tokens, lengths = lists[columns.tokens]
