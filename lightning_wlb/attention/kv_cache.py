@@ -60,6 +60,11 @@ class KeyValueCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients that later slices have left so far; counted as memory that a step holds."""
+        return [each for entry in self._entries.values() for each in entry.gradients or ()]
+
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
         """Keep both, [rows, kv_heads, head_dim]; a recomputed layer's are those already here."""
         self._entries.setdefault((layer, micro_batch), _Entry(keys, values))

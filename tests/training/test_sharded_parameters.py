@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.training.sharded_parameters import chunks_of
 from tests.ranks import run_ranks
-from tests.training.test_parameter_buckets import gathered, inputs, run, toy
+from tests.training.test_gather_and_reduce import gathered, inputs, run, toy
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.data())

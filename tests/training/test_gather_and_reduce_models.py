@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_wlb.models.tensor_parallel import local
 from lightning_wlb.training import gather_and_reduce as parameter_buckets
 from tests.ranks import run_ranks
-from tests.training.test_parameter_buckets import WIDTH, gathered, inputs, run, step, toy
+from tests.training.test_gather_and_reduce import WIDTH, gathered, inputs, run, step, toy
 
 
 class Twice(nn.Module):
