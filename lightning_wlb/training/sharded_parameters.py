@@ -129,7 +129,7 @@ class Bucket:
 
 
 def chunks_of(gradient: Tensor, buffer: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a whole gradient, each with its place in ``buffer``, [ranks, *chunk]."""
+    """Views of a whole gradient, each with its place in ``buffer``, ``[ranks, *chunk]``."""
     rows = buffer.shape[1 + dim]
     full, rest = divmod(gradient.shape[dim], rows)
     even = gradient.narrow(dim, 0, full * rows)

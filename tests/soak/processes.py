@@ -67,7 +67,7 @@ def run(
     """
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for mark in folder.glob("fired-*"):
+    for mark in folder.glob("fired-[0-9]"):
         mark.unlink()
     begin = time.monotonic()
     started = _start_interpreter if interpreters else _Forked
@@ -126,7 +126,7 @@ def _environment() -> dict[str, str]:
 
 def _fired(folder: Path) -> float | None:
     """When the fault acted first, by the system's monotonic clock."""
-    times = [float(mark.read_text() or "inf") for mark in folder.glob("fired-*")]
+    times = [float(mark.read_text() or "inf") for mark in folder.glob("fired-[0-9]")]
     return min(times, default=None)
 
 

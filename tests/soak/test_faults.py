@@ -72,7 +72,7 @@ def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> N
     ending = run(options, fault.within, interpreters=fault.interpreters)
     logs = {rank: folder / f"rank-{rank}.log" for rank in range(4)}
     said = "\n\n".join(f"rank {rank}:\n{tail(log)}" for rank, log in logs.items() if log.exists())
-    marks = list(folder.glob("fired-*"))
+    marks = list(folder.glob("fired-[0-9]"))
     assert marks, f"the fault did not act\n{said}"
     assert not ending.left, f"still there: {ending.left}\n{said}"
     if fault.ends == "error":
