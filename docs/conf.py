@@ -64,11 +64,14 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(socket|threading|types)\..*"),
     (
         r"py:.*",
-        r"(lightning|matplotlib|nn|np|numpy|pyarrow|rich|torch|torchdata|transformers)\..*",
+        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
-    (r"py:class", r"Integers|Truths|Floats|Strategy|Shape|Kinds|Groups|Costs|Dynamic"),
+    (
+        r"py:class",
+        r"Integers|Truths|Floats|Strategy|Shape|Kinds|Groups|Costs|Dynamic|Array|Function",
+    ),
     # Half of a type, where a signature is split at its comma.
     (r"py:class", r"(dict\[str|tuple\[int)"),
     (r"py:obj", r"typing\.Literal\['auto'"),

@@ -18,8 +18,10 @@ name       kernel                                        dtypes              dev
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
 an option (:class:`.AttentionOptions`) that the backend lacks is refused.
 
-A new backend is an entry in :data:`BACKENDS`. The CUDA backends have not been run by this project
-(:mod:`.kernels_gpu`).
+A new backend is an entry in :data:`BACKENDS`. Two other places know the name that its loader
+returns: ``cost/memory_model.py`` counts what a kernel's backward allocates, by name, and
+``profiling/device.py`` ranks the fast kernels of a device. The CUDA backends have not been run by
+this project (:mod:`.kernels_gpu`).
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.

@@ -213,9 +213,7 @@ def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str
 def torch_errors(otherwise: type[Exception], ranks: Ranks) -> Iterator[None]:
     """Turn torch's report of all ranks' stacks into the error of the first rank that failed.
 
-    Raises:
-        OSError: that rank's disk failed.
-        otherwise: something else failed.
+    It is an OSError where that rank's disk failed, and ``otherwise`` where something else did.
     """
     try:
         with warnings.catch_warnings() if ranks.alone else nullcontext():

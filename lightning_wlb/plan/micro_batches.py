@@ -22,8 +22,9 @@ _AT_ONCE = 1 << 18
 class Piece(NamedTuple):
     """Tokens ``[origin, stop)`` of a document, which attend to each other and nothing else.
 
-    ``arrival`` is the optimiser step whose global batch brought the piece (0-based); a piece
-    released at step s was delayed by ``s - arrival`` steps.
+    ``document`` is its number in the store; a mixture that passes over a store again adds the
+    number of documents for each pass. ``arrival`` is the optimiser step whose global batch brought
+    the piece (0-based); a piece released at step s was delayed by ``s - arrival`` steps.
     """
 
     document: int

@@ -53,7 +53,12 @@ LOADER_SECONDS = 5.0
 
 
 class Notices:
-    """Signals that this process has had, and those that any rank had at the last exchange.
+    """What this process has to tell all ranks at the end of a step, and what any rank has told.
+
+    It is a set of bits: signals that came, a save that failed. They are sent in the exchange that
+    ends every step (``Executor``), so a bit that is set before it is known to all ranks after it,
+    in the same step. Another cause to end a run is another bit, set in ``bits`` and obeyed in
+    ``_end_if_asked``.
 
     Attributes:
         mine: bits that this rank has to tell the others.

@@ -296,7 +296,7 @@ class Places:
 
     Attributes:
         pipeline: number of the rank's pipeline.
-        stage, context, tensor: the rank's place in that pipeline.
+        stage: the rank's stage in that pipeline; ``context`` and ``tensor`` are its place there.
         size: number of tensor-parallel ranks of that pipeline.
         kind: number of that pipeline's shape.
         layers: for each kind, the layers on each stage.
