@@ -28,7 +28,7 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 test: $(VENV)/ready  ## run the tests (CPU only, 6 minutes on two cores)
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(VENV)/ready  ## run the tests that need no second process (under 90 s on two cores)
+test-fast: $(VENV)/ready  ## run the tests that need no second process (about 90 s on two cores)
 	@$(RUN) -m pytest -n 2 -m 'not processes and not families and not slurm and not soak'
 
 # A wheel that lacks a file works in a checkout and nowhere else.
