@@ -100,7 +100,7 @@ class Faults(pl.Callback):
             self.end()
             return
         assert link is not None
-        self._watchdog = Watchdog(rank, world_size, link, address[1], stalled_after)
+        self._watchdog = Watchdog(rank, world_size, link, address[1], stalled_after, seconds)
         self._watchdog.start()
 
     def end(self) -> None:

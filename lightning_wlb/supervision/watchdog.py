@@ -4,16 +4,20 @@ It sends the heartbeats of its rank, which say how far the main thread is (:mod:
 listens to what rank 0 says of all ranks (:mod:`.heartbeat`). Once the ranks can no longer go on
 together, the main thread has ``GRACE`` seconds to come out of its wait; then the watchdog ends the
 process, with exit code 1 and the cause in its last line. Under gloo the main thread does come out,
-since the other end of its connections closes; under NCCL it may wait for its time-out. If the main
-thread is in foreign code that holds Python's lock, a thread of C (faulthandler's) ends the process
-``LOCKED`` seconds later.
+since the other end of its connections closes; under NCCL it may wait for its time-out.
+
+No thread of Python runs while the main thread is in foreign code that holds Python's lock. So with
+every heartbeat the watchdog arms a timer of C anew (faulthandler's), a dead-man switch, which ends
+the process with the stacks of all threads: ``LOCKED`` seconds after the watchdog should have ended
+it, or after the time-out of the process groups if nothing else is wrong. The timer is the
+process's only one, so that one which a program has armed itself is lost.
 
 A rank that gives no sign of life, since it or its host is stopped, is only reported: it may come
-back. The time-out of the process groups ends that run. The watchdog also ends a process after a
-second Ctrl-C if its main thread cannot heed the first one.
+back within the time-out of the process groups, which ends that run. The watchdog also ends a
+process after a second Ctrl-C if its main thread cannot heed the first one.
 
 The thread touches no device and no process group, and keeps no process alive. Its cost is that of
-the heartbeats.
+the heartbeats, and of a thread of C for each of them, some 50 µs.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -43,21 +48,31 @@ GRACE = 20.0
 """Seconds that the main thread has to come out of its wait when the ranks cannot go on together."""
 
 LOCKED = 5.0
-"""Seconds after which the process is ended without this thread."""
+"""Seconds after which the process is ended without this thread, where this thread should have."""
 
 
 class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
-    ``stalled_after`` is the number of seconds without a word from rank 0 after which that is
-    reported.
+    Args:
+        stalled_after: seconds without a word from rank 0 after which that is reported.
+        timeout: the time-out of collectives in seconds, for which the main thread may hold
+            Python's lock (``GRACE`` at least).
     """
 
     def __init__(
-        self, rank: int, world_size: int, link: Connection, token: str, stalled_after: float
+        self,
+        rank: int,
+        world_size: int,
+        link: Connection,
+        token: str,
+        stalled_after: float,
+        timeout: float,
     ) -> None:
         super().__init__(name="wlb-watchdog", daemon=True)
         self._rank, self._link, self._stalled_after = rank, link, stalled_after
+        self._timeout = max(timeout, GRACE)
+        self._stderr = _stderr_that_never_blocks()
         self._interval = heartbeat_seconds(world_size)
         self._verdict = ""
         self._cause = ""
@@ -79,6 +94,7 @@ class Watchdog(threading.Thread):
                 self._waker.fileno(), warn_on_full_buffer=False
             )
         link.send(rank=rank, token=token)
+        self._arm()
 
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
@@ -110,12 +126,20 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._waker.send(b"\0")
         self.join(2.0)
-        self._cancel_end()
+        faulthandler.cancel_dump_traceback_later()
+        if self._stderr != 2:
+            os.close(self._stderr)
         for end in (self._link.connection, self._woken, self._waker):
             end.close()
 
     def run(self) -> None:
         """Watch until :meth:`stop`."""
+        try:
+            self._watch()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._link.connection, selectors.EVENT_READ)
         selector.register(self._woken, selectors.EVENT_READ)
@@ -130,6 +154,7 @@ class Watchdog(threading.Thread):
             now = time.monotonic()
             if now >= due:
                 due = now + self._interval
+                self._arm()
                 self._link.send(
                     progress=PROGRESS.progress(),
                     doing=str(PROGRESS),
@@ -191,12 +216,17 @@ class Watchdog(threading.Thread):
 
     def _end_in(self, seconds: float) -> None:
         self._end_at = min(self._end_at, time.monotonic() + seconds)
-        faulthandler.dump_traceback_later(seconds + LOCKED, exit=True, file=2)
+        self._arm()
 
     def _cancel_end(self) -> None:
-        if self._end_at < float("inf"):
-            faulthandler.cancel_dump_traceback_later()
         self._end_at = float("inf")
+        self._arm()
+
+    def _arm(self) -> None:
+        """Have the process ended if this thread cannot do it when it should."""
+        left = min(max(self._end_at - time.monotonic(), 0.0), self._timeout)
+        if not self._over:
+            faulthandler.dump_traceback_later(left + LOCKED, exit=True, file=self._stderr)
 
     def _end(self) -> NoReturn:
         say(self._rank, f"this process ends, since {self._cause}. It was at {PROGRESS}.")
@@ -209,6 +239,14 @@ def say(rank: int, text: str) -> None:
     """Print a line of a rank to stderr, if it can still be written to."""
     with suppress(OSError, ValueError):
         print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
+
+
+def _stderr_that_never_blocks() -> int:
+    """A descriptor of stderr for the timer, which would else wait for who reads a full pipe."""
+    with suppress(OSError):
+        if not stat.S_ISREG(os.fstat(2).st_mode):  # to a file all ranks write at one offset
+            return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    return 2
 
 
 def _print_stack(rank: int) -> None:

@@ -1,12 +1,14 @@
 """A rank that waits for one that is out of reach is ended, whatever it waits in."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +72,7 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
 def test_what_another_thread_fails_with_is_told_to_all() -> None:
     """The main thread may wait for ever for a rank that waits for that thread."""
     ours, theirs = socket.socketpair()
-    watched = watchdog.Watchdog(1, 2, heartbeat.Connection(ours), "token", 60.0)
+    watched = watchdog.Watchdog(1, 2, heartbeat.Connection(ours), "token", 60.0, 60.0)
     progress.PROGRESS.begin()  # another test of this process may have left it in a step
     watched.start()
     progress.PROGRESS.failed = "MemoryError: no room"
@@ -93,30 +95,50 @@ def test_what_another_thread_fails_with_is_told_to_all() -> None:
     ]
 
 
-def locked(rank: int, folder: Path) -> None:
-    """Rank 1 dies, and rank 0 holds Python's lock from then on."""
+def locked(rank: int, folder: Path, dies: bool) -> None:
+    """Rank 0 holds Python's lock for ever, after rank 1 has died or while it waits for rank 0.
+
+    Rank 0 also writes to a pipe that nobody reads.
+    """
     watchdog.GRACE = watchdog.LOCKED = 0.3
     os.environ.update(RANK=str(rank))
     dist.init_process_group("gloo")
     faults = Faults()
-    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
-    os.dup2(os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
+    kept = os.dup(2)
+    if rank == 0:
+        _, full = os.pipe()
+        os.set_blocking(full, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(full, bytes(1 << 16))
+        os.set_blocking(full, True)
+        os.dup2(full if not dies else os.open(folder / "0.err", os.O_CREAT | os.O_WRONLY), 2)
+    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=2.5 if not dies else 60))
     dist.barrier()
-    if rank == 1:
+    if rank == 1 and dies:
         os._exit(1)
     assert faults._watchdog is not None
-    while faults._watchdog._verdict != "alone":
+    while rank == 0 and dies and faults._watchdog._verdict != "alone":
         time.sleep(0.01)
-    ctypes.PyDLL(None).sleep(50)
+    if rank == 0:
+        ctypes.PyDLL(None).sleep(50)
+    os.dup2(kept, 2)
+    dist.barrier()
 
 
-def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(tmp_path):
-    results, seconds = outcomes(locked, 2, tmp_path)
-    assert results == [None, None]
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(dies, tmp_path):
+    results, seconds = outcomes(locked, 2, tmp_path, dies)
+    assert results[0] is None
     assert seconds < 30
-    said = (tmp_path / "0.err").read_text()
-    assert "Timeout (0:00:00.6" in said
-    assert "in locked" in said, "where it was"
+    if dies:
+        assert results[1] is None
+        said = (tmp_path / "0.err").read_text()
+        assert "Timeout (0:00:00." in said
+        assert "in locked" in said, "where it was"
+    else:
+        assert results[1] is not None, "it comes out of its wait when rank 0 has ended"
+        assert not results[1][0]
 
 
 def watched(rank: int) -> str:
@@ -126,7 +148,7 @@ def watched(rank: int) -> str:
     with mock.patch.object(watchdog, "faulthandler") as timer:
         faults._watchdog._end_in(60.0)  # in the last moment of the run
         faults.end()
-    timer.cancel_dump_traceback_later.assert_called_once_with()
+    assert timer.mock_calls[-1] == mock.call.cancel_dump_traceback_later()
     assert signal.set_wakeup_fd(-1) == -1, "as it was before"
     return "fine"
 
@@ -139,7 +161,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
     """It inherits the descriptor through which signals are told, and a terminal signals both."""
     monkeypatch.setattr(watchdog, "heeds_interrupts", lambda: True)
     one, other = socket.socketpair()
-    thread = watchdog.Watchdog(0, 2, heartbeat.Connection(one), "secret", 60.0)
+    thread = watchdog.Watchdog(0, 2, heartbeat.Connection(one), "secret", 60.0, 60.0)
     signal.set_wakeup_fd(-1)
     for pause in (0.0, 0.0, 0.3):
         assert thread._end_at == float("inf")
@@ -147,7 +169,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
         thread._waker.send(bytes([signal.SIGINT]))
         thread._count_interrupts()
     assert thread._end_at < float("inf"), "the second one"
-    thread._cancel_end()
+    faulthandler.cancel_dump_traceback_later()
     for end in (one, other, thread._woken, thread._waker):
         end.close()
 
