@@ -25,7 +25,6 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from lightning_wlb.schedule.simulator import Simulation, simulate_replicas
@@ -207,7 +206,6 @@ def _replayed(
         for text, seconds in of_rank:
             key = replica, Action.parse(text)
             measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
-    replicas = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
     programs = [
         [
             program_of(schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number)

@@ -170,8 +170,8 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
     counted = rows[1:] or rows
     row = {name: min(each[name] for each in counted) for name in rows[0]}
     row["plan_ms_of_the_first"] = rows[0]["plan_ms"]
-    executed, costs = predictor.executed(plan.replicas, estimated=True)
-    times = step_times(predictor, executed, costs, orders_of(executed))
+    costs = [predictor.costs(each, estimated=True) for each in plan.replicas]
+    times = step_times(predictor, plan.replicas, costs, orders_of(plan.replicas))
     row["predicted_step_ms"] = times.total_ns / 1e6
     return {"case": str(case), "ranks": case.mesh.devices, "by": by, "steps": steps, **row}
 

@@ -78,7 +78,7 @@ def seconds(model: Transformer, batch: StepBatch) -> float:
     begin = time.process_time()
     messages = Messages(pipeline, {})
     step = Step(model, pipeline, NO_GROUPS, batch, messages, batch.target_tokens)
-    for action in program_of(pipeline.schedule, 0, 1, 1, batch.executed, 0):
+    for action in program_of(pipeline.schedule, 0, 1, 1, batch.plan.replicas, 0):
         step.run(action)
     return time.process_time() - begin
 

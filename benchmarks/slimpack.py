@@ -8,11 +8,10 @@ time of 1 % of C tokens of matrix products to every action on every stage. "Inte
 stages per rank. "Open" are the tokens of micro-batches between forward and backward on the
 fullest rank.
 
-``original``, ``best_fit``, ``wlb`` and ``auto`` are the planner's packings, and so is ``asymmetric
-M·N``, ``slim`` with micro-batches of backward cut apart from those of forward, in the units that
-are executed. ``unsliced`` is the best of many whole-piece plans, step by step: longest first into
-M micro-batches, ten M from N to 8·N at a cap of C and of 1.5·C. ``slim M·N`` has M MicroPacks for
-each of the N micro-batches, equal or tapered. Planning times are CPU times of plain Python, of the
+``original``, ``best_fit``, ``wlb`` and ``auto`` are the planner's packings. ``unsliced`` is the
+best of many whole-piece plans, step by step: longest first into M micro-batches, ten M from N to
+8·N at a cap of C and of 1.5·C. ``slim M·N`` has M MicroPacks for each of the N micro-batches,
+equal or tapered. Planning times are CPU times of plain Python, of the
 ``slim`` rows those of slicing alone.
 
 Run ``python -m benchmarks.slimpack --help``. Prints tables and the targets, and then, as its last
@@ -46,7 +45,6 @@ from lightning_wlb.planning.plan_scoring import WorkScorer
 from lightning_wlb.planning.replica_plans import replica_plan, whole
 from lightning_wlb.planning.slicing import share_packs, slice_pieces
 from lightning_wlb.planning.tuning import SHARING_OVERHEAD_PERCENT
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulator import simulate_replicas
@@ -61,8 +59,6 @@ ALPHAS = (1, 2, 4, 8)  # 1/alpha of DP-Merge
 PLANNED: dict[str, tuple[Any, float]] = {  # row: the packing, its cap in windows
     "original": ("original", 1),
     "best_fit": ("best_fit", 1),
-    "asymmetric 2·N, units": ({"method": "slim", "micro_packs": 2, "asymmetric": True}, 1.25),
-    "asymmetric 4·N, units": ({"method": "slim", "asymmetric": True}, 1),
     "wlb": ("wlb", 1.5),
     "auto": ("auto", 1),
 }
@@ -108,21 +104,20 @@ class Method:
             pieces: how many entered it.
             interleaved: its T/S with two stages per rank; None: that of the same plan.
         """
-        ran = units(replica, 1, 1)
-        verdict = WorkScorer(REFERENCE_WORK, PIPELINE)([ran])
+        verdict = WorkScorer(REFERENCE_WORK, PIPELINE)([replica])
         overhead = REFERENCE_WORK.forward.per_token * (self.window // 100)
         row = {
-            "step": verdict.time / work_of(ran),
-            "step_overhead": over_work(ran, overhead=overhead),
+            "step": verdict.time / work_of(replica),
+            "step_overhead": over_work(replica, overhead=overhead),
             "step_interleaved": (
-                over_work_interleaved(ran) if interleaved is None else interleaved
+                over_work_interleaved(replica) if interleaved is None else interleaved
             ),
         }
         for name, work in PASSES.items():
-            loads = loads_of(work, ran)
+            loads = loads_of(work, replica)
             row[f"imbalance{name}"] = max(loads) * len(loads) / sum(loads)
         row["cuts"] = len(replica.slices) - pieces
-        row["micro_batches"] = len(ran.forward)
+        row["micro_batches"] = len(replica.forward)
         row["open_tokens"] = verdict.peak / self.window
         self.steps.append(row)
 
@@ -187,8 +182,8 @@ def planned(method: Method, data: DataSettings, stream: np.ndarray, steps: int) 
         if mesh is PIPELINE:
             method.milliseconds.append(1e3 * (time.process_time() - begin) / len(plans[0]))
     for plan, interleaved in zip(*plans, strict=True):
-        other = units(interleaved.replicas[0], 1, 1)
-        method.add(plan.replicas[0], len(plan.pieces), over_work_interleaved(other))
+        other = over_work_interleaved(interleaved.replicas[0])
+        method.add(plan.replicas[0], len(plan.pieces), other)
     method.delay = float(np.mean([plan.delay for plan in plans[0]]))
 
 

@@ -245,18 +245,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pieces": (*PIECES, Piece(3, 4, 4, 0))}, r"released piece \(3, 4, 4, 0\) is not"),
     (
-        {"backward": [micro_batch(0), micro_batch(2)]},
-        r"backward: micro-batch 1 lists slice 2, but the replica has 2 slices",
+        {"forward": [micro_batch(0), micro_batch(2)], "backward": []},
+        r"micro-batch 1 lists slice 2, but the replica has 2 slices",
     ),
     (
         {"forward": [micro_batch(0), micro_batch(0, 1)]},
-        r"forward: slice 1\[0:10\) is in micro-batches 0 and 1",
+        r"slice 1\[0:10\) is in micro-batches 0 and 1",
     ),
-    ({"forward": [micro_batch(0)]}, r"replica 0, forward: slice 2\[0:8\) is in no micro-batch"),
-    ({"backward": [micro_batch(1)]}, r"replica 0, backward: slice 1\[0:10\) is in no micro-batch"),
+    ({"forward": [micro_batch(0)]}, r"replica 0: slice 2\[0:8\) is in no micro-batch"),
+    ({"backward": [micro_batch(1)]}, r"only one of them runs MicroBatch\(slices=\(0,\)"),
+    ({"backward": [micro_batch(0, 1)]}, r"only one of them runs .*slices=\(0,\).*slices=\(1,\)"),
+    ({"backward": [micro_batch(0)] * 2 + [micro_batch(1)]}, "some of them several times"),
     (
         {"forward": [micro_batch(0, 1)], "cap": 17},
-        r"forward: micro-batch 0 has 18 tokens, more than the cap of 17",
+        r"micro-batch 0 has 18 tokens, more than the cap of 17",
     ),
     (
         {"forward": [micro_batch(0), micro_batch(1, replicas=(1,))]},
@@ -327,7 +329,7 @@ def test_every_member_lists_a_shared_micro_batch() -> None:
         alone.validate()
     plan = shared_by((0, 1), 2)
     other = replica([A], [micro_batch(0, replicas=(0, 1), rows=65)])
-    with pytest.raises(ValueError, match=r"shares a forward micro-batch .* replica 1 does not"):
+    with pytest.raises(ValueError, match=r"shares a micro-batch .* replica 1 does not"):
         replace(plan, replicas=(plan.replicas[0], other)).validate()
 
 

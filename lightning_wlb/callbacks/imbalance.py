@@ -136,17 +136,12 @@ def shares_of(plan: StepPlan) -> np.ndarray:
     return shares([(scheme.size,) for scheme in plan.schemes] or [(1,)] * len(plan.replicas))
 
 
-def slots(plan: StepPlan, counts: Sequence[int] | None = None) -> float:
+def slots(plan: StepPlan) -> float:
     """K: the number of micro-batches of all replicas, those that the step leaves empty included.
 
     A pipeline's micro-batches count by its share; an empty one is of no pipeline and counts 1.
-
-    Args:
-        plan: the step's.
-        counts: micro-batches of each replica as they ran, if not as planned.
     """
-    if counts is None:
-        counts = [len(replica.forward) for replica in plan.replicas]
+    counts = [len(replica.forward) for replica in plan.replicas]
     return float(np.dot(counts, shares_of(plan))) + max(plan.micro_batches - sum(counts), 0)
 
 

@@ -50,7 +50,6 @@ from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan, schemes_of
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.device import peak_flops
@@ -161,10 +160,7 @@ class ImbalanceMonitor(L.Callback):
         assert isinstance(batch, StepBatch)
         plan = batch.plan
         shapes = imbalance.shapes_of(plan, self._mesh)
-        counts = [
-            len(units(replica, context, tensor).forward)
-            for replica, (_, context, tensor) in zip(plan.replicas, shapes, strict=True)
-        ]
+        counts = [len(replica.forward) for replica in plan.replicas]
         elapsed, wait, everyone = _all_gather(
             time.perf_counter() - self._begin,
             batch.wait_seconds,
@@ -172,8 +168,7 @@ class ImbalanceMonitor(L.Callback):
             trainer.strategy.root_device,
         )
         timings = imbalance.in_pipelines(everyone, shapes)
-        # In an asymmetric plan, units ran in place of micro-batches.
-        slots = imbalance.slots(plan, counts)
+        slots = imbalance.slots(plan)
         measured = imbalance.measured_imbalance(timings, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
         predicted = self._predicted(plan)

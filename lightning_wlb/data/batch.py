@@ -34,7 +34,7 @@ from lightning_wlb.data.store_checks import Sample, check_targets, read_mask, re
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.prediction.asymmetric_units import layout_of, units
+from lightning_wlb.prediction.micro_batch import layout_of
 from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
 from lightning_wlb.sharding.sliced_indices import SlicedIndices, SlicedReplica
 
@@ -92,11 +92,7 @@ class StepBatch:
     Args:
         plan: the step's plan, of the whole mesh.
         replica: the data-parallel replica of this rank.
-        executed: the replicas' plans as they are executed
-            (:mod:`lightning_wlb.prediction.asymmetric_units`), which differ from the plan's own
-            where these are asymmetric. Replicas that share no micro-batch with this one may be left
-            as planned.
-        micro_batches: this rank's, in the order of ``units.forward``.
+        micro_batches: this rank's, in forward order.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
@@ -108,7 +104,6 @@ class StepBatch:
         self,
         plan: StepPlan,
         replica: int,
-        executed: tuple[ReplicaPlan, ...],
         micro_batches: list[MicroBatchTensors],
         state: dict[str, Any],
         next_digest: int,
@@ -118,7 +113,6 @@ class StepBatch:
     ) -> None:
         self.plan = plan
         self.replica = replica
-        self.executed = executed
         self.micro_batches = micro_batches
         self.state = state
         self.next_digest = next_digest
@@ -127,9 +121,9 @@ class StepBatch:
         self.samples = samples
 
     @property
-    def units(self) -> ReplicaPlan:
-        """The plan of this rank's replica as it is executed."""
-        return self.executed[self.replica]
+    def own_plan(self) -> ReplicaPlan:
+        """The plan of this rank's replica."""
+        return self.plan.replicas[self.replica]
 
     @property
     def target_tokens(self) -> int:
@@ -231,12 +225,7 @@ def make_step_batch(
             f" {mesh.data}. Plan for Mesh(data={mesh.data})."
         )
     sizes = mesh.context, mesh.tensor
-    shares = any(len(each.replicas) > 1 for each in plan.replicas[rank.data].forward)
-    executed = tuple(
-        units(replica, *sizes) if shares or number == rank.data else replica
-        for number, replica in enumerate(plan.replicas)
-    )
-    own = executed[rank.data]
+    own = plan.replicas[rank.data]
     members = [own.slices_of(each) for each in own.forward]
     layouts = [layout_of(own, each, *sizes) for each in own.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
@@ -262,7 +251,7 @@ def make_step_batch(
             vocab_size,
         )
         micro_batches.append(replace(tensors, recompute=micro_batch.recompute))
-    return StepBatch(plan, rank.data, executed, micro_batches, state, next_digest, last)
+    return StepBatch(plan, rank.data, micro_batches, state, next_digest, last)
 
 
 def _attention(

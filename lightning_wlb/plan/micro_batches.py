@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -115,11 +115,10 @@ class ReplicaPlan:
     """What one data-parallel replica does in a step.
 
     Args:
-        slices: the slices that forward and backward micro-batches are made of.
+        slices: the slices that micro-batches are made of.
         forward: micro-batches in the order in which their forward runs.
-        backward: micro-batches in the order in which their backward runs. They are those of
-            ``forward`` (see :func:`symmetric_backward`), unless the plan is asymmetric; such a
-            plan runs in units (``prediction.asymmetric_units``).
+        backward: the same micro-batches in the order in which their backward runs
+            (:func:`symmetric_backward`).
     """
 
     slices: tuple[Slice, ...]
@@ -136,6 +135,12 @@ class ReplicaPlan:
         """The name and the micro-batches of both passes, in the order in which each runs them."""
         return ("forward", self.forward), ("backward", self.backward)
 
+    def changed(self, change: Callable[[MicroBatch], MicroBatch]) -> ReplicaPlan:
+        """The same plan with each micro-batch changed, in both passes alike."""
+        made = {each: change(each) for each in self.forward}
+        forward, backward = (tuple([made[each] for each in of_pass]) for _, of_pass in self.passes)
+        return ReplicaPlan(self.slices, forward, backward)
+
     def slices_of(self, micro_batch: MicroBatch) -> tuple[Slice, ...]:
         """The slices of a micro-batch, in layout order."""
         slices = self.slices
@@ -149,7 +154,7 @@ class ReplicaPlan:
 def symmetric_backward(
     slices: Sequence[Slice], forward: Sequence[MicroBatch]
 ) -> tuple[MicroBatch, ...]:
-    """The backward order of a symmetric plan: that of ``forward``, each chain reversed.
+    """The order in which backward runs: that of ``forward``, each chain reversed.
 
     Micro-batches that share a piece form a chain. Its backward runs in reverse order, because a
     slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without

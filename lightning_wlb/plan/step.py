@@ -121,9 +121,9 @@ class StepPlan:
         for number, scheme in enumerate(self.schemes):
             lines.append(f"  replica {number} on {scheme}")
         for number, replica in enumerate(self.replicas):
-            symmetric = symmetric_backward(replica.slices, replica.forward)
+            usual = symmetric_backward(replica.slices, replica.forward)
             for pass_name, micro_batches in replica.passes:
-                if pass_name == "backward" and micro_batches == symmetric:
+                if pass_name == "backward" and micro_batches == usual:
                     continue
                 for index, each in enumerate(micro_batches):
                     notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"

@@ -31,19 +31,17 @@ def check(
     _check_pieces(step, pieces)
     _check_coverage(step, replicas, pieces)
     for number, replica in enumerate(replicas):
-        for pass_name, micro_batches in replica.passes:
-            where = f"step {step}, replica {number}, {pass_name}"
-            _check_micro_batches(where, replica, micro_batches, cap)
-            for index, micro_batch in enumerate(micro_batches):
-                named = micro_batch.replicas
-                if number not in named or not all(0 <= other < len(replicas) for other in named):
-                    raise ValueError(
-                        f"{where}: micro-batch {index} names replicas {named}; it must name"
-                        f" {number} and replicas below {len(replicas)}."
-                    )
-                if schemes:
-                    _check_fits(f"{where}: micro-batch {index}", schemes, replica, micro_batch)
-        _check_recomputation(f"step {step}, replica {number}", replica)
+        where = f"step {step}, replica {number}"
+        _check_micro_batches(where, replica, cap)
+        for index, micro_batch in enumerate(replica.forward):
+            named = micro_batch.replicas
+            if number not in named or not all(0 <= other < len(replicas) for other in named):
+                raise ValueError(
+                    f"{where}: micro-batch {index} names replicas {named}; it must name"
+                    f" {number} and replicas below {len(replicas)}."
+                )
+            if schemes:
+                _check_fits(f"{where}: micro-batch {index}", schemes, replica, micro_batch)
     _check_order(step, replicas)
     places = alike(schemes).values() if schemes else [range(len(replicas))]
     _check_merged(step, replicas, {own: each for each in places for own in each})
@@ -106,7 +104,7 @@ def _check_replicas(step: int, replicas: Sequence[ReplicaPlan]) -> None:
                     " (document, origin, start, stop) with 0 <= origin <= start < stop."
                 )
             holders[part].append(number)
-        for micro_batch in (*replica.forward, *replica.backward):
+        for micro_batch in replica.forward:
             for index in micro_batch.slices:
                 if 0 <= index < len(replica.slices):
                     sharers[replica.slices[index]] = micro_batch.replicas
@@ -166,12 +164,10 @@ def _check_coverage(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence
         )
 
 
-def _check_micro_batches(
-    where: str, replica: ReplicaPlan, micro_batches: Sequence[MicroBatch], cap: int
-) -> None:
-    """Every slice of the replica is in one micro-batch of the pass, and none is above the cap."""
+def _check_micro_batches(where: str, replica: ReplicaPlan, cap: int) -> None:
+    """Every slice is in one micro-batch, none is above the cap, and backward runs the same ones."""
     home: dict[int, int] = {}
-    for index, micro_batch in enumerate(micro_batches):
+    for index, micro_batch in enumerate(replica.forward):
         for position in micro_batch.slices:
             if not 0 <= position < len(replica.slices):
                 raise ValueError(
@@ -189,30 +185,21 @@ def _check_micro_batches(
             raise ValueError(
                 f"{where}: micro-batch {index} has {tokens} tokens, more than the cap of {cap}."
             )
+        if micro_batch.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"{where}: micro-batch {index} has recompute={micro_batch.recompute!r}, which is"
+                f" not one of {', '.join(get_args(Recompute))}."
+            )
     for position, part in enumerate(replica.slices):
         if position not in home:
             raise ValueError(f"{where}: slice {part} is in no micro-batch.")
-
-
-def _check_recomputation(where: str, replica: ReplicaPlan) -> None:
-    """Every mode is known, and a slice has the same one in forward and backward."""
-    modes: dict[int, tuple[Recompute, int]] = {}
-    for pass_name, micro_batches in replica.passes:
-        for index, micro_batch in enumerate(micro_batches):
-            mode = micro_batch.recompute
-            if mode not in get_args(Recompute):
-                raise ValueError(
-                    f"{where}, {pass_name}: micro-batch {index} has recompute={mode!r}, which is"
-                    f" not one of {', '.join(get_args(Recompute))}."
-                )
-            for position in micro_batch.slices:
-                forward, at = modes.setdefault(position, (mode, index))
-                if forward != mode:
-                    raise ValueError(
-                        f"{where}: slice {replica.slices[position]} has recompute={forward!r} in"
-                        f" forward micro-batch {at} and {mode!r} in backward micro-batch {index};"
-                        " both must say the same."
-                    )
+    if Counter(replica.forward) != Counter(replica.backward):
+        both = {*replica.forward} & {*replica.backward}
+        unlike = [each for _, of_pass in replica.passes for each in of_pass if each not in both]
+        raise ValueError(
+            f"{where}: forward and backward must run the same micro-batches, but only one of them"
+            f" runs {', '.join(map(str, unlike[:2])) or 'some of them several times'}."
+        )
 
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
@@ -254,14 +241,13 @@ def _check_merged(
     """
     listed = dict.fromkeys(
         (
-            *(number, pass_name, each.replicas, each.sharding, each.rows, each.recompute),
+            *(number, each.replicas, each.sharding, each.rows, each.recompute),
             replica.slices_of(each),
         )
         for number, replica in enumerate(replicas)
-        for pass_name, micro_batches in replica.passes
-        for each in micro_batches
+        for each in replica.forward
     )
-    for number, pass_name, members, *contents in listed:
+    for number, members, *contents in listed:
         size = len(members)
         first = like[number].index(members[0])
         if size & (size - 1) or first % size or members != (*like[number][first : first + size],):
@@ -270,8 +256,8 @@ def _check_merged(
                 f" which is not an aligned power-of-two range of {[*like[number]]}."
             )
         for other in members:
-            if (other, pass_name, members, *contents) not in listed:
+            if (other, members, *contents) not in listed:
                 raise ValueError(
-                    f"step {step}: replica {number} shares a {pass_name} micro-batch with replicas"
+                    f"step {step}: replica {number} shares a micro-batch with replicas"
                     f" {members}, but replica {other} does not list it."
                 )

@@ -7,10 +7,9 @@ and what smaller kernels lose. Without it the smallest micro-batches would alway
 :class:`ProfileScorer` predicts from a device profile, within the device's memory. It knows how slow
 kernels and links are for small micro-batches, and takes several times as long.
 
-Both score micro-batches that are not laid out yet (:func:`.laid_out`), and asymmetric plans as they
-are executed, in units. For one stage per rank, under a profile with 1F1B only, they use
-:mod:`~lightning_wlb.schedule.fast_simulator`, which takes a tenth of the time of
-:mod:`~lightning_wlb.schedule.simulator`.
+Both score micro-batches that are not laid out yet (:func:`.laid_out`). For one stage per rank,
+under a profile with 1F1B only, they use :mod:`~lightning_wlb.schedule.fast_simulator`, which takes
+a tenth of the time of :mod:`~lightning_wlb.schedule.simulator`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.planning.tuning import CLEARLY_PERCENT
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
@@ -135,7 +133,6 @@ class WorkScorer:
             replicas: all of a step, or some that share no micro-batch with others; micro-batches
                 that they share must come first on all that share them.
         """
-        replicas = [units(replica, 1, 1) for replica in replicas]
         passes = [self._passes(replica) for replica in replicas]
         orders = backward_orders(replicas)
         ranks, virtual = self.mesh.pipeline, self.mesh.virtual_stages
@@ -262,23 +259,23 @@ class ProfileScorer:
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
-        executed, costs = predictor.executed(replicas)
+        costs = list(map(predictor.costs, replicas))
         if not has_totals(predictor):
             if decides:
-                costs = least_recomputation(predictor, replicas, executed, costs, None)
-            simulated = predictor.run(executed, costs)
+                costs = least_recomputation(predictor, replicas, costs, None)
+            simulated = predictor.run(replicas, costs)
             ends = tuple(
                 max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
                 for each in simulated.simulations
             )
             times = StepTimes(simulated.simulations[0].total_ns, ends)
             return times, simulated.peak_bytes
-        orders = orders_of(executed)
+        orders = orders_of(replicas)
         peak = peak_bytes(predictor, costs, orders)
         if decides and peak > self.limit:
-            costs = least_recomputation(predictor, replicas, executed, costs, orders)
+            costs = least_recomputation(predictor, replicas, costs, orders)
             peak = peak_bytes(predictor, costs, orders)
-        return step_times(predictor, executed, costs, orders), peak
+        return step_times(predictor, replicas, costs, orders), peak
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The replicas with the least recomputation that fits, or with the one that is given."""
@@ -287,8 +284,8 @@ class ProfileScorer:
             return recomputing(replicas, self.activation_checkpointing)
         if has_totals(predictor):
             without = recomputing(replicas, "none")
-            executed, costs = predictor.executed(without, estimated=True)
+            costs = [predictor.costs(replica, estimated=True) for replica in without]
             clear = CLEARLY_PERCENT * self.limit // 100
-            if peak_bytes(predictor, costs, orders_of(executed)) <= clear:
+            if peak_bytes(predictor, costs, orders_of(without)) <= clear:
                 return without
         return settled(predictor, replicas)

@@ -82,7 +82,7 @@ def laid_out(
     numbered = [
         {
             each: numbers.setdefault((replica.slices_of(each), len(each.replicas)), len(numbers))
-            for each in dict.fromkeys((*replica.forward, *replica.backward))
+            for each in replica.forward
         }
         for replica in replicas
     ]
@@ -105,10 +105,9 @@ def laid_out(
     ]
     result = []
     for replica, own in zip(replicas, numbered, strict=True):
-        made = {}
-        for each, number in own.items():
-            name, rows = found[number]
-            made[each] = replace(each, sharding=name, rows=rows)
-        forward, backward = ([made[each] for each in of_pass] for _, of_pass in replica.passes)
-        result.append(ReplicaPlan(replica.slices, tuple(forward), tuple(backward)))
+        made = {
+            each: replace(each, sharding=found[number][0], rows=found[number][1])
+            for each, number in own.items()
+        }
+        result.append(replica.changed(made.__getitem__))
     return result

@@ -71,7 +71,7 @@ class Estimates:
         """The costs of a replica's micro-batches, in forward order.
 
         Args:
-            replica: as it is executed; its shardings and rows are not read.
+            replica: its shardings and rows are not read.
             kept: for each micro-batch, whether later ones read its keys.
         """
         asked = [

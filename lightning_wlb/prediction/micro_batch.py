@@ -23,8 +23,8 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.plan import Recompute, Slice
-from lightning_wlb.sharding import Layout, traffic, uses_all_to_all
+from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
+from lightning_wlb.sharding import Layout, layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import offsets
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -91,6 +91,15 @@ class MicroBatchCost(NamedTuple):
     @property
     def _times(self) -> PassTimes:
         return self.by_mode[MODES.index(self.recompute)]
+
+
+def layout_of(replica: ReplicaPlan, micro_batch: MicroBatch, context: int, tensor: int) -> Layout:
+    """How a micro-batch lies on the context ranks of all replicas that share it.
+
+    ``context`` and ``tensor`` are the ranks of one replica on these axes.
+    """
+    lengths = [part.tokens for part in replica.slices_of(micro_batch)]
+    return layout(micro_batch.sharding, lengths, context * len(micro_batch.replicas), tensor)
 
 
 def micro_batch_cost(

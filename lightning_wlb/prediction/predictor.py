@@ -35,9 +35,14 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts, usable_bytes
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan, piece_counts
-from lightning_wlb.prediction.asymmetric_units import layout_of, units
 from lightning_wlb.prediction.estimate import Estimates
-from lightning_wlb.prediction.micro_batch import PASSES, MicroBatchCost, micro_batch_cost, most_keys
+from lightning_wlb.prediction.micro_batch import (
+    PASSES,
+    MicroBatchCost,
+    layout_of,
+    micro_batch_cost,
+    most_keys,
+)
 from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
@@ -201,42 +206,34 @@ class Predictor:
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""
-        return self.run(*self.executed(replicas))
-
-    def executed(
-        self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
-    ) -> tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]:
-        """The replicas as they are executed, and the :meth:`costs` of their micro-batches."""
-        mesh = self.latency.mesh
-        executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-        return executed, [self.costs(replica, estimated=estimated) for replica in executed]
+        return self.run(replicas, list(map(self.costs, replicas)))
 
     def programs(
-        self, executed: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
+        self, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
     ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
         """[replicas][ranks], the actions of each rank; and what they free (:meth:`.freed`)."""
         mesh = self.latency.mesh
         programs = [
             [
                 program_of(
-                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, executed, number
+                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
                 )
                 for rank in range(mesh.pipeline)
             ]
-            for number in range(len(executed))
+            for number in range(len(replicas))
         ]
         freed = [
             self.memory.freed(of_replica, replica, each)
-            for of_replica, replica, each in zip(programs, executed, costs, strict=True)
+            for of_replica, replica, each in zip(programs, replicas, costs, strict=True)
         ]
         return programs, freed
 
     def run(
-        self, executed: Sequence[ReplicaPlan], costs: list[list[MicroBatchCost]]
+        self, replicas: Sequence[ReplicaPlan], costs: list[list[MicroBatchCost]]
     ) -> SimulatedReplicas:
-        """Simulate what :meth:`executed` returned, perhaps with other recomputation."""
+        """Simulate replicas whose micro-batches have these costs."""
         memory = self.memory
-        programs, freed = self.programs(executed, costs)
+        programs, freed = self.programs(replicas, costs)
         durations = [self._durations(of_replica) for of_replica in costs]
         saved = [memory.saved(of_replica).tolist() for of_replica in costs]
 
@@ -256,7 +253,7 @@ class Predictor:
             ),
             reduced=self.traffic.ends,
             synchronisation_ns=self.traffic.optimise,
-            shared=meetings_of(executed),
+            shared=meetings_of(replicas),
         )
         peaks = [
             memory.peak(of_ranks, simulation.held_bytes, of_replica)
@@ -311,7 +308,7 @@ class Predictor:
         }
 
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
-        """The costs of a replica's micro-batches, as it is executed.
+        """The costs of a replica's micro-batches.
 
         They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
         sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).

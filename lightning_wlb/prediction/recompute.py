@@ -17,8 +17,7 @@ program, and largest in one of its backwards. So nothing is simulated. The searc
    four results the one with the shortest estimate of the step is taken, which is the sum of its
    actions and the bubble that the longest of them makes.
 
-Replicas that share a micro-batch raise it together. The micro-batches of an asymmetric plan share
-slices, so all of a replica's get the same mode.
+Replicas that share a micro-batch raise it together.
 
 Where a stage has one layer, computing that layer again takes as much memory as holding it, so
 raising a micro-batch adds to its own backward what it frees in others. The search may then miss
@@ -40,7 +39,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step_totals import (
@@ -61,12 +59,8 @@ def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[Replic
     """The same replicas with one mode for all micro-batches."""
     return [
         replica
-        if all(each.recompute == mode for each in (*replica.forward, *replica.backward))
-        else ReplicaPlan(
-            replica.slices,
-            tuple(replace(each, recompute=mode) for each in replica.forward),
-            tuple(replace(each, recompute=mode) for each in replica.backward),
-        )
+        if all(each.recompute == mode for each in replica.forward)
+        else replica.changed(lambda each: replace(each, recompute=mode))
         for replica in replicas
     ]
 
@@ -79,31 +73,22 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
         replicas: plans of replicas that share micro-batches with each other only; what they
             recompute so far does not matter.
     """
-    mesh = predictor.latency.mesh
-    executed = [units(replica, mesh.context, mesh.tensor) for replica in replicas]
-    costs = list(map(predictor.sizes, executed))
-    orders = orders_of(executed) if has_totals(predictor) else None
-    found = least_recomputation(predictor, replicas, executed, costs, orders)
+    costs = list(map(predictor.sizes, replicas))
+    orders = orders_of(replicas) if has_totals(predictor) else None
+    found = least_recomputation(predictor, replicas, costs, orders)
     result = []
-    for replica, as_executed, of_replica in zip(replicas, executed, found, strict=True):
-        modes: dict[int, Recompute] = {}
-        for unit, cost in zip(as_executed.forward, of_replica, strict=True):
-            modes.update(dict.fromkeys(unit.slices, cost.recompute))
-        forward, backward = (
-            tuple(
-                replace(each, recompute=modes[each.slices[0]] if each.slices else "none")
-                for each in micro_batches
-            )
-            for _, micro_batches in replica.passes
-        )
-        result.append(ReplicaPlan(replica.slices, forward, backward))
+    for replica, of_replica in zip(replicas, found, strict=True):
+        made = {
+            each: replace(each, recompute=cost.recompute if each.slices else "none")
+            for each, cost in zip(replica.forward, of_replica, strict=True)
+        }
+        result.append(replica.changed(made.__getitem__))
     return result
 
 
 def least_recomputation(
     predictor: Predictor,
     replicas: Sequence[ReplicaPlan],
-    executed: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder] | None,
 ) -> list[list[MicroBatchCost]]:
@@ -112,14 +97,13 @@ def least_recomputation(
     Args:
         predictor: predicts steps of the model on the mesh.
         replicas: as for :func:`settled`.
-        executed: the replicas as they are executed (``prediction.asymmetric_units``).
         costs: [replicas][micro-batches]; what they recompute so far does not matter.
         orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
     """
-    backwards = _backwards(predictor, executed, costs, orders)
+    backwards = _backwards(predictor, replicas, costs, orders)
     accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
-    for group in _sharing(executed):
-        alike = _alike(replicas, executed, group)
+    for group in _sharing(replicas):
+        alike = _alike(replicas, group)
         search = _Search({at: accounts[at] for at in group}, alike)
         if search.excess > 0:
             search.run()
@@ -132,27 +116,24 @@ def least_recomputation(
     ]
 
 
-def _sharing(executed: Sequence[ReplicaPlan]) -> list[list[int]]:
+def _sharing(replicas: Sequence[ReplicaPlan]) -> list[list[int]]:
     """Numbers of the replicas, in groups that share micro-batches with each other only."""
     groups: dict[object, list[int]] = defaultdict(list)
-    for at, replica in enumerate(executed):
+    for at, replica in enumerate(replicas):
         # Sets of replicas that share are aligned, so that one of two that meet holds the other.
         widest = max((each.replicas for each in replica.forward), key=len, default=())
         groups[widest if len(widest) > 1 else at].append(at)
     return list(groups.values())
 
 
-def _alike(
-    replicas: Sequence[ReplicaPlan], executed: Sequence[ReplicaPlan], group: Sequence[int]
-) -> dict[Place, list[Place]]:
+def _alike(replicas: Sequence[ReplicaPlan], group: Sequence[int]) -> dict[Place, list[Place]]:
     """For each micro-batch of some replicas, those that must have its mode, itself included."""
     found: dict[object, list[Place]] = defaultdict(list)
     for at in group:
-        asymmetric = executed[at] is not replicas[at]
-        for number, unit in enumerate(executed[at].forward):
+        for number, each in enumerate(replicas[at].forward):
             # Shared micro-batches come first, so each has the same number on all that share it.
-            owner = unit.replicas if len(unit.replicas) > 1 else at
-            found[owner, -1 if asymmetric else number].append((at, number))
+            owner = each.replicas if len(each.replicas) > 1 else at
+            found[owner, number].append((at, number))
     return {place: places for places in found.values() for place in places}
 
 
@@ -248,7 +229,7 @@ class _Backwards(NamedTuple):
 
 def _backwards(
     predictor: Predictor,
-    executed: Sequence[ReplicaPlan],
+    replicas: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder] | None,
 ) -> Iterator[_Backwards]:
@@ -256,7 +237,7 @@ def _backwards(
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
     constant = memory.constant(costs)
     if orders is None:
-        programs, freed = predictor.programs(executed, costs)
+        programs, freed = predictor.programs(replicas, costs)
         for of_ranks, free in zip(programs, freed, strict=True):
             yield _of_programs(of_ranks, free, constant, len(memory.parts))
         return

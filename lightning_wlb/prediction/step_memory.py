@@ -161,7 +161,7 @@ class StepMemory:
 
         Args:
             programs: the actions of each rank of the replica.
-            replica: the plan as it is executed (``prediction.asymmetric_units``).
+            replica: the replica's plan.
             costs: the costs of its micro-batches.
 
         Returns:
@@ -229,7 +229,7 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
     """For each micro-batch whose keys later slices read, the reader that runs backward first.
 
     Args:
-        replica: the plan as it is executed (``prediction.asymmetric_units``).
+        replica: the replica's plan.
 
     Returns:
         The micro-batch's place in ``forward`` -> its first reader's place in ``backward``.

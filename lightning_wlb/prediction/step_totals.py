@@ -59,7 +59,7 @@ def has_totals(predictor: Predictor) -> bool:
 
 
 def orders_of(replicas: Sequence[ReplicaPlan]) -> list[ActionOrder]:
-    """The order of each replica, as it is executed."""
+    """The order of each replica."""
     return [
         ActionOrder(order, planned_warm_up(needs), first_readers(replica))
         for replica, (order, needs) in zip(replicas, backward_orders(replicas), strict=True)
@@ -76,7 +76,7 @@ def step_times(
 
     Args:
         predictor: one that :func:`has_totals`.
-        replicas: as they are executed; shared micro-batches come first on all that share them.
+        replicas: shared micro-batches come first on all that share them.
         costs: [replicas][micro-batches].
         orders: :func:`orders_of` the replicas.
     """

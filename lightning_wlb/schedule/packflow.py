@@ -134,9 +134,6 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
     """The arguments ``backward`` and ``needs`` of :func:`packflow` for a replica's plan.
 
     Without slices they are 0, 1, ... and 1, 2, ...
-
-    Raises:
-        ValueError: the plan is asymmetric: a backward micro-batch equals no forward one.
     """
     slices = replica.slices
     last_of_piece: dict[tuple[int, ...], int] = {}
@@ -155,23 +152,10 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
 
 def _places(replica: ReplicaPlan) -> list[int]:
     """For each backward micro-batch its place in forward order."""
-    forward, backward = ([each.slices for each in each_pass] for _, each_pass in replica.passes)
-    if not set(forward).issuperset(backward):
-        # In another order they may still be the same slices.
-        forward, backward = ([tuple(sorted(each)) for each in keys] for keys in (forward, backward))
-    places: dict[tuple[int, ...], list[int]] = {}
-    for index, key in enumerate(forward):
-        places.setdefault(key, []).append(index)
-    found = []
-    for number, key in enumerate(backward):
-        if not places.get(key):
-            raise ValueError(
-                f"backward micro-batch {number} groups slices that no forward micro-batch groups"
-                " so: the plan is asymmetric, and one schedule of whole micro-batches cannot run"
-                " it."
-            )
-        found.append(places[key].pop(0))
-    return found
+    places: dict[tuple[int, ...], list[int]] = {}  # several where micro-batches are empty
+    for index, each in enumerate(replica.forward):
+        places.setdefault(each.slices, []).append(index)
+    return [places[each.slices].pop(0) for each in replica.backward]
 
 
 def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], list[int]]]:
@@ -184,9 +168,6 @@ def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], li
     all their replicas (:mod:`~lightning_wlb.planning.dp_merge`), so all replicas then meet in one
     order. That holds for one stage per rank only, because the rounds of interleaved 1F1B depend on
     the number of micro-batches.
-
-    Raises:
-        ValueError: as :func:`backward_order`.
     """
     orders = [backward_order(replica) for replica in replicas]
     planned = [planned_warm_up(needs) for _, needs in orders]

@@ -102,7 +102,7 @@ def program_of(
         rank: 0-based rank of the pipeline.
         ranks: P.
         virtual_stages: V.
-        replicas: plans of all replicas, as they are executed (asymmetric ones in units).
+        replicas: plans of all replicas.
         number: which replica the rank belongs to.
 
     Raises:

@@ -101,7 +101,7 @@ class Progress:
             return f"{step}, then waiting for the loader"
         if batch is None or not isinstance(doing, Action):
             return f"{step}, {doing}"
-        replica = batch.units
+        replica = batch.own_plan
         slices = replica.forward[doing.micro_batch].slices
         documents = sorted({replica.slices[index].document for index in slices})
         shown = ", ".join(map(str, documents[:8])) + (", ..." if len(documents) > 8 else "")

@@ -138,7 +138,7 @@ class _Pair:
 
     def _run(self, stopwatch: Stopwatch) -> None:
         pipeline, messages = self.pipeline, Messages(self.pipeline, {})
-        program = pipeline.programs(self.batch.executed, 0)[0]
+        program = pipeline.programs(self.batch.plan.replicas, 0)[0]
         step = Step(self.run, pipeline, NO_GROUPS, self.batch, messages, 1)
         with self.buckets.step(program):
             for action in program:

@@ -128,7 +128,7 @@ class Executor:
         self._check_agreement(batch)
         runtime = self._runtime(batch.plan)
         pipeline = runtime.pipeline
-        programs = pipeline.programs(batch.executed, batch.replica)
+        programs = pipeline.programs(batch.plan.replicas, batch.replica)
         if not training:
             programs = {
                 place: [action for action in program if action.kind == FORWARD]

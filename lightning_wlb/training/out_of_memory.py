@@ -64,31 +64,31 @@ def note(
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
     if schemes:
         said += f", which left the mesh, in the pipeline on {schemes[batch.replica]}"
-    units = batch.units
+    own = batch.own_plan
     if action is not None:
-        running = units.forward[action.micro_batch]
-        slices = units.slices_of(running)
+        running = own.forward[action.micro_batch]
+        slices = own.slices_of(running)
         more = f" and {len(slices) - _SHOWN} more" if len(slices) > _SHOWN else ""
         said += (
-            f", action {action}: micro-batch {action.micro_batch} of {units.tokens_of(running)}"
+            f", action {action}: micro-batch {action.micro_batch} of {own.tokens_of(running)}"
             f" tokens, {running.rows} rows on this rank,"
             f" {' '.join(map(str, slices[:_SHOWN]))}{more}"
         )
-    if not units.forward:
+    if not own.forward:
         return f"{said}."
     place = pipeline.rank.pipeline
-    program = pipeline.programs(batch.executed, batch.replica)[place]
+    program = pipeline.programs(batch.plan.replicas, batch.replica)[place]
     count = most_open(program, pipeline.rank.mesh.virtual_stages)
     parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
 
     def needed_by(each: MicroBatch) -> int:
-        return model.rank_bytes(parts, count, each.rows, len(units.forward), each.recompute)
+        return model.rank_bytes(parts, count, each.rows, len(own.forward), each.recompute)
 
-    longest = max(units.forward, key=needed_by)
+    longest = max(own.forward, key=needed_by)
     held = needed_by(longest)
     choices = dict(_by_micro_batch(batch, longest, model, parts, count))
     if not schemes:  # whose steps do not depend on the mesh
-        choices |= _by_mesh(longest, model, parts, count, len(units.forward))
+        choices |= _by_mesh(longest, model, parts, count, len(own.forward))
     less = sorted(
         ((held - needed, option) for option, needed in choices.items() if needed < held),
         reverse=True,
@@ -111,13 +111,13 @@ def _by_micro_batch(
     batch: StepBatch, longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int
 ) -> Iterator[tuple[str, int]]:
     """Options for the micro-batches, and the bytes that this rank needs with each."""
-    number, tensor = len(batch.units.forward), model.mesh.tensor
+    number, tensor = len(batch.own_plan.forward), model.mesh.tensor
     for mode in get_args(Recompute):
         yield (
             f"activation_checkpointing={mode!r}",
             model.rank_bytes(parts, count, longest.rows, number, mode),
         )
-    tokens = batch.units.tokens_of(longest)
+    tokens = batch.own_plan.tokens_of(longest)
     window = batch.plan.nominal_tokens // batch.plan.micro_batches
     if tokens > window:
         rows = -(-longest.rows * window // tokens // tensor) * tensor

@@ -59,7 +59,7 @@ class PipelineRank:
     def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
         """The actions of this rank and its neighbours in a step, by place in the pipeline.
 
-        ``replicas`` are all replicas' plans as they are executed, ``number`` is this rank's
+        ``replicas`` are all replicas' plans, ``number`` is this rank's
         replica.
         """
         ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages

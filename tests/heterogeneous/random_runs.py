@@ -2,7 +2,7 @@
 
 A :class:`Run` is drawn from a number alone, so that every rank and the reference make the same one:
 a model, a mesh with stages of any lengths, nodes, and steps, each of any pieces on pipelines that
-split the ranks in any way (the mesh's own too), with any legal plan on each: sliced, asymmetric, of
+split the ranks in any way (the mesh's own too), with any legal plan on each: sliced, of
 any shardings, recomputing, with nothing to do, or sharing micro-batches with others that are alike.
 """
 
@@ -195,16 +195,15 @@ def _replica(
 ) -> ReplicaPlan:
     if not own:
         return ReplicaPlan((), (), ())
-    kind = draw.choice(("symmetric", "asymmetric"))
-    made = random_replica(draw, [lengths[document] for document in own], kind)
+    made = random_replica(draw, [lengths[document] for document in own])
     slices = tuple(part._replace(document=own[part.document]) for part in made.slices)
 
     def laid_out(each: MicroBatch) -> MicroBatch:
         name, rows = _laid_out(draw, scheme, [slices[index] for index in each.slices], 1)
         return replace(each, sharding=name, rows=rows, replicas=(number,))
 
-    forward, backward = (tuple(map(laid_out, each)) for _, each in made.passes)
-    (recomputed,) = recomputing([ReplicaPlan(slices, forward, backward)], draw.choice(MODES))
+    placed = replace(made.changed(laid_out), slices=slices)
+    (recomputed,) = recomputing([placed], draw.choice(MODES))
     return recomputed
 
 

@@ -15,7 +15,6 @@ from lightning_wlb.heterogeneous.planning.sharded_layouts import Places, Weights
 from lightning_wlb.heterogeneous.running_exchange import Forwarder
 from lightning_wlb.heterogeneous.setup import weights_of
 from lightning_wlb.plan import Schemes, rank_in
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.schedule.programs import meetings_of, program_of
 from tests.heterogeneous.deadlock_proof import Exchanged, threads_of_step
 from tests.heterogeneous.random_runs import executor_of, random_run, reference
@@ -149,7 +148,7 @@ def test_a_step_posts_what_the_proof_is_about_and_waits_for_no_rail_at_first() -
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_no_step_of_random_runs_can_deadlock(ranks: int) -> None:
-    """Any pipelines, nodes, slices, asymmetric plans and shared micro-batches."""
+    """Any pipelines, nodes, slices and shared micro-batches."""
     merged = 0
     for seed in range(8):
         run = random_run(seed, ranks)
@@ -157,19 +156,15 @@ def test_no_step_of_random_runs_can_deadlock(ranks: int) -> None:
             weights = weights_of(run.model(), (1, 2, 4))
         for plan in run.plans:
             strategy = plan.schemes or run.of_mesh
-            executed = [
-                units(replica, scheme.context, scheme.tensor)
-                for replica, scheme in zip(plan.replicas, strategy, strict=True)
-            ]
             programs = [
                 [
-                    program_of("1f1b", place, len(scheme.stages), 1, executed, number)
+                    program_of("1f1b", place, len(scheme.stages), 1, plan.replicas, number)
                     for place in range(len(scheme.stages))
                 ]
                 for number, scheme in enumerate(strategy)
             ]
             exchanged = Exchanged(buckets_of(weights, strategy), run.per_node)
-            shared = meetings_of(executed)
+            shared = meetings_of(plan.replicas)
             merged += shared is not None
             assert run_to_the_end(threads_of_step(strategy, programs, exchanged, shared)) == []
     assert merged

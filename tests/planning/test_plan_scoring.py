@@ -10,7 +10,6 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
 from lightning_wlb.planning.plan_scoring import ProfileScorer, WorkScorer
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
@@ -133,17 +132,6 @@ def test_a_profile_prefers_whole_pieces_where_small_kernels_are_slow():
         for micro_batch in plan.replicas[0].forward:
             assert micro_batch.rows == plan.replicas[0].tokens_of(micro_batch)
     assert counts["profile"] < counts["work"]
-
-
-def test_units_take_what_the_executor_runs():
-    """Slices of one piece of 100, forward [0, 50) [50, 100), backward [20, 100) [0, 20)."""
-    a, b, c = (Slice(0, 0, start, stop) for start, stop in ((0, 20), (20, 50), (50, 100)))
-    plan = asymmetric_replica_plan([[a, b], [c]], [[b, c], [a]], 0, "per_sequence")
-    for virtual in (1, 2):
-        scorer = scorer_of(1, virtual, overhead=6)
-        # Three units, each forward and backward on every stage.
-        assert scorer([plan]).time == total(100) + virtual * 6 * 6
-        assert scorer([plan]).peak == 100 * virtual
 
 
 def test_plans_are_judged_with_the_recomputation_that_they_get():

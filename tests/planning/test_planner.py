@@ -45,7 +45,7 @@ def data_settings(draw) -> DataSettings:
             "max_age": draw(st.integers(1, 12)),
         },
         "fixed_greedy": {"packing_window": draw(st.integers(1, 3))},
-        "slim": {"micro_packs": draw(st.integers(1, 4)), "asymmetric": draw(st.booleans())},
+        "slim": {"micro_packs": draw(st.integers(1, 4))},
     }
     return DataSettings(
         context_window=window,

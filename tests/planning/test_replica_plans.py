@@ -7,7 +7,6 @@ import pytest
 from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.packing.slim import asymmetric_replica_plan
 from lightning_wlb.planning.replica_plans import (
     laid_out,
     replica_plan,
@@ -47,13 +46,3 @@ def test_each_is_laid_out_as_alone(sharding):
 
 def _sizes(slices):
     return [(part.tokens, part.context) for part in slices]
-
-
-def test_backwards_of_an_asymmetric_plan_are_laid_out_too():
-    first, second = CUT[0][0], CUT[1][0]
-    plan = asymmetric_replica_plan(
-        [[first, *WHOLE], [second]], [[second, *WHOLE], [first]], 0, "hybrid"
-    )
-    (made,) = laid_out([plan], Mesh(context=2), "hybrid", reference_kernel_cost)
-    assert [each.rows for each in made.forward] == [(2048 + 1200) // 2, 1952 // 2]
-    assert [each.rows for each in made.backward] == [(1952 + 1200) // 2, 2048 // 2]

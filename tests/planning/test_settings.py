@@ -43,8 +43,8 @@ def test_options_belong_to_their_method() -> None:
     assert type(settings.packing_choice.options.queues) is int
     # Settings that are changed keep the options.
     assert replace(settings, shuffle=False).packing_choice == settings.packing_choice
-    slim = DataSettings(8192, 4, packing={"method": "slim", "asymmetric": True})
-    assert slim.packing_choice.options == SlimOptions(micro_packs=4, asymmetric=True)
+    slim = DataSettings(8192, 4, packing={"method": "slim", "micro_packs": 2})
+    assert slim.packing_choice.options == SlimOptions(micro_packs=2)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,6 @@ def test_options_belong_to_their_method() -> None:
         ({"packing": {"method": "wlb", "queues": -1}}, "queues=-1, but it must be at least 0"),
         ({"packing": {"method": "wlb", "max_age": 0}}, "max_age=0, but it must be at least 1"),
         ({"packing": {"method": "slim", "micro_packs": 0}}, "micro_packs=0"),
-        ({"packing": {"method": "slim", "asymmetric": "no"}}, "asymmetric='no'"),
         ({"packing": {"method": "fixed_greedy", "packing_window": 0}}, "packing_window=0"),
         ({"long_documents": "drop"}, r"long_documents='drop'.* split, truncate, error"),
     ],

@@ -16,7 +16,6 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.prediction.asymmetric_units import units
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.prediction.recompute import recomputing, settled
@@ -118,17 +117,6 @@ def test_a_replica_that_fits_does_not_recompute_because_another_does_not() -> No
         first, second = settled(predictor(mesh, usable), replicas)
         assert [each.recompute for each in first.forward] == [mode]
         assert [each.recompute for each in second.forward] == ["full" if usable == 1 else "none"]
-
-
-def test_asymmetric_micro_batches_recompute_the_same() -> None:
-    mesh = Mesh(pipeline=2)
-    packing = {"method": "slim", "micro_packs": 2, "asymmetric": True}
-    replicas = planned([8000, 5000, 3000, 700, 300], mesh, packing)
-    assert len(modes_of(replicas)) < len(units(replicas[0], 1, 1).forward)
-    none, full = (peak(predictor(mesh), recomputing(replicas, mode)) for mode in ("none", "full"))
-    for usable, mode in ((none, "none"), (none - 1, "selective"), (full, "full")):
-        (replica,) = settled(predictor(mesh, usable), replicas)
-        assert {each.recompute for each in (*replica.forward, *replica.backward)} == {mode}
 
 
 def test_mixed_modes_are_faster_than_one_for_all() -> None:

@@ -102,17 +102,6 @@ def test_order_and_needs_of_a_plan():
     assert backward_order(replica_of([0], [], [1], [])) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 
-def test_an_asymmetric_plan_is_refused():
-    replica = replica_of([0], [0], [1])
-    asymmetric = ReplicaPlan(
-        replica.slices,
-        replica.forward,
-        (MicroBatch((0, 1), "per_document", 2, (0,)), replica.forward[2]),
-    )
-    with pytest.raises(ValueError, match="backward micro-batch 0 groups slices"):
-        backward_order(asymmetric)
-
-
 def test_orders_that_cannot_run_are_refused():
     with pytest.raises(ValueError, match="name each of the 2 micro-batches once"):
         packflow(0, 1, [0, 0], [1, 1])

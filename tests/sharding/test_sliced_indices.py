@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.prediction.asymmetric_units import layout_of
+from lightning_wlb.prediction.micro_batch import layout_of
 from lightning_wlb.sharding import SHARDINGS
 from lightning_wlb.sharding.sliced_indices import OWN, SlicedReplica
 from tests.sharding.support import chunks_by_rank
@@ -79,7 +79,7 @@ def check_keys(indices, arrangement, slices, held, window):
 )
 @settings(max_examples=50)
 def test_every_segment_reads_the_keys_of_its_piece(lengths, draw, name, ranks, tensor, window):
-    replica = random_replica(draw, lengths, "symmetric", name)
+    replica = random_replica(draw, lengths, name)
     layouts = [layout_of(replica, each, ranks, tensor) for each in replica.forward]
     members = [replica.slices_of(each) for each in replica.forward]
     held = [

@@ -13,7 +13,6 @@ from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
 from lightning_wlb.planning.planner import Release
 from lightning_wlb.prediction.micro_batch import MODES
-from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.sharding import ADAPTIVE, layout
 from tests.strategy.harness import WINDOW, Case, documents
 
@@ -116,52 +115,21 @@ def sliced_and_merged(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
-def regrouped(plan: StepPlan) -> StepPlan:
-    """The same forward, with backward micro-batches of other slices; shared ones stay first."""
-    replicas = []
-    mode = MODES[plan.step % 3]  # with slices in common all recompute the same
-    for replica in recomputing(plan.replicas, mode):
-        owners = {index: each.replicas for each in replica.forward for index in each.slices}
-        backward: list[MicroBatch] = []
-        for shared in sorted(set(owners.values()), key=lambda names: -len(names)):
-            # Backwards in the legal order of single slices, cut anywhere; all sharers agree.
-            generator = random.Random(plan.step + 7 * len(shared))
-            singles = [
-                MicroBatch((index,), "", 0, shared)
-                for index in range(len(replica.slices))
-                if owners[index] == shared
-            ]
-            order = [each.slices[0] for each in symmetric_backward(replica.slices, singles)]
-            cuts = sorted(generator.sample(range(len(order) + 1), min(3, len(order))))
-            backward += [
-                MicroBatch(tuple(order[a:b]), "", 0, shared, mode)
-                for a, b in pairwise([0, *cuts, len(order)])
-                if a < b
-            ]
-        replicas.append(replace(replica, backward=tuple(backward)))
-    return replace(plan, replicas=tuple(replicas), cap=plan.tokens).validate()
-
-
 def with_all_modes(plan: StepPlan, *_: Any) -> StepPlan:
     """The same plan, with another recomputation for each micro-batch in turn."""
     replicas = []
     for replica in plan.replicas:
         mode = {each.slices: MODES[at % 3] for at, each in enumerate(replica.forward)}
-        forward, backward = (
-            tuple(replace(each, recompute=mode[each.slices]) for each in micro_batches)
-            for _, micro_batches in replica.passes
-        )
-        replicas.append(ReplicaPlan(replica.slices, forward, backward))
+        made = {each: replace(each, recompute=mode[each.slices]) for each in replica.forward}
+        replicas.append(replica.changed(made.__getitem__))
     return replace(plan, replicas=tuple(replicas)).validate()
 
 
 CHANGES: dict[str, Change] = {
     "recomputing": with_all_modes,
     "sliced": sliced,
-    "asymmetric": lambda *given: regrouped(sliced(*given)),
     "merged": merged,
     "sliced and merged": sliced_and_merged,
-    "asymmetric and merged": lambda *given: regrouped(sliced_and_merged(*given)),
 }
 
 

@@ -29,15 +29,12 @@ from tests.models.steps import config, documents
 SHARDING = "per_document_contiguous"
 
 
-def random_replica(
-    draw: Random, lengths: Sequence[int], kind: str, sharding: str = SHARDING
-) -> ReplicaPlan:
-    """Documents of these lengths, cut anywhere, in forward and backward groups of any legal order.
+def random_replica(draw: Random, lengths: Sequence[int], sharding: str = SHARDING) -> ReplicaPlan:
+    """Documents of these lengths, cut anywhere, whose backward runs in any legal order.
 
     Args:
         draw: where randomness comes from.
         lengths: tokens of each document, each a piece.
-        kind: ``"symmetric"`` or ``"asymmetric"``.
         sharding: of every micro-batch.
     """
     count = draw.randint(1, 6)
@@ -45,7 +42,7 @@ def random_replica(
     for document, tokens in enumerate(lengths):
         cuts = draw.sample(range(1, tokens), draw.randint(0, min(tokens - 1, 5)))
         edges = [0, *sorted(cuts), tokens]
-        # Neighbouring slices may fall in the same micro-batch, as they do in a refinement.
+        # Neighbouring slices may fall in the same micro-batch.
         chosen = sorted(draw.randrange(count) for _ in edges[1:])
         for start, stop, number in zip(edges[:-1], edges[1:], chosen, strict=True):
             packs[number].append(Slice(document, 0, start, stop))
@@ -54,19 +51,22 @@ def random_replica(
     forward = [
         micro_batch([numbers[part] for part in pack], slices, sharding) for pack in packs if pack
     ]
-    if kind == "symmetric":
+    if draw.random() < 0.5:
         return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
     # Any order in which every piece runs from its end.
-    waiting = [
-        [numbers[part] for part in slices if part.document == document]
-        for document in range(len(lengths))
-    ]
-    order = []
-    while any(waiting):
-        order.append(draw.choice([stack for stack in waiting if stack]).pop())
-    cuts = sorted(draw.sample(range(1, len(order)), draw.randint(0, min(len(order) - 1, 5))))
-    edges = [0, *cuts, len(order)]
-    backward = [micro_batch(order[start:stop], slices, sharding) for start, stop in pairwise(edges)]
+    waiting, backward = list(forward), []
+    while waiting:
+        able = [
+            at
+            for at, each in enumerate(waiting)
+            if not any(
+                slices[index].document == slices[later].document
+                for other in waiting[at + 1 :]
+                for index in each.slices
+                for later in other.slices
+            )
+        ]
+        backward.append(waiting.pop(draw.choice(able)))
     return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward))
 
 
@@ -123,7 +123,7 @@ def run_step(model: Transformer, batch: StepBatch, stages: int = 1) -> tuple[Ten
         device=DEVICE,
     )
     step = Step(model, pipeline, NO_GROUPS, batch, Messages(pipeline, {}), 1)
-    program = program_of(pipeline.schedule, 0, 1, stages, batch.executed, 0)
+    program = program_of(pipeline.schedule, 0, 1, stages, batch.plan.replicas, 0)
     for action in program:
         step.run(action)
     return step.loss, program

@@ -21,7 +21,7 @@ REFUSED = (
 def test_no_operator_of_a_step_is_one_that_cuda_refuses() -> None:
     """By the names of all that run on a CPU."""
     lengths = [7, 12, 3, 1]
-    replica = random_replica(Random(3), lengths, "asymmetric")
+    replica = random_replica(Random(3), lengths)
     batch = batch_of(plan_of(replica, lengths).validate(), lengths)
     model = model_of().to(torch.bfloat16)
     with Watched() as watch:

@@ -1,4 +1,4 @@
-"""Promise 1 for plans that slice pieces over micro-batches, regroup them, or merge replicas."""
+"""Promise 1 for plans that slice pieces over micro-batches, or merge replicas."""
 
 from __future__ import annotations
 
@@ -33,40 +33,31 @@ class Run(NamedTuple):
 # Plans mix what they recompute.
 RUNS = (
     # One rank runs any legal plan in test_random_plans.py; here with FSDP and the Trainer.
-    Run("asymmetric", ONE, 2),
+    Run("sliced", ONE, 2),
     Run("sliced", DP, 0),
     Run("sliced", PP, 1),
     Run("sliced", PP, 0, "interleaved"),
     Run("sliced", CP, 3),
     Run("sliced", TP, 0),
-    Run("asymmetric", DP, 3),
-    Run("asymmetric", PP, 1),
-    Run("asymmetric", CP, 4),
     Run("merged", DP, 2),
     Run("sliced and merged", DP, 3),
-    Run("asymmetric and merged", DP, 4),
     Run("sliced", (1, 1, 2, 2), 5),
     Run("sliced", (1, 2, 2, 1), 3, "interleaved"),
-    Run("asymmetric", (1, 4, 1, 1), 2),
+    Run("sliced", (1, 4, 1, 1), 2),
     # In every other step all four replicas share one micro-batch, else two and two.
     Run("merged", (2, 1, 1, 2), 5),
     Run("sliced and merged", (4, 1, 1, 1), 1),
     Run("sliced and merged", (2, 1, 2, 1), 4),
-    Run("asymmetric and merged", (2, 2, 1, 1), 0),
+    Run("sliced and merged", (2, 2, 1, 1), 0),
 )
 SOAK = (
     Run("sliced", CP, 2),
-    Run("asymmetric", PP, 2, "interleaved"),
-    Run("asymmetric", TP, 5),
-    Run("asymmetric", (1, 2, 2, 1), 0),
     Run("merged", (4, 1, 1, 1), 0),
-    Run("sliced", (1, 4, 1, 1), 0),
     Run("sliced", (1, 1, 4, 1), 5),
     Run("sliced", (2, 1, 2, 1), 4),
     Run("sliced", (1, 2, 1, 2), 2),
     Run("merged", (2, 1, 2, 1), 3),
     Run("merged", (2, 2, 1, 1), 2),
-    Run("sliced and merged", (2, 2, 1, 1), 2),
     # In the second step the pipelines of all four replicas share one micro-batch, else two and two.
     Run("merged", (4, 2, 1, 1), 1),
 )

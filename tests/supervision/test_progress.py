@@ -13,7 +13,7 @@ class Batch:
 
     def __init__(self, step: int, documents: list[int], meanwhile=lambda: None, schemes=()) -> None:
         self._step, self._meanwhile, self._schemes = step, meanwhile, schemes
-        self.units = SimpleNamespace(
+        self.own_plan = SimpleNamespace(
             slices=[SimpleNamespace(document=each) for each in documents],
             forward=[SimpleNamespace(slices=[number]) for number in range(len(documents))],
         )

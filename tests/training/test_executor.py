@@ -178,7 +178,7 @@ def test_ranks_are_grouped_by_digest():
 def test_a_first_stage_may_be_frozen():
     """No gradient enters it; those behind it are what they were, of sliced pieces too."""
     lengths = [7, 12, 3, 9]
-    replica = random_replica(Random(0), lengths, "asymmetric")
+    replica = random_replica(Random(0), lengths)
     batch = batch_of(plan_of(replica, lengths).validate(), lengths)
     whole, part = model_of(), model_of()
     part.embed.requires_grad_(False)

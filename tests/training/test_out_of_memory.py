@@ -52,10 +52,10 @@ def told(
 def test_a_note_says_what_ran_and_what_takes_less() -> None:
     model = MemoryModel(SHAPE, MESH)
     text, batch = told(model, 0, Action.parse("0B0"), "auto")
-    forward = batch.units.forward
+    forward = batch.own_plan.forward
     rows = max(each.rows for each in forward)
     assert "\n" not in text
-    first = batch.units.slices_of(forward[0])
+    first = batch.own_plan.slices_of(forward[0])
     assert f"in step 0, action 0B0: micro-batch 0 of {forward[0].rows} tokens" in text
     assert f"rows on this rank, {' '.join(map(str, first))}." in text
 

@@ -362,8 +362,4 @@ def _corrected(tried: _Tried) -> _Columns:
 
 def renumbered(plan: ReplicaPlan, number: Callable[[int], int]) -> ReplicaPlan:
     """The plan, with ``number`` of each pipeline's number among those that share a micro-batch."""
-    forward, backward = (
-        tuple(replace(each, replicas=tuple(map(number, each.replicas))) for each in micro_batches)
-        for _, micro_batches in plan.passes
-    )
-    return ReplicaPlan(plan.slices, forward, backward)
+    return plan.changed(lambda each: replace(each, replicas=tuple(map(number, each.replicas))))

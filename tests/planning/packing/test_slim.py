@@ -1,22 +1,13 @@
-"""SlimPack: equal micro-batches without delay, symmetric and asymmetric."""
+"""SlimPack: equal micro-batches without delay."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.slim import asymmetric_replica_plan, slice_pieces_asymmetric
 from lightning_wlb.planning.synthetic_lengths import generator_a
-from lightning_wlb.prediction.asymmetric_units import units
-from lightning_wlb.schedule.packflow import backward_order, packflow
-from tests.planning.test_slicing import LINEAR, LLAMA2_7B_LAYER, pieces_of
-from tests.schedule.proof import check_schedule
+from tests.planning.test_slicing import LLAMA2_7B_LAYER
 
 WINDOW = 131_072
-FORWARD, BACKWARD = LLAMA2_7B_LAYER.forward, LLAMA2_7B_LAYER.backward
 
 
 def plans(steps, replicas=1, cap=None, **options):
@@ -80,70 +71,3 @@ def test_virtual_stages_cannot_share():
     first, second = loads(above_the_capacity(virtual_stages=2))
     assert (len(first), len(second)) == (6, 2)
     assert max(first) < 1.5 * max(second)  # in as many micro-batches each, 4.3
-
-
-def test_asymmetric_packs_balance_each_pass_and_share_nothing():
-    """Backward groups the slices otherwise; either pass alone is more even than symmetric packs."""
-    (symmetric,) = plans(1, replicas=2)
-    (plan,) = plans(1, replicas=2, asymmetric=True)
-    assert plan.pieces == symmetric.pieces
-    for number, replica in enumerate(plan.replicas):
-        assert {micro_batch.replicas for micro_batch in replica.forward} == {(number,)}
-        assert {micro_batch.slices for micro_batch in replica.forward} != {
-            micro_batch.slices for micro_batch in replica.backward
-        }
-        for micro_batches, work in (
-            (replica.forward, LLAMA2_7B_LAYER.forward),
-            (replica.backward, LLAMA2_7B_LAYER.backward),
-        ):
-            own = [
-                sum(work(part.tokens, part.context) for part in replica.slices_of(micro_batch))
-                for micro_batch in micro_batches
-            ]
-            assert max(own) * len(own) < 1.02 * sum(own)
-
-
-def plan_of(pieces, forward, backward, cap):
-    replica = asymmetric_replica_plan(forward, backward, 0, "per_document")
-    return StepPlan(0, 0, (replica,), tuple(sorted(pieces)), 0, cap, 4, 4 * cap)
-
-
-def test_backward_takes_a_piece_from_its_end():
-    """Backward work doubles towards the end of the piece, so its packs are other slices."""
-    forward, backward = slice_pieces_asymmetric(
-        pieces_of([3000]), 3, 3000, LINEAR, PassWork(1000, 1), tile=1, least=1
-    )
-    assert [[part.start for part in pack] for pack in forward] == [[0], [1000, 1449], [2000, 2316]]
-    assert [pack[0].stop for pack in backward] == [3000, 2316, 1449]
-
-
-def test_the_same_packs_where_both_passes_cost_alike():
-    forward, backward = slice_pieces_asymmetric(
-        pieces_of([2000, 1000, 500, 500]), 4, 4000, LINEAR, LINEAR, tile=100, least=100
-    )
-    assert forward == [
-        [Slice(0, 0, 0, 1000)],
-        [Slice(0, 0, 1000, 2000)],
-        [Slice(1, 0, 0, 1000)],
-        [Slice(2, 0, 0, 500), Slice(3, 0, 0, 500)],
-    ]
-    assert [forward.index(pack) for pack in backward] == [1, 0, 2, 3]
-
-
-@given(
-    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), max_size=30),
-    st.integers(1, 10),
-    st.integers(100, 3000),
-    st.sampled_from([(1, 1), (8, 16), (128, 512)]),
-    st.sampled_from([(FORWARD, BACKWARD), (LINEAR, PassWork(1, 50))]),
-)
-def test_every_plan_is_valid_and_its_units_run(lengths, packs, cap, grain, works):
-    tile, least = grain
-    pieces = pieces_of(lengths)
-    forward, backward = slice_pieces_asymmetric(pieces, packs, cap, *works, tile=tile, least=least)
-    assert all(forward)
-    assert all(backward)
-    assert len(backward) <= len(forward)
-    plan = plan_of(pieces, forward, backward, cap).validate()
-    order, needs = backward_order(units(plan.replicas[0], 1, 1))
-    check_schedule([packflow(rank, 3, order, needs) for rank in range(3)], len(order))
