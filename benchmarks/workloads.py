@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 __all__ = ["documents_for", "generator_a", "stdlib_lengths", "window_pieces"]
@@ -40,7 +40,8 @@ def window_pieces(lengths: np.ndarray, window: int) -> np.ndarray:
     """Lengths of the pieces that ``original`` makes of documents, concatenated in their order."""
     total = int(lengths.sum())
     tokens = math.ceil(total / window) * window
-    pieces, _, _ = cut_stream(np.arange(len(lengths)), lengths, 0, 0, tokens, window)
+    order, begin = np.arange(len(lengths)), StreamPosition()
+    pieces, _ = next_pieces(order, lengths, begin, tokens, window, cuts_stream=True)
     return np.array([stop - start for _, start, stop in pieces], dtype=np.int64)
 
 

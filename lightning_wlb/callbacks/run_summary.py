@@ -133,6 +133,7 @@ class Records:
             "tokens": int(every["tokens"].sum()),
             "target_tokens": int(every["target_tokens"].sum()),
             "tokens_per_step": _mean(every["tokens"]),
+            "tokens_per_step_spread": _quotient(every["tokens"].std(), every["tokens"].mean()),
             "seconds_per_step": _mean(timed["seconds"]),
             "seconds_per_step_p99": _p99(timed["seconds"]),
             "seconds_per_step_predicted": _mean(timed["seconds_predicted"]),
@@ -272,7 +273,8 @@ def _throughput(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
         f"{summary['loader_wait_share']:.1%}",
     )
     yield "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
-    yield "tokens per step", f"{summary['tokens_per_step']:,.0f}"
+    spread = f"± {summary['tokens_per_step_spread']:.1%}"
+    yield "tokens per step", f"{summary['tokens_per_step']:,.0f}", spread
     yield "tokens/s per device", "", "", f"{summary['tokens_per_second_per_device']:,.0f}"
     yield "model TFLOP/s per device", "", "", f"{summary['tflops_per_device']:.3g}"
     if "mfu" in summary:

@@ -113,6 +113,7 @@ class Forecast:
             "steps": len(self.steps),
             "tokens": self.tokens,
             "tokens_per_step": float(tokens.mean()),
+            "tokens_per_step_spread": float(tokens.std() / tokens.mean()),
             **_imbalance("pipeline", [each.pipeline for each in levels]),
             **_imbalance("data", [each.data for each in levels]),
             **_imbalance("context", [each.context for each in levels]),

@@ -66,6 +66,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "imbalance_data_aggregate": ("\ndata", "{:.3f}".format),
     "imbalance_context_aggregate": ("\ncontext", "{:.3f}".format),
     "tokens_per_step": ("tokens\nper step", "{:,.0f}".format),
+    "tokens_per_step_spread": ("\n±", "{:.1%}".format),
     "delay_mean": ("delay\n(steps)", "{:.2f}".format),
     "bubble": ("bubble", "{:.1%}".format),
     "step_ms_mean": ("step (ms)\nmean", "{:,.1f}".format),

@@ -233,9 +233,8 @@ def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -
     while True:
         lengths = generator_a(count, context_window, seed)
         tokens = int(lengths.sum())
-        # A step passes N·C tokens by half of this, on average.
-        beyond = int((lengths**2).sum()) // tokens
-        if tokens >= steps * (micro_batches * context_window + beyond):
+        # Of the last step, half a window may be missing.
+        if 2 * tokens >= (2 * steps * micro_batches + 1) * context_window:
             return lengths
         count *= 2
 

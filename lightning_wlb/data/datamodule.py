@@ -53,7 +53,8 @@ class WLBDataModule(L.LightningDataModule):
             numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
         micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
-            batch is the next documents until at least N·C tokens, over all replicas.
+            batch is the next pieces of documents, over all replicas, as many as come nearest to
+            N·C tokens.
         packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``, as
             docs/guide.md lists them; ``"auto"`` takes what is simulated to be fastest on the mesh.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's

@@ -2,8 +2,10 @@
 
 An epoch is a permutation of the store's documents, from ``numpy.random.default_rng((seed,
 epoch))``. Where the packing method cuts the stream of documents, a global batch is the stream's
-next N·C tokens, cut every C. Otherwise it is the next whole documents that reach N·C tokens; what
-the last of them has beyond N·C is taken off the following global batches.
+next N·C tokens, cut every C. Otherwise every document is cut into pieces of C tokens and a last one
+with the rest, and a global batch is the next pieces of the order, as many as come nearest to N·C
+tokens. A document that is longer than what is left goes on with its next piece in the next global
+batch. So every global batch but an epoch's last has N·C ± C/2 tokens.
 
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
 for each document.
@@ -22,9 +24,8 @@ from lightning_wlb.plan import Piece
 class StreamPosition(NamedTuple):
     """Which documents of an epoch have arrived."""
 
-    position: int = 0  # number of documents that have arrived
-    offset: int = 0  # tokens of the next document that a cut stream has taken
-    surplus: int = 0  # tokens that earlier global batches took beyond N·C
+    position: int = 0  # number of documents that have arrived whole
+    offset: int = 0  # tokens of the next document that have arrived
 
 
 class GlobalBatches:
@@ -83,27 +84,12 @@ class GlobalBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self.start_epoch(state["epoch"])
-        self._at = StreamPosition(state["position"], state["offset"], state["surplus"])
+        self._at = StreamPosition(state["position"], state["offset"])
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""
-        if self._cuts_stream:
-            cut, position, offset = cut_stream(
-                self._order, self._lengths, at.position, at.offset, self._tokens, self._window
-            )
-            return cut, StreamPosition(position, offset)
-        pieces: list[tuple[int, int, int]] = []
-        tokens, position = at.surplus, at.position
-        while tokens < self._tokens and position < len(self._order):
-            document = int(self._order[position])
-            length = int(self._lengths[document])
-            pieces.extend(
-                (document, origin, min(origin + self._window, length))
-                for origin in range(0, length, self._window)
-            )
-            tokens += length
-            position += 1
-        return pieces, StreamPosition(position, surplus=max(tokens - self._tokens, 0))
+        given = self._order, self._lengths, at, self._tokens, self._window, self._cuts_stream
+        return next_pieces(*given)
 
 
 def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:
@@ -111,36 +97,40 @@ def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:
     return np.arange(count, dtype=np.int32 if count <= np.iinfo(np.int32).max else np.int64)
 
 
-def cut_stream(
+def next_pieces(
     documents: NDArray[np.signedinteger[Any]],
     lengths: NDArray[np.int64],
-    position: int,
-    offset: int,
+    at: StreamPosition,
     tokens: int,
     window: int,
-) -> tuple[list[tuple[int, int, int]], int, int]:
-    """The next ``tokens`` tokens of the concatenated documents, cut every ``window`` tokens.
+    cuts_stream: bool,
+) -> tuple[list[tuple[int, int, int]], StreamPosition]:
+    """The pieces that come nearest to ``tokens`` tokens; of two numbers equally near the greater.
 
     Args:
         documents: document numbers in the order of the epoch.
         lengths: tokens of each document of the store, by document number.
-        position: index in ``documents`` where the stream stands.
-        offset: tokens of that document which are already taken.
+        at: where the order stands.
         tokens: how many to take, fewer at the epoch's end; a multiple of ``window``.
-        window: tokens of a window, C.
+        window: C, tokens of the longest piece.
+        cuts_stream: cut the concatenated documents every ``window`` tokens, and not each document
+            every ``window`` tokens from its beginning. Then exactly ``tokens`` are taken.
 
     Returns:
-        Pieces (document, origin, stop) in stream order, and the new ``position`` and ``offset``.
+        Pieces (document, origin, stop) in order, at least one, and where the order stands then.
     """
     pieces: list[tuple[int, int, int]] = []
     taken = 0
+    position, offset = at
     while taken < tokens and position < len(documents):
         document = int(documents[position])
         length = int(lengths[document])
-        part = min(length - offset, window - taken % window)
+        part = min(length - offset, window - taken % window if cuts_stream else window)
+        if pieces and taken + part - tokens > tokens - taken:
+            break
         pieces.append((document, offset, offset + part))
         taken += part
         offset += part
         if offset == length:
             position, offset = position + 1, 0
-    return pieces, position, offset
+    return pieces, StreamPosition(position, offset)

@@ -288,6 +288,7 @@ class Planner:
             "micro_batches": data.micro_batches,
             "packing": data.packing_choice.method,
             "cap": data.token_cap,
+            "global_batches": "nearest pieces",  # 0.1.0 took whole documents
             "thresholds": list(self._packer.thresholds),
             "long_documents": data.long_documents,
             "seed": data.seed,

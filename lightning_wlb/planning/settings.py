@@ -28,7 +28,7 @@ class DataSettings:
     Args:
         context_window: C, tokens of the longest piece.
         micro_batches: N, micro-batches of a global batch over all replicas; a global batch is
-            N·C tokens.
+            N·C tokens, half a window more or less.
         packing: the packing method, by name or with options of its own, as in
             ``{"method": "wlb", "queues": 3}`` (:data:`~lightning_wlb.planning.packing.PACKINGS`
             lists the methods, the ``Options`` of each say what it takes). The default has the

@@ -35,7 +35,7 @@ from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Slice
-from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling.action_stopwatch import make_stopwatch
@@ -239,10 +239,10 @@ class DeviceBench:
         most = self.rows[-1]
         # Documents have 32 tokens at least, so that these are enough.
         lengths = generator_a(self.grid.held_out * most // 32 + 1, most, seed=1)
-        order, position, offset = np.arange(len(lengths)), 0, 0
+        order, at = np.arange(len(lengths)), StreamPosition()
         for number in range(self.grid.held_out):
             window = most >> number % 3
-            pieces, position, offset = cut_stream(order, lengths, position, offset, window, window)
+            pieces, at = next_pieces(order, lengths, at, window, window, cuts_stream=True)
             yield [stop - start for _, start, stop in pieces]
 
     def errors(self, profile: Profile) -> dict[str, float]:

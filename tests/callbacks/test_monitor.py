@@ -202,6 +202,7 @@ def test_the_table_shows_the_run():
         for figure, how in enumerate(("mean", "p99", "aggregate"))
     }
     summary |= {"steps": 7, "timed_steps": 5, "tokens": 12345, "tokens_per_step": 1763.6}
+    summary |= {"tokens_per_step_spread": 0.0456}
     summary |= {"seconds_per_step": 0.25, "seconds_per_step_p99": 0.5}
     summary |= {"seconds_per_step_predicted": 0.2, "loader_wait_seconds": 0.01}
     summary |= {"loader_wait_seconds_p99": 0.04, "loader_wait_share": 0.0385}
@@ -216,6 +217,7 @@ def test_the_table_shows_the_run():
     assert ["wait for the loader (s)", "0.010", "0.040", "3.9%"] in rows
     assert ["as predicted (profile)", "0.200"] in [[cell.strip() for cell in row] for row in rows]
     assert ["delay (steps)", "0.530", "max 4"] in rows
+    assert ["tokens per step", "1,764", "± 4.6%"] in rows
     assert not any(row[0].startswith("model FLOP util") for row in rows)
 
 

@@ -36,6 +36,7 @@ def test_figures_by_hand():
     assert (summary["steps"], summary["timed_steps"], summary["tokens"]) == (3, 2, 450)
     assert summary["target_tokens"] == 420
     assert summary["tokens_per_step"] == 150
+    assert summary["tokens_per_step_spread"] == pytest.approx((35000 / 3) ** 0.5 / 150)
     assert summary["seconds_per_step"] == 2.0
     assert summary["seconds_per_step_p99"] == pytest.approx(2.98)
     # The wait is apart from the step's own time.

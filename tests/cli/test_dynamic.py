@@ -17,7 +17,7 @@ def run(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[
     """Exit code, output and errors."""
     np.save(path / "lengths.npy", MIXED)
     given = ["plan", "--lengths", str(path / "lengths.npy"), "--model", MODEL, "--profile", "h100"]
-    given += ["--context-window", "32768", "--micro-batches", "3", "--mesh", "2,1,1,2"]
+    given += ["--context-window", "32768", "--micro-batches", "2", "--mesh", "2,1,1,2"]
     code = main([*given, "--steps", "6", "--packing", "slim", "--dynamic", "auto", *options])
     out, err = capsys.readouterr()
     return code, out, err

@@ -58,6 +58,7 @@ def test_the_acceptance_command_prints_table_and_json(capsys: pytest.CaptureFixt
     assert wlb["speedup_per_flop"] > 1.1
     assert original["delay_mean"] == 0 < wlb["delay_mean"] < 1
     assert original["tokens_per_step"] == 4 * 131072
+    assert original["tokens_per_step_spread"] == 0 < wlb["tokens_per_step_spread"] < 0.5
     assert 0 < original["model_flop_utilisation"] < wlb["model_flop_utilisation"] < 0.6
     verdict = report["verdict"]
     assert (verdict["packing"], verdict["sharding"]) == ("wlb", "adaptive")

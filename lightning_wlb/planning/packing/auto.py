@@ -20,12 +20,11 @@ window; this overhead bounds the number of micro-batches. Predicted times are no
 work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
 less work for the replicas that were late.
 
-No pieces wait for later steps, since slices fill the pipeline without that; only what exceeds two
-global batches, because of a very long document, is carried. On a pipeline of one stage there is no
-bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows. Where on one stage
-memory is known and the user gave no cap, micro-batches may be as long as memory allows, several
-numbers of them are tried, and pieces that no replica can hold without recomputation may also be
-shared. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
+No pieces wait for later steps, since slices fill the pipeline without that. On a pipeline of one
+stage there is no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows.
+Where on one stage memory is known and the user gave no cap, micro-batches may be as long as memory
+allows, several numbers of them are tried, and pieces that no replica can hold without recomputation
+may also be shared. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
 Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to three of the step;
@@ -53,7 +52,7 @@ from lightning_wlb.planning.micro_batch_search import (
     Score,
     score_of,
 )
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, oldest_first
+from lightning_wlb.planning.packing.base import MicroBatches, Packer
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer, WorkScorer
 from lightning_wlb.planning.replica_plans import Shared, replica_plan
 from lightning_wlb.planning.slicing import share_packs
@@ -78,9 +77,8 @@ class AutoPacker(Packer):
     cap_percent: ClassVar[int] = 100
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """The oldest pieces of at most 2·N·C tokens, in one list, which the mesh divides."""
-        admitted, carried = oldest_first(pieces, 2 * self.rules.micro_batches * self.rules.window)
-        return [admitted], carried
+        """All pieces in one list, which the mesh divides."""
+        return [pieces], []
 
     def cap(self, place: Placement) -> int:
         """The user's cap or C; on one stage, without a cap of the user's, what memory holds."""

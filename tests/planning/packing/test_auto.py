@@ -134,15 +134,6 @@ def test_nothing_waits_however_long_documents_are():
     assert all(planner.next_step().max_delay == 0 for _ in range(30))
 
 
-def test_a_step_takes_at_most_two_global_batches_of_one_document():
-    planner = Planner([WINDOW * 10, *[500] * 2000], DataSettings(WINDOW, 2), LLAMA2_7B_LAYER)
-    made = []
-    while (plan := planner.next_step()) is not None:
-        made.append(plan)
-    assert max(plan.tokens for plan in made) == 4 * WINDOW
-    assert max(plan.max_delay for plan in made) >= 2
-
-
 def planned(scorer, mesh, lengths, **settings):
     data = DataSettings(8192, 4, shuffle=False, **settings)
     return Planner(lengths, data, Work.of(SMALL), mesh, scorer=scorer).next_step()

@@ -13,21 +13,10 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.dealing import fill
-from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.packing.base import check_fits
 from lightning_wlb.planning.packing.baselines import pack_greedily, pack_windows
 from tests.planning.test_slicing import pieces_of
-
-
-def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
-    order, lengths = np.array([2, 0, 1]), np.array([5, 4, 23])
-    first, position, offset = cut_stream(order, lengths, 0, 0, 20, 10)
-    assert first == [(2, 0, 10), (2, 10, 20)]
-    assert (position, offset) == (0, 20)
-    second, position, offset = cut_stream(order, lengths, position, offset, 20, 10)
-    assert second == [(2, 20, 23), (0, 0, 5), (1, 0, 2), (1, 2, 4)]
-    assert (position, offset) == (3, 0)
-    assert cut_stream(order, lengths, 3, 0, 20, 10) == ([], 3, 0)
 
 
 @given(
@@ -37,13 +26,11 @@ def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
 )
 def test_steps_hold_exactly_n_windows_until_the_end(lengths, window, bins) -> None:
     order = np.arange(len(lengths))
-    position = offset = 0
+    at = StreamPosition()
     left = sum(lengths)
     covered = [0] * len(lengths)
-    while position < len(lengths):
-        cut, position, offset = cut_stream(
-            order, np.array(lengths), position, offset, bins * window, window
-        )
+    while at.position < len(lengths):
+        cut, at = next_pieces(order, np.array(lengths), at, bins * window, window, cuts_stream=True)
         for document, start, stop in cut:
             assert covered[document] == start
             covered[document] = stop
