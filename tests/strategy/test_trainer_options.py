@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "min_steps": (
         {"max_epochs": -1, "min_steps": 9},
         {"max_tokens": 200},
-        "max_tokens=200 is reached after 3 steps, .* lower min_steps",
+        "max_tokens=200 is reached after 4 steps, .* lower min_steps",
     ),
     "overfit_batches": ({"overfit_batches": 1}, HELD_OUT, "give WLBDataModule a few documents"),
     "limit_train_batches": (

@@ -51,8 +51,7 @@ def test_steps_leave_the_mesh_where_another_strategy_is_faster_and_holds_their_p
     """Four ranks by themselves exchange nothing within a layer, but hold no long document."""
     chosen, plain = planner(ALONE), planner()
     left = []
-    for _ in range(4):
-        plan, on_mesh = chosen.next_step(), plain.next_step()
+    for plan, on_mesh in zip(plan_steps(chosen, 4), plan_steps(plain, 4), strict=True):
         assert plan.pieces == on_mesh.pieces  # what enters a step does not depend on it
         long = any(piece.tokens > 15000 for piece in plan.pieces)
         left.append(bool(plan.schemes))
