@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
         (4, 2),
     ),
     "max_time": ({"max_time": {"seconds": 0}, "max_epochs": -1}, {}, (0, 0)),
-    "max_tokens": ({"max_epochs": -1}, {"max_tokens": 200}, (3, 0)),
+    "max_tokens": ({"max_epochs": -1}, {"max_tokens": 200}, (4, 0)),
     "check_val_every_n_epoch": (
         {
             "check_val_every_n_epoch": None,
