@@ -8,9 +8,11 @@ up. Only figures that stand in text or in data files are taken over; none is rea
 A fact has one of three roles: ``fit`` (a constant of a profile or of a model was chosen by it: it
 is left out of the errors), ``judge``, or ``lot``. Sources of the last role were drawn by lot before
 anything was mended, and their errors were computed only when all mending was done. The rule of the
-lot: of all sources that no profile was fitted to before (``fitted_before`` in ``sources.csv``), the
-three with the smallest SHA-256 of their id, in hexadecimal. An id is the arXiv number, the owner
-and name of the repository, or the host and path of the page, so that nobody chooses it.
+lot: of the sources that have facts of kernels (attention, kernels) the two, and of those that have
+facts of systems only (collectives, steps) the one, with the smallest SHA-256 of the id in
+hexadecimal. Sources that a profile had been fitted to, or whose errors were known before the draw
+(``known_before`` in ``sources.csv``), do not take part. An id is the arXiv number, the owner and
+name of the repository, or the host and path of the page, so that nobody chooses it.
 
 :func:`drawn` applies the rule; ``python -m benchmarks.published`` compares.
 """
@@ -18,7 +20,7 @@ and name of the repository, or the host and path of the page, so that nobody cho
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -40,7 +42,7 @@ class Source:
         url: opens it, at a commit or a version where there is one.
         date: of that version, ISO 8601.
         software: the versions that were measured, as far as they are said.
-        fitted_before: whether a shipped profile was fitted to it before the lot was drawn.
+        known_before: whether a profile was fitted to it, or its errors known, before the draw.
         role: of its facts that do not say otherwise.
     """
 
@@ -49,7 +51,7 @@ class Source:
     url: str
     date: str
     software: str
-    fitted_before: bool
+    known_before: bool
     role: str
 
 
@@ -88,7 +90,7 @@ class Fact:
 def sources() -> dict[str, Source]:
     """All sources by id."""
     return {
-        row["id"]: Source(**row | {"fitted_before": row["fitted_before"] == "yes"})
+        row["id"]: Source(**row | {"known_before": row["known_before"] == "yes"})
         for row in _rows(_FOLDER / "sources.csv")
     }
 
@@ -105,10 +107,15 @@ def facts(kind: str) -> list[Fact]:
     return made
 
 
-def drawn(candidates: Iterable[Source]) -> set[str]:
-    """Ids of the three sources that the lot falls on."""
-    free = (source.id for source in candidates if not source.fitted_before)
-    return set(sorted(free, key=lambda each: sha256(each.encode()).hexdigest())[:3])
+def drawn() -> set[str]:
+    """Ids of the sources that the lot falls on."""
+    kernels = {fact.source.id for kind in CLASSES[:2] for fact in facts(kind)}
+    systems = {fact.source.id for kind in CLASSES[2:] for fact in facts(kind)} - kernels
+    result: set[str] = set()
+    for group, places in ((kernels, 2), (systems, 1)):
+        free = [each for each in group if not sources()[each].known_before]
+        result.update(sorted(free, key=lambda each: sha256(each.encode()).hexdigest())[:places])
+    return result
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -27,6 +27,7 @@ def predict(fact: Fact) -> float:
         value_dim=fact.number("value_dim", head_dim),
         attention_parameters=1,
         feed_forward_parameters=1,
+        sliding_window=fact.number("window", 0) or None,
     )
     model = LatencyModel(
         Profile.load(fact["profile"]), ModelShape.of_layers(layer.heads, 1, [layer])
