@@ -61,9 +61,8 @@ from lightning_wlb.sharding import HEADS
 
 
 class GreedyPacker(HydraulisPacker):
-    """Equation 1 without its solver, and with MaxLen of the pipeline (App. B.1) as the cap."""
+    """Equation 1 with MaxLen of the pipeline (App. B.1) as the cap."""
 
-    solves = 0
     _longest = 0
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:

@@ -33,10 +33,9 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.packing_others import compare
 from benchmarks.packing_report import Results, show
-from benchmarks.packing_runs import STAGES, WARM, averaged, loads_of, measure, run
+from benchmarks.packing_runs import STAGES, WARM, averaged, measure
 from benchmarks.workloads import (
     CALIBRATION_DOCUMENTS,
-    REFERENCE_WORK,
     documents_for,
     generator_a,
     stdlib_lengths,
@@ -54,11 +53,9 @@ GATE = {"original": 1.434, "fixed_greedy/1": 1.403, "fixed_greedy/2": 1.220,
 # The paper's Table 2: imbalance degree, packing overhead in ms.
 PAPER = {
     "original": (1.44, 0), "fixed_greedy/1": (1.41, 4), "fixed_greedy/2": (1.22, 5),
-    "fixed_greedy/4": (1.11, 5), "fixed_greedy/8": (1.08, 5), "fixed_ilp/1": (1.40, 467),
-    "fixed_ilp/2": (1.18, 1488), "fixed_ilp/4": (1.09, 25313), "wlb/1": (1.24, 8),
+    "fixed_greedy/4": (1.11, 5), "fixed_greedy/8": (1.08, 5), "wlb/1": (1.24, 8),
     "wlb/2": (1.05, 20), "wlb/3": (1.05, 23),
 }  # fmt: skip
-INSTANCES = {1: 16, 2: 16, 4: 4}  # windows that the solver packs, by global batches in each
 CAPS = (1.25, 1.5, 2.0)  # of wlb, in windows
 COUNTS = (4, 16, 64)
 SLICED = ("slim", "auto")  # of which fewer steps are run
@@ -73,18 +70,16 @@ CASES: list[Case] = [
     ("generator_a", 64, Mesh(16, 1)),
 ]
 WORKLOADS = ("generator_a", "stdlib", "generator_a_whole")
-PARTS = ("table_2", "solver", "methods", "others")
+PARTS = ("table_2", "methods", "others")
 DEFAULT = DataSettings.__dataclass_fields__["packing"].default
 
 
-def table_2(results: Results, solver: bool) -> None:
+def table_2(results: Results) -> None:
     """The paper's rows, forward imbalance, on the documents of the calibration gate."""
     lengths = generator_a(CALIBRATION_DOCUMENTS, WINDOW, 0)
     pieces = window_pieces(lengths, WINDOW)
     for name, (degree, overhead) in PAPER.items():
         method, _, size = name.partition("/")
-        if method == "fixed_ilp" and not solver:
-            continue
         number = int(size or 1)
         option = "queues" if method == "wlb" else "packing_window"
         options = {option: number} if method != "original" else {}
@@ -92,11 +87,7 @@ def table_2(results: Results, solver: bool) -> None:
             WINDOW, 4, packing={"method": method, **options}, shuffle=False,
             cap=WINDOW * 5 // 4 if method == "wlb" else None,
         )  # fmt: skip
-        made = partial(
-            solver_row if method == "fixed_ilp" else gate_row,
-            pieces if method == "wlb" else lengths, data,
-            INSTANCES[number] if method == "fixed_ilp" else GATE.get(name),
-        )  # fmt: skip
+        made = partial(gate_row, pieces if method == "wlb" else lengths, data, GATE.get(name))
         results.row("table_2", name, {"paper": degree, "paper_ms": overhead}, made)
 
 
@@ -110,36 +101,6 @@ def gate_row(lengths: np.ndarray, data: DataSettings, gate: float | None) -> dic
         "steps": measured["steps"],
     }
     return row if gate is None else {**row, "gate": gate, "passed": abs(degree - gate) <= TOLERANCE}
-
-
-def solver_row(lengths: np.ndarray, data: DataSettings, instances: int) -> dict[str, Any]:
-    """Equation 1 over so many windows, and how far Σ d² of its heaviest is above the bound."""
-    gaps, degrees = [], []
-    squares: list[int] = []
-    longest = 0
-    seconds = 0.0
-    for step in run(lengths, data, Mesh()):
-        seconds += step.seconds
-        (replica,) = step.replicas
-        loads = loads_of(REFERENCE_WORK.forward, replica)
-        degrees.append(max(loads) * len(loads) / sum(loads))
-        for group in replica.forward:
-            tokens = [part.tokens for part in replica.slices_of(group)]
-            squares.append(sum(each**2 for each in tokens))
-            longest = max(longest, *tokens)
-        if (step.number + 1) % data.packing_choice.options.packing_window == 0:
-            bound = max(longest**2, sum(squares) / len(squares))
-            gaps.append(max(squares) / bound - 1)
-            squares, longest = [], 0
-            if len(gaps) == instances:
-                break
-    return {
-        "imbalance_forward_mean": round(float(np.mean(degrees)), 4),
-        "ms_per_step": round(1e3 * seconds / len(degrees), 1),
-        "steps": len(degrees),
-        "gap_mean": round(float(np.mean(gaps)), 5),
-        "gap_max": round(float(np.max(gaps)), 5),
-    }
 
 
 def methods(results: Results, cases: list[Case], arguments: argparse.Namespace) -> None:
@@ -219,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     head = {"benchmark": "packing", "default": DEFAULT, "stages": STAGES}
     results = Results(head, arguments.output, console)
     if "table_2" in arguments.parts:
-        table_2(results, "solver" in arguments.parts)
+        table_2(results)
     if "methods" in arguments.parts:
         methods(results, cases, arguments)
     if "others" in arguments.parts:

@@ -135,7 +135,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         " LLaMA2-7B's layers, no communication and no cost per action. `T/S` is the step's time"
         " over its work per rank (1 = no bubble), `T/T equal` over that of N equal micro-batches,"
         " `delay` in steps, `least` the fewest tokens of a step over N·C, `ms` processor time of"
-        " planning per step in plain Python, without that of a solver, which is another process."
+        " planning per step in plain Python. The rows `fixed_ilp` are of a solver that is no longer"
+        " in the package."
         " The JSON beside this page has the seeds of each row and its steps.",
     ]
     *current, removed = tables(content)

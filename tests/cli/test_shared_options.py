@@ -95,10 +95,10 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
 
 
 def test_options_of_packings_are_json_or_text_by_method() -> None:
-    given = ["wlb.queues=3", "wlb.a=[512, 768]", "fixed_ilp.b=text", "wlb.max_age=4"]
-    assert packing_options(given, ["wlb", "fixed_ilp"]) == {
+    given = ["wlb.queues=3", "wlb.a=[512, 768]", "slim.b=text", "wlb.max_age=4"]
+    assert packing_options(given, ["wlb", "slim"]) == {
         "wlb": {"queues": 3, "a": [512, 768], "max_age": 4},
-        "fixed_ilp": {"b": "text"},
+        "slim": {"b": "text"},
     }
     assert packing_options([], ["wlb"]) == {}
     # A value may have an equals sign, and the last one given counts.

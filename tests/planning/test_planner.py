@@ -38,7 +38,7 @@ def epoch(planner: Planner) -> list[StepPlan]:
 def data_settings(draw) -> DataSettings:
     window = draw(st.integers(1, 40))
     # The integer programs start a process for each solve; test_packings.py has them.
-    method = draw(st.sampled_from(sorted(set(PACKINGS) - {"fixed_ilp", "varlen_ilp", "hydraulis"})))
+    method = draw(st.sampled_from(sorted(PACKINGS)))
     options = {
         "wlb": {
             "queues": draw(st.integers(0, 3)),

@@ -21,15 +21,12 @@ from lightning_wlb.planning.packing.baselines import (
     OriginalPacker,
 )
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
-from lightning_wlb.planning.packing.ilp import FixedIlpPacker, VarlenIlpPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 
 PACKINGS: dict[str, type[Packer]] = {
     "original": OriginalPacker,
     "fixed_greedy": FixedGreedyPacker,
-    "fixed_ilp": FixedIlpPacker,
-    "varlen_ilp": VarlenIlpPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
     "hydraulis": HydraulisPacker,

@@ -87,7 +87,7 @@ class BestFitPacker(Packer):
 
 
 @dataclass(frozen=True)
-class WindowedOptions(PackingOptions):
+class FixedGreedyOptions(PackingOptions):
     """Options of ``fixed_greedy``.
 
     Args:
@@ -102,8 +102,12 @@ class WindowedOptions(PackingOptions):
         object.__setattr__(self, "packing_window", whole("packing_window", self.packing_window, 1))
 
 
-class WindowedPacker(Packer):
-    """Packs W global batches at a time with the subclass's :meth:`.Packer.pack`."""
+class FixedGreedyPacker(Packer):
+    """Greedy packing of the windows of W global batches."""
+
+    Options: ClassVar[type[PackingOptions]] = FixedGreedyOptions
+    cuts_stream: ClassVar[bool] = True
+    cap_percent: ClassVar[int] = 100
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
@@ -119,6 +123,10 @@ class WindowedPacker(Packer):
         """Start an epoch, in which nothing is packed yet."""
         super().reset()
         self._ready = []
+
+    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
+        """Micro-batches of at most C tokens; nothing is carried."""
+        return pack_greedily(pieces, bins, self.rules.window), []
 
     def next_step(self, arrivals: GlobalBatches, step: int) -> tuple[MicroBatches, bool]:
         """The next step of the window, or the first of the next window."""
@@ -154,18 +162,6 @@ class WindowedPacker(Packer):
         )
         size = max(-(-len(micro_batches) // batches), 1)
         return [filled[first : first + size] for first in range(0, len(filled), size)]
-
-
-class FixedGreedyPacker(WindowedPacker):
-    """Greedy packing of the windows of W global batches."""
-
-    Options: ClassVar[type[PackingOptions]] = WindowedOptions
-    cuts_stream: ClassVar[bool] = True
-    cap_percent: ClassVar[int] = 100
-
-    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """Micro-batches of at most C tokens; nothing is carried."""
-        return pack_greedily(pieces, bins, self.rules.window), []
 
 
 def pack_greedily(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
