@@ -2,8 +2,8 @@
 
 A product has ``rows`` rows and a weight of ``inputs`` by ``outputs``: its time is that of a layer's
 products (:class:`~lightning_wlb.cost.profile.LinearTable`). A memory-bound kernel (``work`` is
-``traffic``) runs at the profile's rate of element-wise work; where its time was published, ``bytes``
-is the traffic that its reads and writes of whole tensors add up to.
+``traffic``) runs at the profile's rate of element-wise work; where its time was published,
+``bytes`` is the traffic that its reads and writes of whole tensors add up to.
 """
 
 from __future__ import annotations
