@@ -2,8 +2,7 @@
 
 * The paper's Table 2 (forward imbalance max·N/Σ) beside the same methods on Generator A;
 * every method on the workloads by simulated step time over work (four stages, 1F1B), imbalance,
-  tokens per step, delay and milliseconds, on one replica and dealt to 4 and 16;
-* verl and Megatron Core on the same lengths.
+  tokens per step, delay and milliseconds, on one replica and dealt to 4 and 16.
 
 All methods pack the same pieces, those that ``original`` cuts from the stream. The cost is one
 layer of LLaMA2-7B (benchmarks/workloads.py). Steps before the warm-up and in the drain are left
@@ -31,7 +30,6 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.packing_others import compare
 from benchmarks.packing_report import Results, show
 from benchmarks.packing_runs import STAGES, WARM, averaged, measure
 from benchmarks.workloads import (
@@ -70,7 +68,7 @@ CASES: list[Case] = [
     ("generator_a", 64, Mesh(16, 1)),
 ]
 WORKLOADS = ("generator_a", "stdlib", "generator_a_whole")
-PARTS = ("table_2", "methods", "others")
+PARTS = ("table_2", "methods")
 DEFAULT = DataSettings.__dataclass_fields__["packing"].default
 
 
@@ -183,16 +181,8 @@ def main(argv: list[str] | None = None) -> None:
         table_2(results)
     if "methods" in arguments.parts:
         methods(results, cases, arguments)
-    if "others" in arguments.parts:
-        results.put("others", others())
     show(results.content, console)
     print(json.dumps(results.content))
-
-
-def others() -> list[dict[str, Any]]:
-    """Rows of verl and Megatron Core, on the global batches of Generator A."""
-    sample = window_pieces(generator_a(documents_for(450, 4, WINDOW), WINDOW, 1), WINDOW)
-    return compare(sample, WINDOW, WINDOW * 3 // 2, 400)
 
 
 if __name__ == "__main__":

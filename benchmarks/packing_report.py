@@ -51,10 +51,6 @@ class Results:
         self._console.print(f"[dim]{part} {name} ({time.process_time() - begin:.0f} s)")
         return row
 
-    def put(self, part: str, value: Any) -> None:
-        """A part without rows."""
-        self._update(lambda content: content.update({part: value}))
-
     def _read(self) -> None:
         if self._path is not None and self._path.exists():
             self.content |= {**json.loads(self._path.read_text()), **self._head}
@@ -121,8 +117,6 @@ def show(content: Mapping[str, Any], console: Console) -> None:
     """Print the tables."""
     for title, heads, rows in tables(content)[:2]:
         console.print(report.table(title, heads, rows))
-    for row in content.get("others", []):
-        console.print(row)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -143,8 +137,6 @@ def markdown(content: Mapping[str, Any]) -> str:
     for title, heads, rows in current:
         if rows:
             lines += ["", f"## {title}", "", *report.markdown_table(heads, rows)]
-    for row in content.get("others", []):
-        lines += ["", ", ".join(f"{name} {value}" for name, value in row.items()) + "."]
     title, heads, rows = removed
     if rows:
         note = content[report.REMOVED]["note"]

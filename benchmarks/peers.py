@@ -1,0 +1,405 @@
+"""How other people's code packs and deals documents: one function for each of their packers.
+
+What comes with a package is called where the user has installed it; what exists only in a
+repository, from a clone in a folder that the caller names. Nothing of theirs is in this repository.
+Of verl, Megatron Core, slime and DistCA only the files that hold the algorithm run: their packages
+import CUDA extensions and Ray, which take no part, so what such a file imports of its own package
+is left empty unless it is named here. What is missing raises :class:`Missing`.
+
+All functions answer in indices into the lengths that they were given: [replicas][micro-batches].
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import Mesh
+
+Packs = list[list[list[int]]]
+"""[replicas][micro-batches], indices of documents."""
+
+CLONES = {"megatron": "Megatron-LM", "slime": "slime", "distca": "DistCA"}
+"""Import name and the folder of its clone."""
+
+WHEELS = {"megatron": "megatron-core", "verl": "verl", "trl": "trl"}
+"""Import name and the name under which it is installed."""
+
+
+class Missing(Exception):
+    """A packer's code is not here; the message is the word for the table."""
+
+
+def version(name: str, clones: Path | None) -> str:
+    """Where a packer comes from: the version of its package, or the commit of its clone."""
+    root = None if clones is None else clones / CLONES.get(name, name)
+    if root is not None and root.is_dir():
+        command = ["git", "-C", str(root), "log", "-1", "--format=%h"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return f"{root.name} {found.stdout.strip() or 'without history'}"
+    package = WHEELS.get(name, name)
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+# verl
+
+
+def verl(lengths: Sequence[int], mesh: Mesh, limit: int) -> Packs:
+    """``_balance_batch`` of its trainer, then ``rearrange_micro_batches`` on each replica.
+
+    Both deal by Karmarkar-Karp on 24576·tokens + tokens². Replicas run equally many micro-batches,
+    which verl agrees on by an all-reduce; here those with fewer are asked again.
+
+    Args:
+        lengths: tokens of each document.
+        mesh: its data-parallel size is looked at.
+        limit: most tokens of a micro-batch.
+    """
+    module = _module("verl", "verl.utils.seqlen_balancing")
+    module.tu.index_select_tensor_dict = lambda batch, partition: partition
+    work = module.calculate_workload(torch.tensor(lengths)).tolist()
+    # Its batches divide by the ranks, each of which gets as many documents. Where these do not, the
+    # shortest ones are added afterwards, one to a rank.
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    left, even = order[: len(order) % mesh.data], order[len(order) % mesh.data :]
+    parts = module.get_seqlen_balanced_partitions(
+        [work[index] for index in even], mesh.data, equal_size=True
+    )
+    dealt = [[even[at] for at in part] for part in parts]
+    for part, index in zip(dealt, left, strict=False):
+        part.append(index)
+    least = 1
+    while True:
+        found = []
+        for part in dealt:
+            own = torch.tensor([lengths[index] for index in part])
+            rows = torch.zeros(int(own.sum()), dtype=torch.int8)
+            ends = torch.cat([torch.zeros(1, dtype=torch.int64), own.cumsum(0)])
+            batch = {"input_ids": torch.nested.nested_tensor_from_jagged(rows, ends)}
+            _, groups = module.rearrange_micro_batches(batch, limit, min_num_micro_batch=least)
+            found.append([[part[index] for index in group] for group in groups])
+        most = max(map(len, found))
+        if all(len(groups) == most for groups in found):
+            return found
+        least = most
+
+
+# Megatron Core
+
+
+def megatron_dp_balanced(lengths: Sequence[int], mesh: Mesh, limit: int, clones: Path) -> Packs:
+    """``DpBalancedScheduler``: next fit in the order of the documents, micro-batches dealt in turn.
+
+    Args:
+        lengths: tokens of each document.
+        mesh: its data- and context-parallel sizes are looked at.
+        limit: most tokens of a micro-batch over its context-parallel group.
+        clones: folder with a clone named ``Megatron-LM``.
+    """
+    name = "megatron.core.datasets.data_schedule"
+    utils = ("megatron.core.datasets.data_schedule_utils",)
+    scheduler = _module("megatron", name, utils, clones=clones).DpBalancedScheduler(
+        limit // mesh.context, mesh.context, mesh.data, None
+    )
+    groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
+    return [[group[replica * mesh.context] for group in groups] for replica in range(mesh.data)]
+
+
+def megatron_hybrid(
+    lengths: Sequence[int], ranks: int, limit: int, clones: Path | None
+) -> list[list[list[int]]]:
+    """``BalancedCPScheduler``: each document on as many of data × context ranks as it needs.
+
+    Args:
+        lengths: tokens of each document.
+        ranks: data × context.
+        limit: most tokens of a document on a rank.
+        clones: as for :func:`megatron_dp_balanced`; None: the installed package.
+
+    Returns:
+        [groups][ranks], the documents of each rank in their order. A document is listed by every
+        rank that shares it, and groups wait for each other.
+    """
+    name = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
+    module = _module("megatron", name, clones=clones)
+    scheduler = module.BalancedCPScheduler(limit, SimpleNamespace(size=lambda: ranks))
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    return [[list(own) for own in group] for group in groups]
+
+
+# slime
+
+
+def slime(
+    lengths: Sequence[int], mesh: Mesh, limit: int, clones: Path, shape: ModelShape, by_flops: bool
+) -> Packs:
+    """``build_dp_schedule`` with dynamic batches, micro-batches dealt by their FLOPs.
+
+    Args:
+        lengths: tokens of each document.
+        mesh: its data- and context-parallel sizes are looked at.
+        limit: most tokens of a micro-batch over its context-parallel group; with ``by_flops`` it
+            only says how many there are.
+        clones: folder with a clone named ``slime``.
+        shape: the model, whose FLOPs it counts.
+        by_flops: whether micro-batches are balanced by FLOPs too (``balance_by_flops``), instead of
+            filled by first fit.
+    """
+    files = ("slime.utils.flops_utils", "slime.utils.seqlen_balancing")
+    module = _module("slime", "slime.utils.dp_schedule", files, clones=clones)
+    (layer,) = shape.kinds
+    arguments = SimpleNamespace(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=limit // mesh.context, balance_data=True,
+        balance_by_flops=by_flops, hidden_size=shape.dim, num_layers=shape.layers,
+        num_attention_heads=layer.heads, num_query_groups=layer.kv_heads,
+        kv_channels=layer.head_width, ffn_hidden_size=shape.ffn_dim,
+        vocab_size=shape.vocab_size, num_experts=None, q_lora_rank=None,
+        kv_lora_rank=None, qk_pos_emb_head_dim=None, v_head_dim=None,
+    )  # fmt: skip
+    sizes = {"dp_size": mesh.data, "cp_size": mesh.context, "vpp_size": 1,
+        "microbatch_group_size_per_vp_stage": 1}  # fmt: skip
+    count = len(lengths)
+    parts, groups, *_ = module.build_dp_schedule(
+        arguments, sizes, list(lengths), global_batch_size=count, rollout_indices=list(range(count))
+    )
+    return [
+        [[part[index] for index in group] for group in own]
+        for part, own in zip(parts, groups, strict=True)
+    ]
+
+
+# DistCA's baseline
+
+
+def distca_wlb(lengths: Sequence[int], mesh: Mesh, count: int, limit: int, clones: Path) -> Packs:
+    """``balance_data_for_wlbllm``, the WLB-LLM that DistCA compares with: no document waits.
+
+    Args:
+        lengths: tokens of each document.
+        mesh: its data-parallel size is looked at.
+        count: micro-batches over all replicas.
+        limit: most tokens of a micro-batch, exceeded where nothing else is left.
+        clones: folder with a clone named ``DistCA``.
+    """
+    module = _module("distca", "distca.planner.wlb_planner", clones=clones)
+    module.rich = SimpleNamespace(print=lambda *_: None)
+    _, bins = module.balance_data_for_wlbllm(
+        count, 0, limit, 1, [list(lengths)], Lmax=limit, model_config=None
+    )
+    # It answers in lengths: documents of one length are alike.
+    places: dict[int, list[int]] = {}
+    for index, tokens in enumerate(lengths):
+        places.setdefault(tokens, []).append(index)
+    packs = [[places[tokens].pop() for tokens in own if places.get(tokens)] for own in bins]
+    return [packs[replica :: mesh.data] for replica in range(mesh.data)]
+
+
+# TRL
+
+
+@cache
+def trl_rows(lengths: tuple[int, ...], window: int, strategy: str) -> list[list[tuple[int, int]]]:
+    """``trl.pack_dataset``: rows of at most a window, each of pieces (document, tokens) in order.
+
+    Args:
+        lengths: tokens of each document.
+        window: tokens of a row.
+        strategy: ``"bfd"`` or ``"wrapped"``.
+    """
+    try:
+        import pyarrow as pa
+        from datasets import Dataset, disable_caching, disable_progress_bars
+        from trl.data_utils import pack_dataset
+    except ImportError:
+        raise Missing("trl") from None
+    disable_caching()
+    disable_progress_bars()
+    sizes = torch.tensor(lengths)
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(sizes)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int().numpy()
+    rows = pa.ListArray.from_arrays(ends, numbers.numpy())
+    packed = pack_dataset(Dataset(pa.table({"input_ids": rows})), window, strategy)
+    result = []
+    for row in packed.with_format("arrow").data.column("input_ids").chunks:
+        for each in row:
+            found, counts = torch.unique_consecutive(
+                torch.from_numpy(each.values.to_numpy().copy()), return_counts=True
+            )
+            result.append(list(zip(found.tolist(), counts.tolist(), strict=True)))
+    return result
+
+
+# transformers
+
+
+def transformers_rebalance(
+    lengths: Sequence[int], batch: int, replicas: int, accumulated: int, seed: int
+) -> list[Packs]:
+    """``BatchRebalanceSampler``: steps of ``batch`` documents each, a micro-batch for each slot.
+
+    Args:
+        lengths: tokens of each document.
+        batch: documents of a step.
+        replicas: data-parallel ranks.
+        accumulated: micro-batches of each.
+        seed: of the order of documents.
+    """
+    try:
+        from transformers.trainer_pt_utils import BatchRebalanceSampler
+    except ImportError:
+        raise Missing("transformers") from None
+    ranks = [
+        list(
+            BatchRebalanceSampler(list(lengths), batch, replicas, accumulated, seed=seed, rank=rank)
+        )
+        for rank in range(replicas)
+    ]
+    starts = range(0, len(ranks[0]), accumulated)
+    return [[own[start : start + accumulated] for own in ranks] for start in starts]
+
+
+def transformers_grouped(
+    lengths: Sequence[int], each: int, replicas: int, accumulated: int, seed: int
+) -> list[Packs]:
+    """``LengthGroupedSampler``: micro-batches of ``each`` documents, dealt in turn as accelerate.
+
+    Args:
+        lengths: tokens of each document.
+        each: documents of a micro-batch.
+        replicas: data-parallel ranks.
+        accumulated: micro-batches of each in a step.
+        seed: of the order of documents.
+    """
+    try:
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+    except ImportError:
+        raise Missing("transformers") from None
+    generator = torch.Generator().manual_seed(seed)
+    order = list(
+        LengthGroupedSampler(each * accumulated, lengths=list(lengths), generator=generator)
+    )
+    micro_batches = [order[at : at + each] for at in range(0, len(order) - each + 1, each)]
+    size = replicas * accumulated
+    return [
+        [micro_batches[start + rank : start + size : replicas] for rank in range(replicas)]
+        for start in range(0, len(micro_batches) - size + 1, size)
+    ]
+
+
+# torch
+
+
+def torch_chunks(lengths: Sequence[int], ranks: int, balancer: str) -> list[list[tuple[int, int]]]:
+    """Torch's context-parallel balancers: [ranks], ranges of rows of the concatenated documents.
+
+    Args:
+        lengths: tokens of each document; together a multiple of the balancer's block, which is
+            128·ranks for ``"ptrr"`` and 2·ranks for ``"head_tail"``.
+        ranks: of the context-parallel group.
+        balancer: ``"head_tail"`` or ``"ptrr"``.
+    """
+    try:
+        name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+        module = importlib.import_module(name)
+    except ImportError:
+        raise Missing("torch") from None
+    total = sum(lengths)
+    if balancer == "head_tail":
+        order = module._HeadTailLoadBalancer(total, ranks, "cpu")._generate_indices()[0]
+        unit = 1
+    else:
+        # It sorts blocks of 128 queries by the blocks of keys that they see (flex_attention's
+        # BlockMask), which are those from the first document that the queries touch.
+        unit = 128
+        ends = torch.tensor(lengths).cumsum(0)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+        first = torch.arange(0, total, unit)
+        document = torch.searchsorted(ends, first, right=True)
+        seen = first // unit - starts[document] // unit + 1
+        order = module._PTRRLoadBalancer.ptrr_scheduling(seen, ranks).flatten()
+    result = []
+    for own in order.view(ranks, -1):
+        own = own.sort().values * unit
+        breaks = torch.nonzero(own[1:] != own[:-1] + unit).flatten() + 1
+        pieces = torch.tensor_split(own, breaks)
+        result.append([(int(piece[0]), int(piece[-1]) + unit) for piece in pieces])
+    return result
+
+
+# Modules
+
+
+@cache
+def _module(
+    top: str, name: str, files: tuple[str, ...] = (), *, clones: Path | None = None
+) -> ModuleType:
+    """The module of that name, of whose package only ``files`` are read besides."""
+    root = _root(top, clones)
+    paths = {each: root / (each.replace(".", "/") + ".py") for each in (name, *files)}
+    if not all(path.exists() for path in paths.values()):
+        raise Missing(CLONES.get(top, top) if clones else top)
+    with _alone(_OnlyFiles(top, paths)):
+        return importlib.import_module(name)
+
+
+def _root(top: str, clones: Path | None) -> Path:
+    if clones is not None and top in CLONES:
+        return clones / CLONES[top]
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        raise Missing(top)
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+@contextmanager
+def _alone(finder: _OnlyFiles) -> Iterator[None]:
+    """What is imported of the finder's package inside is forgotten again."""
+
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == finder.top]
+
+    before = {name: sys.modules.pop(name) for name in imported()}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in imported():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+class _OnlyFiles(MetaPathFinder, Loader):
+    """Imports some files of a package, by the name of their module, and all others as empty."""
+
+    def __init__(self, top: str, paths: dict[str, Path]) -> None:
+        self.top, self.paths = top, paths
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname in self.paths:
+            return importlib.util.spec_from_file_location(fullname, self.paths[fullname])
+        if fullname.partition(".")[0] == self.top:
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def placeholder(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = placeholder  # type: ignore[method-assign]
