@@ -53,7 +53,7 @@ def collect(
     state: dict[str, Any] = {WEIGHTS: dict(get_model_state_dict(model, options=_OPTIONS))}
     for index, optimizer in enumerate(optimizers):
         stepped = bool(optimizer.state)
-        values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        values = _optimizer_values(model, optimizer)
         if not stepped:
             # torch has made a state by a step without gradients, which would count as a step.
             optimizer.state.clear()
@@ -112,7 +112,7 @@ def load(
         # An earlier fit may have left gradients, beside which torch takes an optimizer for one
         # without state and reads none.
         optimizer.zero_grad()
-        values = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        values = _optimizer_values(model, optimizer)
         optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
         # An option of a parameter group that was not saved keeps its value: a schedule adds
         # `initial_lr`, and Lightning's search for a learning rate makes one after saving.
@@ -127,11 +127,18 @@ def load(
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
         read = optimizer_states[index] | state[f"optimizer_{index}"]
-        values = {_rename(name, back): each for name, each in read.items()}
-        set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+        if values := {_rename(name, back): each for name, each in read.items()}:
+            set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
     return opened.rest
+
+
+def _optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's flattened state; empty, which torch refuses, where it has no parameters."""
+    if not any(group["params"] for group in optimizer.param_groups):
+        return {}
+    return dict(get_optimizer_state_dict(model, optimizer, options=_OPTIONS))
 
 
 def _check_weights(

@@ -300,12 +300,14 @@ class LanguageModule(L.LightningModule):
         decayed = [p for n, p in trained.items() if n in matrices]
         others = [p for n, p in trained.items() if n not in matrices]
         groups = ((decayed, self.weight_decay), (others, 0.0))
+        # Both groups on every stage, also empty ones, as where all parameters are frozen: schedules
+        # keep a value for each group, and what rank 0 has saved of them is loaded on every rank.
         optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for group, decay in groups if group],
+            [{"params": group, "weight_decay": decay} for group, decay in groups],
             lr=self.learning_rate,
             betas=self.betas,
             # One kernel instead of dozens; on a CPU it saves nothing.
-            fused=all(parameter.is_cuda for parameter in trained.values()) or None,
+            fused=(bool(trained) and all(each.is_cuda for each in trained.values())) or None,
         )
         if not self.warmup_tokens and self.decay_tokens is None:
             return optimizer

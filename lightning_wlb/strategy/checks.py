@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 
@@ -135,6 +136,35 @@ def checked_model(module: LanguageModule) -> Decoder:
             " Move them into the model's embed, layers or head."
         )
     return model
+
+
+def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
+    """Make the optimizers of all ranks' stages, of which some may be frozen; collective.
+
+    Raises:
+        MisconfigurationException: all stages are frozen; or ``configure_optimizers`` gives the
+            optimizer of a frozen one no group of parameters, which torch refuses.
+    """
+    trained, refused = any(each.requires_grad for each in module.parameters()), None
+    try:
+        make()
+    except ValueError as error:
+        if trained or "empty parameter list" not in str(error):
+            raise
+        refused = error
+    everyone = Ranks().every(lambda: (trained, refused is not None))
+    name = type(module).__name__
+    if not any(trained for trained, _ in everyone):
+        raise MisconfigurationException(
+            f"All parameters of {name} are frozen, so that a fit would train nothing. Leave"
+            " requires_grad of some as it is."
+        )
+    if empty := [rank for rank, (_, refused) in enumerate(everyone) if refused]:
+        raise MisconfigurationException(
+            f"All parameters of the pipeline stages on ranks {empty[:8]} are frozen, and"
+            f" {name}.configure_optimizers makes an optimizer without any there, which torch"
+            " refuses. Give it a group, which may be empty: AdamW([{'params': [...]}])."
+        ) from refused
 
 
 def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:

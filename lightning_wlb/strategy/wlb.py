@@ -310,7 +310,7 @@ class WLBStrategy(ParallelStrategy):
         WholeModelSummary.take_over(trainer, self.rank, [*self.split.renamed])
         self.barrier()
         if fitting:
-            self.setup_optimizers(trainer)
+            checks.make_optimizers(module, lambda: self.setup_optimizers(trainer))
             checks.refuse_lbfgs(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers if fitting else [], self.root_device)
