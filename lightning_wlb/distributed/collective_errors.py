@@ -86,6 +86,14 @@ def patient_ranks() -> Iterator[Ranks]:
         dist.destroy_process_group(group)
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error, also of one that raises when it is asked for it."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text cannot be made ({type(other).__name__})"
+
+
 @dataclass(frozen=True)
 class _PickledError:
     """An error of one rank, in a form that can be sent to the others."""
@@ -99,7 +107,7 @@ class _PickledError:
         kind: type[Exception] = next((a for a in _KINDS if isinstance(error, a)), RuntimeError)
         if isinstance(error, ValueError) and type(error).__module__.startswith("lightning_wlb."):
             kind = type(error)
-        text, code = str(error), None
+        text, code = text_of(error), None
         if kind is RuntimeError:
             text = f"{type(error).__name__}: {text}"
         elif isinstance(error, OSError) and error.errno is not None:

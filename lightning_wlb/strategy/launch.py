@@ -220,6 +220,19 @@ class Processes:
         )
         self._faults.begin(rank, environment.world_size(), device, self.timeout)
 
+    def check_connected(self, world_size: int) -> None:
+        """Refuse what all ranks of a run do together where this one has left them.
+
+        Raises:
+            RuntimeError: the process group of the run was destroyed, or is another by now.
+        """
+        if world_size > 1 and not (dist.is_initialized() and dist.get_world_size() == world_size):
+            raise RuntimeError(
+                f"One of this run's {world_size} ranks has destroyed their process group, and would"
+                " save its own part as a whole checkpoint. Nothing is saved. Call"
+                " torch.distributed.destroy_process_group after the last save only."
+            )
+
     @property
     def alone(self) -> str | None:
         """Why this rank may wait for no other rank any more; None: it may.

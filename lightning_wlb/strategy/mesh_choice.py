@@ -175,7 +175,8 @@ def run_profile(
     A mesh that is searched for needs a profile: the data module's, or the shipped one that is
     nearest to the device. Steps are planned by the same, since the mesh may have room for them only
     with the recomputation that it predicts. On GPUs steps are planned by the shipped profile on any
-    other mesh as well, unless the data module gives one or says ``profile="none"``.
+    other mesh as well, unless the data module gives one or says ``profile="none"``. Whatever the
+    profile says of a node, the run's nodes have as many devices as they have.
 
     Args:
         devices: the run's devices.
@@ -184,8 +185,8 @@ def run_profile(
         searched: whether the run's mesh is searched for.
     """
     given = None if data is None else data.profile
-    settled = given is not None or (data is not None and data.plans_by_work)
-    if not searched and (devices.device.type == "cpu" or settled):
+    by_work = devices.device.type == "cpu" or (data is not None and data.plans_by_work)
+    if given is None and not searched and by_work:
         return None
     profile = shipped_profile(devices.device, backend) if given is None else given
     if profile is None or (devices.nodes > 1 and "network" not in profile.links):

@@ -321,6 +321,7 @@ class WLBStrategy(ParallelStrategy):
 
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
+        self.processes.check_connected(self.world_size)
         self.checkpoints.check()
         return self.steps.run(batch)
 
@@ -367,6 +368,7 @@ class WLBStrategy(ParallelStrategy):
         if self.processes.alone is not None:
             say(self.global_rank, f"{filepath} is not saved, since {self.processes.alone}")
             return
+        self.processes.check_connected(self.world_size)
         checks.refuse_storage_options(storage_options)
         path, module = checks.local_path(self.broadcast(filepath)), self._module
         self.checkpoints.save(path, checkpoint, module, self.optimizers, self.split.renamed)

@@ -36,6 +36,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.loader_workers import live_on_without_parent
+from lightning_wlb.distributed.collective_errors import text_of
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
 from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer, heartbeat_seconds
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, REDUCING
@@ -62,7 +63,7 @@ class Faults(pl.Callback):
 
     def __init__(self) -> None:
         self.alone: str | None = None
-        self._rank = 0
+        self._rank, self._size = 0, 1
         self._server: HeartbeatServer | None = None
         self._watchdog: Watchdog | None = None
         self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
@@ -70,7 +71,7 @@ class Faults(pl.Callback):
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
         """Watch from now on; collective over all ranks."""
         self.end()
-        self._rank, self.alone = rank, None
+        self._rank, self._size, self.alone = rank, world_size, None
         if world_size == 1:
             return
         seconds = timeout.total_seconds()
@@ -135,9 +136,9 @@ class Faults(pl.Callback):
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
         lost = isinstance(exception, StateLost) or PROGRESS.part == OPTIMISING
-        if not dist.is_initialized() or (dist.get_world_size() == 1 and not lost):
+        if self._size == 1 and not lost:
             return
-        error = f"{type(exception).__name__}: {exception}".strip()
+        error = f"{type(exception).__name__}: {text_of(exception)}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if not asked:
             say(self._rank, f"failed, {PROGRESS}: {error}")
@@ -159,8 +160,7 @@ class Faults(pl.Callback):
             if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
                 callback.save_on_exception = False
                 self._held_back.append(callback)
-        others = dist.get_world_size() > 1
-        if others and threading.current_thread() is threading.main_thread():
+        if self._size > 1 and threading.current_thread() is threading.main_thread():
             atexit.register(_exit_soon)
 
 

@@ -32,7 +32,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 from lightning_wlb.supervision.heartbeat import (
@@ -49,6 +51,12 @@ GRACE = 20.0
 
 LOCKED = 5.0
 """Seconds after which the process is ended without this thread, where this thread should have."""
+
+READ_SECONDS = 2.0
+"""How long a line waits for a full pipe, whose reader has stopped, before it is given up."""
+
+FRAMES = 8
+"""The innermost frames that a rank shows of where its main thread is."""
 
 
 class Watchdog(threading.Thread):
@@ -230,15 +238,30 @@ class Watchdog(threading.Thread):
 
     def _end(self) -> NoReturn:
         say(self._rank, f"this process ends, since {self._cause}. It was at {PROGRESS}.")
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
+        _briefly(sys.stdout.flush)
         os._exit(1)
 
 
 def say(rank: int, text: str) -> None:
     """Print a line of a rank to stderr, if it can still be written to."""
-    with suppress(OSError, ValueError):
-        print(f"[rank {rank}] WLBStrategy: {text}", file=sys.stderr, flush=True)
+    line = f"[rank {rank}] WLBStrategy: {text}"
+    _briefly(partial(print, line, file=sys.stderr, flush=True))
+
+
+def _briefly(write: Callable[[], object]) -> None:
+    """Write in a thread, and wait ``READ_SECONDS`` at most: who reads it may have stopped."""
+
+    def attempt() -> None:
+        with suppress(OSError, ValueError):
+            write()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started: the interpreter ends, or too many run
+        attempt()
+    else:
+        thread.join(READ_SECONDS)
 
 
 def _stderr_that_never_blocks() -> int:
@@ -251,5 +274,6 @@ def _stderr_that_never_blocks() -> int:
 
 def _print_stack(rank: int) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    # Of a compiler that waits for its lock there are hundreds of frames.
+    stack = "".join(traceback.format_stack(frame, FRAMES)) if frame is not None else ""
     say(rank, f"is behind, at {PROGRESS}:\n{stack}")

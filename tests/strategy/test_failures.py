@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from benchmarks.ranks import start_ranks
@@ -33,6 +34,10 @@ class Fails(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if batch_idx == 2 and self.hook in ("raises", "all raise"):
             raise ZeroDivisionError(SAID)
+        if batch_idx == 2 and self.hook == "leaves":
+            dist.destroy_process_group()
+            with pytest.raises(RuntimeError, match="has destroyed their process group"):
+                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "own.ckpt"))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
         if trainer.global_step == 1 and self.hook == "optimizer":
@@ -126,6 +131,18 @@ def test_a_rank_that_raises_says_so_and_waits_for_nobody(hook, mesh, victim, tmp
     assert f"[rank {victim}] WLBStrategy: failed, step " in said
     assert f"ZeroDivisionError: {SAID}" in said
     assert "nothing is saved, the last checkpoint stands" in said
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_rank_that_has_left_the_process_group_saves_nothing_of_its_own(tmp_path):
+    results, _ = outcomes(fit, 2, (2, 1, 1, 1), {1}, "leaves", tmp_path)
+    for result in results:
+        assert result is not None
+        fine, text = result
+        assert not fine
+        assert re.search(
+            r"rank 1 failed, .*destroyed their process group", text.splitlines()[-1]
+        ), text
     assert not list(tmp_path.glob("*.ckpt"))
 
 

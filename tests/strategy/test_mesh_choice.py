@@ -261,9 +261,10 @@ def test_runs_on_gpus_and_those_that_search_plan_by_a_profile() -> None:
     for given in (None, "none"):  # a search needs one, and its steps are planned by the same
         assert known("cpu", searched=True, profile=given) == replace(cpu, **four)
         assert known("cuda", searched=True, profile=given, nodes=2) == replace(h100, **four)
-    # The data module's is its own affair, unless a mesh is chosen by it.
-    own = replace(h100, name="own", devices_per_node=2)
-    assert known("cuda", searched=False, profile=own) is None
-    assert known("cuda", searched=True, profile=own) == replace(own, **four)
+    # Of the data module's all holds but the size of a node, which the run knows: so a mesh that
+    # can be chosen by it can be given, too.
+    for device, own in (("cuda", replace(h100, name="own", devices_per_node=2)), ("cpu", cpu)):
+        for searched in (False, True):
+            assert known(device, searched=searched, profile=own) == replace(own, **four)
     # Nothing is known of what lies between nodes of CPUs.
     assert known("cpu", searched=True, nodes=2) is None

@@ -36,8 +36,6 @@ class Asked:
 @pytest.fixture
 def runner(monkeypatch):
     monkeypatch.setattr(faults.atexit, "register", lambda _: None)
-    ranks = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
-    monkeypatch.setattr(faults, "dist", ranks)
     yield SimpleNamespace(
         global_step=3,
         state=SimpleNamespace(stage="train"),
@@ -46,8 +44,14 @@ def runner(monkeypatch):
     PROGRESS.begin()
 
 
-def place(runner, rank: int, error: BaseException, part: int, doing: str | Action) -> str:
+def of_two() -> faults.Faults:
     each = faults.Faults()
+    each._size = 2
+    return each
+
+
+def place(runner, rank: int, error: BaseException, part: int, doing: str | Action) -> str:
+    each = of_two()
     each._rank, each._watchdog = rank, Asked()
     PROGRESS.note(part, doing)
     each.on_exception(runner, None, error)
@@ -82,7 +86,7 @@ def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
 
 
 def test_others_are_told_the_ends_of_a_long_error(runner):
-    each = faults.Faults()
+    each = of_two()
     each._watchdog = Asked()
     PROGRESS.note(AFTER, "what follows")
     traceback = "\n".join(f"  File {number}" for number in range(50))
@@ -92,6 +96,20 @@ def test_others_are_told_the_ends_of_a_long_error(runner):
     assert short == "RuntimeError: Caught KeyError. ... KeyError: 3"
     assert long.startswith("ValueError: xxx")
     assert len(long) <= faults.TOLD
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_others_are_told_of_an_error_without_a_text(runner):
+    each = of_two()
+    each._watchdog = Asked()
+    PROGRESS.note(AFTER, "what follows")
+    each.on_exception(runner, None, Unspeakable())
+    (told,) = each._watchdog.texts
+    assert told.endswith("Unspeakable: its text cannot be made (RuntimeError)")
 
 
 def test_ranks_in_the_step_of_their_optimizers_are_never_together(runner):
@@ -125,7 +143,7 @@ def test_without_a_watch_ranks_are_together_in_what_they_have_agreed_on(
     runner, monkeypatch, error, part, noted, together
 ):
     monkeypatch.setattr(faults.NOTICES, "mine", noted)
-    each = faults.Faults()
+    each = of_two()
     PROGRESS.note(part, "whatever")
     each.on_exception(runner, None, error)
     assert (each.alone is None) == together

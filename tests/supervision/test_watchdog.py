@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -181,3 +182,29 @@ def test_who_is_not_read_any_more_goes_on(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Closed())
     watchdog.say(0, "whatever")
+
+
+def test_who_is_read_no_more_waits_for_nobody(monkeypatch):
+    """A pipe that is full blocks its writer for as long as nobody reads."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(theirs, bytes(4096))
+    monkeypatch.setattr(watchdog, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(sys, "stderr", open(theirs, "w"))  # noqa: SIM115
+    caller = threading.Thread(target=watchdog.say, args=[0, "whatever"], daemon=True)
+    caller.start()
+    caller.join(5)
+    try:
+        assert not caller.is_alive(), "it tells the others next"
+    finally:
+        os.close(ours)  # which ends the thread that writes
+
+
+def test_of_a_deep_stack_the_innermost_frames_are_shown(capfd):
+    def dive(depth: int) -> None:
+        dive(depth - 1) if depth else watchdog._print_stack(0)
+
+    dive(200)
+    shown = capfd.readouterr().err
+    assert "in _print_stack" in shown
+    assert len(shown.splitlines()) <= 3 * watchdog.FRAMES + 2
