@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""1 is the same without ``by``."""
 CHECKPOINT, EXPORT = "lightning_wlb checkpoint", "lightning_wlb export"
 BLOCK_BYTES = 1 << 20
 """Bytes that are read or written at a time."""
@@ -134,6 +135,15 @@ def checksum(path: Path) -> str:
 
 
 @dataclass(frozen=True)
+class Saver:
+    """The run that saved a folder (:mod:`.save_order`)."""
+
+    run: str = ""  # its name; empty where nobody asks who was last
+    number: int = 0  # how manyth folder of the run this is
+    known: tuple[str, ...] = ()  # other runs whose folders are older
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of ``manifest.json``."""
 
@@ -143,13 +153,27 @@ class Manifest:
     step: int  # optimizer steps before the save; -1 for an export
     time: float  # of the save, in seconds since 1970
     files: Mapping[str, File]  # by name
+    by: Saver = Saver()
+
+    def __post_init__(self) -> None:
+        order = (self.step, int), (self.time, float), (self.by.number, int), (self.save, str)
+        texts = ((each, str) for each in (self.by.run, *self.by.known))
+        if not all(type(each) is kind for each, kind in (*order, *texts)):
+            raise TypeError("a step, a time or who saved it is of another type")
 
 
 def write(
-    folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File]
+    folder: Path,
+    kind: str,
+    save: str,
+    ranks: int,
+    step: int,
+    files: Mapping[str, File],
+    by: Saver = Saver(),
 ) -> None:
     """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
-    content = {"format": FORMAT, **asdict(Manifest(kind, save, ranks, step, time.time(), files))}
+    listed = Manifest(kind, save, ranks, step, float(time.time()), files, by)
+    content = {"format": FORMAT, **asdict(listed)}
     with DurableFile(folder / NAME) as file:
         whole = {"content": content, "crc32": _checksum(content)}
         file.write(json.dumps(whole, indent=1).encode())
@@ -179,14 +203,16 @@ def read(folder: Path) -> Manifest:
         if whole["crc32"] != _checksum(content):
             raise ValueError("its checksum is another")
         found = content.pop("format")
-        if found == FORMAT:
+        if found in (1, FORMAT):
             files = {name: File(**each) for name, each in content.pop("files").items()}
-            manifest = Manifest(files=files, **content)
+            by = content.pop("by", {})
+            saver = Saver(**by | {"known": tuple(by.get("known", ()))})
+            manifest = Manifest(files=files, by=saver, **content)
     except FileNotFoundError as error:
         raise _damage(folder, f"{NAME} is missing") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _damage(folder, f"{NAME} is not what was written ({error})") from error
-    if found != FORMAT:
+    if found not in (1, FORMAT):
         raise ValueError(
             f"{folder} was written by a newer version of lightning_wlb (format {found}, and this"
             f" one reads {FORMAT}). Update lightning_wlb."

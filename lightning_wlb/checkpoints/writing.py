@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import DurableFile, File
+from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.distributed.collective_errors import Ranks
 
 REST = "meta.pt"
@@ -58,7 +59,12 @@ class CheckpointContent:
     rest: Mapping[str, Any]
 
 
-def write(path: Path, content: CheckpointContent, group: dist.ProcessGroup | None = None) -> None:
+def write(
+    path: Path,
+    content: CheckpointContent,
+    group: dist.ProcessGroup | None = None,
+    run: SavingRun | None = None,
+) -> None:
     """Write a checkpoint; collective over the ranks of ``group``.
 
     It may run in a thread, if the thread has a process group of its own and nobody changes what
@@ -68,6 +74,7 @@ def write(path: Path, content: CheckpointContent, group: dist.ProcessGroup | Non
         path: the folder; replaced if it is a checkpoint.
         content: the state to write.
         group: all ranks, on the CPU; None means the default group.
+        run: who saves, if it saves more than once.
 
     Raises:
         ValueError: there is something else at ``path``, or state could not be read again.
@@ -90,7 +97,7 @@ def write(path: Path, content: CheckpointContent, group: dist.ProcessGroup | Non
 
         everyone = ranks.every(written)
         step = int(content.rest.get("global_step", -1))
-        ranks.lead(lambda: _finish(aside, everyone, step))
+        ranks.lead(lambda: _finish(aside, everyone, step, run))
     except BaseException as error:
         # Rank 0 alone: another rank may raise while rank 0 gives the folder its name.
         if aside is not None and ranks.leads:
@@ -110,6 +117,7 @@ def _finish(
     aside: atomic_folders.PartialFolder,
     everyone: Sequence[tuple[str, Mapping[str, File]]],
     step: int,
+    run: SavingRun | None,
 ) -> None:
     """On rank 0: list the files of ``everyone`` (a rank's host and files) and name the folder."""
     listed: dict[str, File] = {}
@@ -122,7 +130,9 @@ def _finish(
                     " system that all nodes share."
                 )
             listed[name] = file
-    manifest.write(aside.folder, manifest.CHECKPOINT, aside.save, len(everyone), step, listed)
+    by = manifest.Saver() if run is None else run.next_save(aside.path.parent)
+    given = aside.folder, manifest.CHECKPOINT, aside.save, len(everyone), step, listed
+    manifest.write(*given, by)
     atomic_folders.reached("listed")
     atomic_folders.finish(aside)
 

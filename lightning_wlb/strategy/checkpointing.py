@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from torch.optim import Optimizer
 from lightning_wlb.argument_checks import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
+from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.strategy import resuming
@@ -74,7 +76,7 @@ class Checkpointer:
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
-        self._training = False
+        self._begun = self._training = False
         self._jobs = BackgroundSaves()
         self._stager: Stager | None = None
         # What is to be removed when a save has succeeded; and of which kind, those to resume from
@@ -82,6 +84,7 @@ class Checkpointer:
         self._outdated: dict[Path, None] = {}
         self._failing: set[bool] = set()
         self._last_good: tuple[Path, float] | None = None
+        self._run = SavingRun()
 
     # Before a run
 
@@ -112,6 +115,7 @@ class Checkpointer:
         Raises:
             MisconfigurationException: ranks do not see the same checkpoints.
         """
+        self._begun = False
         found = Ranks().every(lambda: bool(self._candidates))
         if len(set(found)) > 1:
             raise MisconfigurationException(
@@ -202,9 +206,19 @@ class Checkpointer:
         elif self._jobs.failed:
             NOTICES.save_failed = True
 
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is saved, not even on an exception.
+
+        Before training a model may have its initial values although it was to resume, and has no
+        optimizer state; as the newest checkpoint that would make a run begin anew.
+        """
+        early = not self._begun and sys.exc_info()[1] is not None
+        return "training had not begun" if early else None
+
     def train_begins(self) -> None:
         """From here on saves may be written in the background."""
-        self._training, NOTICES.save_failed = True, False
+        self._begun, self._training, NOTICES.save_failed = True, True, False
 
     def train_ends(self, seconds: float | None = None, *, interrupted: bool = False) -> None:
         """Wait for saves in the background, at most ``seconds``; None: as long as they take."""
@@ -229,7 +243,7 @@ class Checkpointer:
         """Write a checkpoint now, and remove what it has made superfluous."""
         kind = RESUMABLE in parts.rest
         self._failing.add(kind)
-        write(path, parts, group)
+        write(path, parts, group, self._run)
         self._failing.remove(kind)
         self._last_good = path, time.monotonic()
         if Ranks(group).leads:
@@ -302,6 +316,7 @@ class Checkpointer:
                 verify=self._verify,
             ),
         )
+        self._run.knows(taken)
         # What Lightning says that it has restored, and ModelCheckpoint keeps.
         trainer._checkpoint_connector._ckpt_path = str(taken)
         return rest

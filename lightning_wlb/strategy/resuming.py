@@ -16,10 +16,12 @@
 Lightning chooses before there are process groups, each rank for itself. So what was asked for is
 noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
 
-The newest checkpoint is the one saved last, by the time in its manifest: not the one of the latest
-step, since a run that was set back writes earlier steps later, nor the youngest in the file system,
-where copies are younger. A checkpoint with a damaged manifest is as new as its folder. Damage is
-found by whoever reads a checkpoint, and then takes the next. Cost: one small file for each.
+The newest checkpoint is the one saved last, by what manifests say of their runs
+(:mod:`lightning_wlb.checkpoints.save_order`): not the one of the latest step, since a run that was
+set back writes earlier steps later, nor the youngest by clocks, which may be wrong, or in the file
+system, where copies are younger. A checkpoint whose manifest cannot be read, or that vanishes, is
+passed over with a warning, unless there is no other. Other damage is found by whoever reads a
+checkpoint, and then takes the next. Cost: two small files for each.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.checkpoints.manifest import Damaged, Manifest
+from lightning_wlb.checkpoints.save_order import newest_first
 from lightning_wlb.checkpoints.writing import REST
 
 _T = TypeVar("_T")
@@ -137,10 +140,33 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
     )
 
 
-def _usable(paths: list[Path], fitting: bool) -> list[Path]:
-    """Newest first; in a fit those to resume from, else the newest alone, to be refused by name."""
-    ordered = newest_first(paths)
-    return ([path for path in ordered if can_resume(path)] or ordered[:1]) if fitting else ordered
+def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
+    """Newest first; in a fit those to resume from, else the newest alone, to be refused by name.
+
+    Raises:
+        ValueError: a newer version of lightning_wlb wrote one, which must not be passed over.
+    """
+    saved: dict[Path, Manifest] = {}
+    unreadable: dict[Path, Exception] = {}
+    for path in dict.fromkeys(paths):
+        try:
+            saved[path] = manifest.read(path)
+        except (OSError, Damaged) as error:
+            unreadable[path] = error
+    ordered = newest_first(saved)
+    if fitting:
+        ordered = [path for path in ordered if can_resume(path)] or ordered[:1]
+    if not ordered:
+        return sorted(unreadable)
+    for problem in unreadable.values():
+        rank_zero_warn(f"{problem} It is passed over.")
+    first, latest = ordered[0], max(ordered, key=lambda path: saved[path].time)
+    if saved[first].time < saved[latest].time:
+        rank_zero_warn(
+            f"{first} is the newest: the run that saved it knew of {latest}, although the clock"
+            f" said {saved[latest].time - saved[first].time:,.0f} s less. A clock was or is wrong."
+        )
+    return ordered
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
@@ -177,11 +203,6 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
             if is_checkpoint(path):
                 found.setdefault(path.resolve(), path)
     return list(found.values())
-
-
-def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sort checkpoints by the time of their save."""
-    return sorted(set(paths), key=_saved, reverse=True)
 
 
 def requeue_number(path: Path) -> int | None:
@@ -221,12 +242,3 @@ def _rest(path: Path) -> dict[str, Any] | None:
     except Exception:  # a damaged pickle can lead to any
         return None
     return rest if isinstance(rest, dict) else None
-
-
-def _saved(path: Path) -> tuple[float, int, str]:
-    """A checkpoint's time of saving in seconds since 1970, its step and its name."""
-    try:
-        written = manifest.read(path)
-    except (OSError, ValueError):
-        return path.stat().st_mtime, -1, str(path)
-    return written.time, written.step, str(path)

@@ -16,7 +16,9 @@ in this order. Not for modules that are not a :class:`.LanguageModule`, nor for 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
 from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, choose_run_mesh
 from lightning_wlb.strategy.run_planning import RunPlanning
 from lightning_wlb.strategy.split_model import SplitModel, StepRunner, WholeModelSummary
+from lightning_wlb.supervision.faults import without_hiding_cause
 from lightning_wlb.supervision.watchdog import say
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.training.executor import Executor
@@ -266,17 +269,16 @@ class WLBStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         module = self.lightning_module
-        if module is not None and not module.trainer.interrupted:
-            self.checkpoints.train_ends()
-        if isinstance(module, LanguageModule):
-            module.executor = None
-        self.processes.end()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        parts = self.accelerator, self.precision_plugin, self.cluster_environment
+        with without_hiding_cause(), ExitStack() as ends:
+            for each in parts:
+                ends.callback(each.teardown)  # type: ignore[union-attr]
+            ends.callback(self.processes.end)
+            if isinstance(module, LanguageModule):
+                module.executor = None
+            if sys.exc_info()[1] is None:
+                self.checkpoints.train_ends()
 
     # The model and its steps
 
@@ -363,10 +365,11 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception that not all ranks have together nothing is written, and that is said.
+        After an exception that not all ranks have together, or before training, nothing is written,
+        and that is said.
         """
-        if self.processes.alone is not None:
-            say(self.global_rank, f"{filepath} is not saved, since {self.processes.alone}")
+        if cause := self.processes.alone or self.checkpoints.refusal:
+            say(self.global_rank, f"{filepath} is not saved, since {cause}")
             return
         self.processes.check_connected(self.world_size)
         checks.refuse_storage_options(storage_options)
@@ -395,4 +398,5 @@ class WLBStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for saves in the background, not for long: other ranks may have died."""
-        self.checkpoints.train_ends(END_SECONDS, interrupted=True)
+        with without_hiding_cause():
+            self.checkpoints.train_ends(END_SECONDS, interrupted=True)

@@ -23,8 +23,10 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -162,6 +164,18 @@ class Faults(pl.Callback):
                 self._held_back.append(callback)
         if self._size > 1 and threading.current_thread() is threading.main_thread():
             atexit.register(_exit_soon)
+
+
+@contextmanager
+def without_hiding_cause() -> Iterator[None]:
+    """Where an exception is being handled, say an error inside instead of raising it over that."""
+    cause = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        if cause is None:
+            raise
+        rank_zero_warn(f"The end of the run failed, too: {type(error).__name__}: {error}")
 
 
 def _in_short(error: str) -> str:

@@ -80,11 +80,31 @@ def test_a_manifest_that_was_changed_is_damaged(folder):
 
 
 def test_a_newer_format_and_other_folders_are_refused(folder):
-    change(folder, True, format=2)
-    with pytest.raises(ValueError, match=r"newer version .*format 2.* Update"):
+    change(folder, True, format=3)
+    with pytest.raises(ValueError, match=r"newer version .*format 3.* Update"):
         manifest.read(folder)
-    change(folder, True, format=1, files={"../one": {"size": 1, "crc32": ""}})
+    change(folder, True, format=2, files={"../one": {"size": 1, "crc32": ""}})
     with pytest.raises(Damaged, match=r"names '\.\./one', which is not in the folder"):
+        manifest.read(folder)
+
+
+def test_the_format_without_who_saved_it_is_read(folder):
+    whole = json.loads((folder / "manifest.json").read_text())["content"]
+    del whole["by"]
+    whole["format"] = 1
+    text = json.dumps({"content": whole, "crc32": manifest._checksum(whole)})
+    (folder / "manifest.json").write_text(text)
+    assert manifest.read(folder).by == manifest.Saver()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"time": "late"}, {"step": 1.5}, {"by": []}, {"by": {"number": "1"}}, {"by": {"known": [1]}}],
+    ids=str,
+)
+def test_other_types_are_damage(changes, folder):
+    change(folder, True, **changes)
+    with pytest.raises(Damaged, match=r"manifest\.json is not what was written"):
         manifest.read(folder)
 
 

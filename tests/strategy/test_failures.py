@@ -8,15 +8,19 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 
 from benchmarks.ranks import start_ranks
+from lightning_wlb.strategy import resuming
+from lightning_wlb.strategy.resuming import candidates
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.supervision import heartbeat
+from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
 LIMIT = 60.0  # seconds
@@ -50,7 +54,7 @@ class Fails(L.Callback):
             raise ZeroDivisionError(SAID)
 
 
-def raises(*_: object) -> None:
+def raises(*_: object, **__: object) -> None:
     raise ZeroDivisionError(SAID)
 
 
@@ -164,3 +168,42 @@ def test_parameters_of_which_some_may_have_moved_are_not_saved(tmp_path):
         assert "nothing is saved" in said
         assert "another.ckpt is not saved, since the parameters are no state" in said
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+def ends_early(rank: int, folder: Path) -> dict[str, str]:
+    """Runs that fail before they train: how each ends, and what was saved of it on the exception.
+
+    Whatever fails while a run ends comes after that.
+    """
+    runner = trainer(
+        WLBStrategy(), 1, callbacks=[ModelCheckpoint(folder)], enable_checkpointing=True
+    )
+    runner.fit(module(SMALL), data(SMALL))
+    (saved,) = folder.glob("*.ckpt")
+    (saved / "meta.pt").write_bytes(b"damaged")
+    found = {}
+    for name in ("launch", "mesh", "callback", "end", "load"):
+        strategy = WLBStrategy(*(3, 1, 1, 1) if name == "mesh" else ())
+        callbacks = [OnExceptionCheckpoint(folder, "another")]
+        if name in ("callback", "end"):
+            callbacks.append(LambdaCallback(setup=raises))
+        if name == "end":
+            strategy.processes.end = strategy.on_exception = raises  # type: ignore[method-assign]
+        runner = trainer(strategy, 1, callbacks=callbacks, enable_checkpointing=True)
+        with patch.object(resuming, "candidates", raises if name == "launch" else candidates):
+            try:
+                runner.fit(module(SMALL), data(SMALL), ckpt_path=saved if name == "load" else None)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    found["saved"] = ", ".join(path.name for path in folder.glob("another*"))
+    return found
+
+
+def test_what_ends_a_run_before_it_trains_is_its_last_line_and_saves_nothing(tmp_path):
+    """A checkpoint of initial values would be the newest: the next attempt would begin anew."""
+    [found] = run_ranks(ends_early, 1, tmp_path, process_group=False)
+    for name in ("launch", "callback", "end"):
+        assert found.pop(name) == f"ZeroDivisionError: {SAID}", name
+    assert found.pop("mesh").startswith("MisconfigurationException: The mesh data 3 ")
+    assert re.match(r"Damaged: .* is damaged: meta\.pt has 7 bytes", found.pop("load"))
+    assert found == {"saved": ""}

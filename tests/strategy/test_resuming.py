@@ -1,7 +1,10 @@
 """What ``ckpt_path`` means: which checkpoints are tried, in which order."""
 
+import json
 import os
+import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
@@ -14,6 +17,8 @@ from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import write
+from tests.ranks import run_ranks
+from tests.strategy.harness import SMALL, data, module, trainer
 
 
 @pytest.fixture
@@ -44,27 +49,27 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_last_is_the_newest_of_any_name(places):
-    trainer, paths = places
-    assert names(resuming.candidates(trainer, "last", True)) == ["step=9.ckpt", "last.ckpt"]
+    runner, paths = places
+    assert names(resuming.candidates(runner, "last", True)) == ["step=9.ckpt", "last.ckpt"]
     # To evaluate, weights are enough.
-    assert names(resuming.candidates(trainer, "last", False))[0] == "weights.ckpt"
+    assert names(resuming.candidates(runner, "last", False))[0] == "weights.ckpt"
     for asked in (None, "best", "hpc/of/mine", paths["last.ckpt"]):
-        assert resuming.candidates(trainer, asked, True) == []
+        assert resuming.candidates(runner, asked, True) == []
 
 
 def test_in_a_slurm_job(places, monkeypatch):
-    trainer, paths = places
+    runner, paths = places
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     everything = ["step=9.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"]
     for asked in ("last", "hpc", None):
-        assert names(resuming.candidates(trainer, asked, True)) == everything
-    assert resuming.candidates(trainer, None, False) == []
+        assert names(resuming.candidates(runner, asked, True)) == everything
+    assert resuming.candidates(runner, None, False) == []
     # A node died before any time limit came: what this job has saved.
     paths["hpc_ckpt_1.ckpt"].rename(paths["hpc_ckpt_1.ckpt"].parent / "away")
-    assert resuming.candidates(trainer, None, True) == []
+    assert resuming.candidates(runner, None, True) == []
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert names(resuming.candidates(trainer, None, True)) == ["last.ckpt"]
+    assert names(resuming.candidates(runner, None, True)) == ["last.ckpt"]
 
 
 def test_a_folder_means_what_is_in_it(places, tmp_path):
@@ -167,12 +172,79 @@ def test_by_the_time_that_the_manifest_records(tmp_path):
     again = write(tmp_path / "again.ckpt", 2, 400.0)
     first = write(tmp_path / "first.ckpt", 9, 100.0)
     os.utime(first)  # as a copy has it
-    found = resuming.checkpoints_in(tmp_path)
-    assert resuming.newest_first(found) == [again, late, first]
-    # What has no manifest that can be read is as new as its folder.
-    (first / manifest.NAME).write_text("{}")
-    os.utime(first, (350, 350))
-    assert resuming.newest_first(found) == [again, first, late]
+    assert resuming.candidates_in(tmp_path, False) == [again, late, first]
+
+
+def hostile(content: dict[str, object]) -> str:
+    return json.dumps({"content": content, "crc32": manifest._checksum(content)})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{}", "[" * 100_000, "text as time", "vanishes"],
+    ids=["empty", "brackets", "text", "vanishes"],
+)
+def test_what_cannot_be_read_is_one_warning_and_no_candidate(damage, tmp_path, monkeypatch):
+    good, bad = (write(tmp_path / name, 4, 300.0, lr_schedulers=[]) for name in ("good", "bad"))
+    if damage == "vanishes":
+        found = resuming.checkpoints_in(tmp_path)
+        bad.rename(tmp_path.parent / f"{tmp_path.name} away")
+        monkeypatch.setattr(resuming, "checkpoints_in", lambda folder: found)
+    elif damage == "text as time":
+        content = json.loads((bad / manifest.NAME).read_bytes())["content"]
+        (bad / manifest.NAME).write_text(hostile(content | {"time": "late"}))
+    else:
+        (bad / manifest.NAME).write_text(damage)
+    with pytest.warns(match=f"{bad} is damaged: manifest.json .* It is passed over") as said:
+        assert resuming.candidates_in(tmp_path, True) == [good]
+    assert len(said) == 1
+    # Where there is no other it is tried, and refused by name: a run must not begin anew silently.
+    (good / manifest.NAME).unlink()
+    if damage != "vanishes":
+        assert resuming.candidates_in(tmp_path, True) == [bad, good]
+
+
+def test_what_a_newer_version_wrote_is_not_passed_over(tmp_path):
+    new, _ = (write(tmp_path / name, 4, 300.0, lr_schedulers=[]) for name in ("new", "old"))
+    content = json.loads((new / manifest.NAME).read_bytes())["content"]
+    (new / manifest.NAME).write_text(hostile(content | {"format": 9}))
+    with pytest.raises(ValueError, match=r"newer version .*format 9.* Update"):
+        resuming.candidates_in(tmp_path, True)
+
+
+def three_attempts(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
+    """Attempts of a run; on the node of the second one the clock is an hour slow.
+
+    Of each the checkpoint that it went on from, and the warnings of clocks.
+    """
+    found = []
+    for attempt, clock in enumerate((7200.0, 3600.0, 7300.0), 1):
+        runner = trainer(
+            WLBStrategy(),
+            1,
+            max_steps=2 * attempt,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)],
+            enable_checkpointing=True,
+            default_root_dir=folder,
+        )
+        with (
+            patch.object(manifest.time, "time", lambda clock=clock: clock),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            runner.fit(module(SMALL), data(SMALL), ckpt_path="last")
+        clocks = [str(each.message) for each in said if "clock said" in str(each.message)]
+        found.append((Path(runner.ckpt_path or "").name, clocks))
+    return found
+
+
+def test_the_clock_is_not_believed_where_a_run_knows_better(tmp_path):
+    [[first, second, third]] = run_ranks(three_attempts, 1, tmp_path, process_group=False)
+    assert first[1] == []
+    assert second == ("epoch=0-step=2.ckpt", [])
+    assert third[0] == "epoch=0-step=4.ckpt"
+    (said,) = third[1]
+    assert "step=4.ckpt is the newest: the run that saved it knew of " in said
+    assert "step=2.ckpt, although the clock said 3,600 s less. A clock was or is wrong." in said
 
 
 def test_what_is_a_checkpoint(tmp_path):

@@ -1,0 +1,84 @@
+"""Which of several checkpoints was saved last, without believing a clock.
+
+A manifest says which run saved the folder, as how manyth of that run, and which runs the run knew
+of: those of the checkpoints that it loaded, or found beside its first save, and those that they
+knew of. So whatever the clocks of nodes say, a checkpoint is newer than those that its run saved
+before it, and than all of a run that its run knew of. A run is a process: it keeps its name where
+it is set back to an earlier step, and what it saves then is newer. Clocks decide between runs that
+do not know of each other, as those of a folder that was copied in, or of two launchers. This is the
+order of ``git log --date-order``. A checkpoint of a version that did not name the run is a run of
+its own.
+
+Cost: of the first save into a folder, one small file for each checkpoint there. Sorting n
+checkpoints of r runs takes O(n r + r²).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints.manifest import Manifest, Saver
+
+
+@dataclass(eq=False)
+class SavingRun:
+    """A run that saves checkpoints, as its manifests name it; on rank 0."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    count: int = 0
+    known: dict[str, None] = field(default_factory=dict)  # other runs, in the order of their ends
+    _folders: set[Path] = field(default_factory=set)
+
+    def next_save(self, folder: Path) -> Saver:
+        """Who saves the next checkpoint into a folder, for its manifest."""
+        if folder not in self._folders:
+            self._folders.add(folder)
+            for path in sorted(folder.iterdir()):
+                self.knows(path)
+        self.count += 1
+        return Saver(self.name, self.count, tuple(self.known))
+
+    def knows(self, path: Path) -> None:
+        """Note the run that has saved a checkpoint, and those it knew of, if it can be read."""
+        try:
+            saved = manifest.read(path)
+        except (OSError, ValueError):  # it is no checkpoint, or damaged
+            return
+        self.known.update(dict.fromkeys((*saved.by.known, _run(saved))))
+        self.known.pop(self.name, None)
+
+
+def newest_first(saved: Mapping[Path, Manifest]) -> list[Path]:
+    """Sort checkpoints, the one that was saved last first.
+
+    Manifests that contradict each other, which only a hand can make, are sorted in some order.
+    """
+    runs: dict[str, list[Path]] = {}
+    known: dict[str, set[str]] = {}
+    for path in sorted(saved, key=lambda path: (saved[path].by.number, _time(path, saved))):
+        run = _run(saved[path])
+        runs.setdefault(run, []).append(path)
+        known.setdefault(run, set()).update(saved[path].by.known)
+    known_by = Counter(each for run in runs for each in known[run] - {run})
+    ordered = []
+    while runs:
+        latest = [run for run in runs if not known_by[run]] or list(runs)
+        run = max(latest, key=lambda run: _time(runs[run][-1], saved))
+        ordered.append(runs[run].pop())
+        if not runs[run]:
+            del runs[run]
+            known_by.subtract(known[run] - {run})
+    return ordered
+
+
+def _run(saved: Manifest) -> str:
+    return saved.by.run or saved.save
+
+
+def _time(path: Path, saved: Mapping[Path, Manifest]) -> tuple[float, int, str]:
+    return saved[path].time, saved[path].step, str(path)
