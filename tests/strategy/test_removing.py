@@ -19,7 +19,7 @@ from tests.checkpoints.small_checkpoints import write
 def checkpoints(monkeypatch) -> Checkpointer:
     """Writes checkpoints of this process; those named "full" cannot be written."""
 
-    def fake(path: Path, parts: CheckpointContent, group: object) -> None:
+    def fake(path: Path, parts: CheckpointContent, *_: object) -> None:
         if "full" in path.name:
             raise OSError(28, "No space left on device")
         write(path, 1, 1.0, **parts.rest)
