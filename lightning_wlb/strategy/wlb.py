@@ -270,9 +270,8 @@ class WLBStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
         module = self.lightning_module
-        parts = self.accelerator, self.precision_plugin, self.cluster_environment
         with without_hiding_cause(), ExitStack() as ends:
-            for each in parts:
+            for each in (self.accelerator, self.precision_plugin, self.cluster_environment):
                 ends.callback(each.teardown)  # type: ignore[union-attr]
             ends.callback(self.processes.end)
             if isinstance(module, LanguageModule):
@@ -365,8 +364,7 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception that not all ranks have together, or before training, nothing is written,
-        and that is said.
+        After an exception of some ranks, or before training, nothing is, and that is said.
         """
         if cause := self.processes.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")

@@ -175,7 +175,7 @@ def without_hiding_cause() -> Iterator[None]:
     except Exception as error:
         if cause is None:
             raise
-        rank_zero_warn(f"The end of the run failed, too: {type(error).__name__}: {error}")
+        rank_zero_warn(f"The end of the run failed, too: {type(error).__name__}: {text_of(error)}")
 
 
 def _in_short(error: str) -> str:
