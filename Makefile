@@ -35,7 +35,6 @@ test-fast: $(VENV)/ready  ## run the tests that need no second process (about 90
 package: $(VENV)/ready  ## build the wheel, install it in a fresh environment and plan with it
 	@rm -rf build dist .package && $(RUN) -m build -q --wheel .
 	@$(PYTHON) -m venv .package
-	@.package/bin/python -m pip install -q -c constraints.txt torch
 	@.package/bin/python -m pip install -q -c constraints.txt dist/*.whl
 	@cd .package && bin/lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
 	  --context-window 131072 --profile h100 --steps 2

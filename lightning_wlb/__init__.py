@@ -1,33 +1,45 @@
-"""Workload-balanced long-context training for PyTorch Lightning.
+"""Workload-balanced long-context training: a planner for every loop, and a Lightning strategy.
 
-Importing this package registers the strategy ``"wlb"``: ``Trainer(strategy="wlb")``.
+Importing this package needs numpy alone and loads nothing else: names are imported when they are
+first used (PEP 562). Where Lightning is imported, before or after, ``Trainer(strategy="wlb")`` is
+registered.
 """
 
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_wlb.callbacks import ImbalanceMonitor
-from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.loader import StepDataset, StepLoader
-from lightning_wlb.data.open_documents import documents
-from lightning_wlb.data.stores.document_store import DocumentStore
-from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
-from lightning_wlb.planning import DataSettings
-from lightning_wlb.strategy.wlb import WLBStrategy
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+
+    from lightning_wlb.adapters.plan_step import plan_step
+    from lightning_wlb.callbacks.monitor import ImbalanceMonitor
     from lightning_wlb.cli.train import WLBCLI
+    from lightning_wlb.data.datamodule import WLBDataModule
+    from lightning_wlb.data.loader import StepDataset, StepLoader
+    from lightning_wlb.data.open_documents import documents
+    from lightning_wlb.data.stores.document_store import DocumentStore
+    from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+    from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
+    from lightning_wlb.models.config import TransformerConfig
+    from lightning_wlb.models.decoder import Decoder
     from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
+    from lightning_wlb.models.language_module import LanguageModule
+    from lightning_wlb.models.transformer import Transformer
+    from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
+    from lightning_wlb.planning import DataSettings
+    from lightning_wlb.planning.balanced_step import BalancedStep
+    from lightning_wlb.strategy.wlb import WLBStrategy
 
 __all__ = [
     "WLBCLI",
+    "BalancedStep",
     "DataSettings",
     "Decoder",
     "DocumentStore",
@@ -48,28 +60,94 @@ __all__ = [
     "WLBDataModule",
     "WLBStrategy",
     "documents",
+    "plan_step",
 ]
 
-StrategyRegistry.register(
-    WLBStrategy.strategy_name,
-    WLBStrategy,
-    description="Workload-balanced data x pipeline x context x tensor parallelism",
-)
+_HOMES = {
+    "adapters.plan_step": ["plan_step"],
+    "callbacks.monitor": ["ImbalanceMonitor"],
+    "cli.train": ["WLBCLI"],
+    "data.datamodule": ["WLBDataModule"],
+    "data.loader": ["StepDataset", "StepLoader"],
+    "data.open_documents": ["documents"],
+    "data.stores.document_store": ["DocumentStore"],
+    "data.stores.in_memory": ["InMemoryDocuments"],
+    "data.stores.python_stdlib": ["StdlibDocuments"],
+    "models.config": ["TransformerConfig"],
+    "models.decoder": ["Decoder"],
+    "models.huggingface.huggingface_module": ["HuggingFaceModule"],
+    "models.language_module": ["LanguageModule"],
+    "models.transformer": ["Transformer"],
+    "plan": ["MicroBatch", "Piece", "ReplicaPlan", "Slice", "StepPlan"],
+    "planning": ["DataSettings"],
+    "planning.balanced_step": ["BalancedStep"],
+    "strategy.wlb": ["WLBStrategy"],
+}
+"""The names that each module gives the package."""
+
+_EXTRAS = {"transformers": "hf", "safetensors": "hf", "peft": "hf", "datasets": "hf"}
+_STRATEGIES = "lightning.pytorch.strategies"
 
 
 def __getattr__(name: str) -> Any:
-    # Both take seconds to import, and transformers is an extra.
-    if name == "WLBCLI":
-        from lightning_wlb.cli.train import WLBCLI
-
-        return WLBCLI
-    if name == "HuggingFaceModule":
-        try:
-            from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"HuggingFaceModule needs {error.name}: pip install 'lightning-wlb[hf]'",
-                name=error.name,
-            ) from error
-        return HuggingFaceModule
+    for home, names in _HOMES.items():
+        if name in names:
+            try:
+                found = getattr(import_module(f"{__name__}.{home}"), name)
+            except ModuleNotFoundError as error:
+                missing = (error.name or "").partition(".")[0]
+                if missing == __name__:
+                    raise
+                extra = _EXTRAS.get(missing, "train")
+                raise ModuleNotFoundError(
+                    f"{name} needs {missing}: pip install 'lightning-wlb[{extra}]'", name=error.name
+                ) from error
+            globals()[name] = found
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register(strategies: ModuleType) -> None:
+    """Make ``"wlb"`` known to Lightning, which asks for the class when a Trainer names it."""
+
+    def wlb(**options: Any) -> WLBStrategy:
+        from lightning_wlb.strategy.wlb import WLBStrategy
+
+        return WLBStrategy(**options)
+
+    strategies.StrategyRegistry.register(
+        "wlb", wlb, description="Workload-balanced data x pipeline x context x tensor parallelism"
+    )
+
+
+class _WhenLightningComes(MetaPathFinder):
+    """Registers the strategy once Lightning's registry has been imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's own spec, whose loader registers the strategy when it has run."""
+        if name != _STRATEGIES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            _register(module)
+
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if (_imported := sys.modules.get(_STRATEGIES)) is not None:
+    _register(_imported)
+else:
+    sys.meta_path.insert(0, _WhenLightningComes())

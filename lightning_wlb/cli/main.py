@@ -10,48 +10,49 @@ is 2.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
-import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+COMMANDS = ("consolidate", "export", "plan", "profile", "tokenize")
+"""Subcommands, each a module of this package, which is imported when it is asked for."""
 
-from lightning_wlb.cli import consolidate, export, plan, profile, tokenize, train
-
-COMMANDS: dict[str, ModuleType] = {
-    "consolidate": consolidate,
-    "export": export,
-    "plan": plan,
-    "profile": profile,
-    "tokenize": tokenize,
+TRAINING = {
+    "fit": "Train by a configuration file: LightningCLI, with trainer.strategy: wlb.",
+    "validate": "Evaluate on the validation documents, by a configuration file.",
+    "test": "Evaluate on the test documents, by a configuration file.",
 }
-"""Subcommands by name."""
+"""LightningCLI's subcommands, and a line about each."""
 
-_MISTAKES = ValueError, MisconfigurationException, FileNotFoundError, argparse.ArgumentError
+_MISTAKES = ValueError, ModuleNotFoundError, FileNotFoundError, argparse.ArgumentError
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line, or with the options of one subcommand ``only``."""
     whole = argparse.ArgumentParser(
         prog="lightning-wlb",
         description="Workload-balanced long-context training: tokenise documents, see what"
         " balancing gains on them, train, and take the model elsewhere.",
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    for name, module in COMMANDS.items():
-        assert module.__doc__ is not None
-        summary = module.__doc__.partition("\n")[0]
+    for name in COMMANDS:
+        summary = _docstring(name)
         command = commands.add_parser(
             name,
-            help=summary.rstrip("."),
-            description=module.__doc__,
+            help=summary.partition("\n")[0].rstrip("."),
+            description=summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    for name, summary in train.SUBCOMMANDS.items():
+        if only in (None, name):
+            module = _module(name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    for name, summary in TRAINING.items():
         commands.add_parser(name, help=summary.rstrip("."), add_help=False)
     return whole
 
@@ -59,23 +60,48 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 for a mistake of the user."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] in train.SUBCOMMANDS:
-        return _answer(argv[0], lambda: train.run(argv))
-    arguments = parser().parse_args(argv)
-    return _answer(arguments.command, lambda: arguments.run(arguments))
+    command = argv[0] if argv else ""
+    if command in TRAINING:
+        return _answer(command, lambda: _module("train").run(argv))
+    arguments = parser(command).parse_args(argv)
+    return _answer(command, lambda: arguments.run(arguments))
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"{__package__}.{name}")
+
+
+def _docstring(name: str) -> str:
+    """The docstring of a subcommand's module, without what the module imports, which is seconds."""
+    spec = find_spec(f"{__package__}.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_bytes()), clean=False) or ""
 
 
 def _answer(command: str, run: Callable[[], None]) -> int:
     """Run a command, and print a mistake of the user without a traceback."""
     try:
         run()
-    except _MISTAKES as error:
-        if os.environ.get("LIGHTNING_WLB_TRACEBACK"):
+    except Exception as error:
+        if not _is_mistake(error) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
             raise
         if (rank := _speaker(error)) is not None:
             print(f"lightning-wlb {command}{rank}: {_paragraph(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether it is the user's. What was never imported has raised nothing."""
+    if isinstance(error, ModuleNotFoundError):
+        return not (error.name or "").startswith("lightning_wlb")
+    return isinstance(error, _MISTAKES) or _is_misconfiguration(error)
+
+
+def _is_misconfiguration(error: BaseException) -> bool:
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    return lightning is not None and isinstance(error, lightning.MisconfigurationException)
 
 
 def _paragraph(error: BaseException) -> str:
@@ -89,6 +115,8 @@ def _paragraph(error: BaseException) -> str:
     ):
         error = error.__cause__
     text = str(error)
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in text:
+        text += ". It comes with pip install 'lightning-wlb[train]', or [hf] for Hugging Face."
     if "Original Traceback" in text:  # from a loader worker
         text = text.strip().rpartition("\n")[2]
     return " ".join(text.split())
@@ -101,7 +129,8 @@ def _speaker(error: BaseException) -> str | None:
     the first rank of each node says them.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    if isinstance(error, MisconfigurationException) or not dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or _is_misconfiguration(error) or not dist.is_initialized():
         return "" if first else None
     return f" (rank {dist.get_rank()})"
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.forecast import WORTH, attention_share
-from lightning_wlb.cli.pictures import draw_meshes
 from lightning_wlb.cli.request import (
     PRECISIONS,
     REFERENCE,
@@ -193,6 +192,8 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         soft_wrap=True,
     )
     if arguments.picture is not None:
+        from lightning_wlb.cli.pictures import draw_meshes
+
         draw_meshes(
             arguments.picture,
             found,

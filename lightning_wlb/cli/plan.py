@@ -31,7 +31,6 @@ from rich.table import Table
 from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
 from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
-from lightning_wlb.cli.pictures import draw_gantt, write_trace
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
@@ -248,6 +247,8 @@ def run(arguments: argparse.Namespace) -> None:
         steps = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
         shown = {name: _last_to_end(each) for name, each in steps.items()}
     if arguments.picture is not None:
+        from lightning_wlb.cli.pictures import draw_gantt
+
         draw_gantt(
             arguments.picture,
             shown,
@@ -256,6 +257,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
         console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.trace is not None:
+        from lightning_wlb.cli.pictures import write_trace
+
         write_trace(arguments.trace, shown)
         console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.data.open_documents import documents
-from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS
@@ -86,6 +82,8 @@ def model_shape(text: str) -> ModelShape:
 
 def _config_of_yaml(path: Path) -> Any:
     """The model's config in a LightningCLI YAML."""
+    import yaml
+
     try:
         model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         return model.get("init_args", model)["config"]
@@ -183,9 +181,9 @@ def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, d
 
 Lengths = npt.NDArray[np.int64]
 
-STORES: dict[str, Callable[[], Lengths]] = {
-    "stdlib": lambda: StdlibDocuments(unit="file").lengths,
-    "stdlib-definitions": lambda: StdlibDocuments(unit="definition").lengths,
+STORES: dict[str, Literal["file", "definition"]] = {
+    "stdlib": "file",
+    "stdlib-definitions": "definition",
 }
 """Lengths by name: the files of Python's standard library in bytes, and its top-level functions and
 classes, which ``WLBDataModule("stdlib")`` trains on."""
@@ -216,7 +214,9 @@ def load_lengths(
             kind, or ``source`` is a mixture.
     """
     if source in STORES:
-        return STORES[source]()
+        from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
+
+        return StdlibDocuments(unit=STORES[source]).lengths
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)
@@ -240,6 +240,18 @@ def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -
 
 
 def _lengths_of_documents(source: str) -> Lengths:
+    plain = Path(source).suffix and not set(source) & set("{}*?[]")
+    if plain and not any(Path(source + end).exists() for end in ("", ".bin")):
+        named = ", ".join([*STORES, GENERATOR_A])
+        raise ValueError(
+            f"--lengths: there is no file {source}. Give {named}, a file of lengths, or documents."
+        )
+    # Documents need pyarrow and torch, which plain lengths do without.
+    import yaml
+
+    from lightning_wlb.data.open_documents import documents
+    from lightning_wlb.data.stores.mixture import MixedDocuments
+
     try:
         store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
     except (ValueError, yaml.YAMLError) as error:

@@ -31,16 +31,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lightning_wlb.cli.main import TRAINING
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
-
-SUBCOMMANDS = {
-    "fit": "Train by a configuration file: LightningCLI, with trainer.strategy: wlb.",
-    "validate": "Evaluate on the validation documents, by a configuration file.",
-    "test": "Evaluate on the test documents, by a configuration file.",
-}
-"""LightningCLI's subcommands, and a line about each."""
 
 
 class WLBCLI(LightningCLI):
@@ -110,5 +104,5 @@ def run(arguments: Sequence[str]) -> None:
     quiet = {"exit_on_error": False}
     WLBCLI(
         args=args,
-        parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(SUBCOMMANDS, quiet),
+        parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(TRAINING, quiet),
     )

@@ -28,6 +28,9 @@ from functools import cached_property
 from math import isqrt
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_wlb.cost.shape import LayerShape, ModelShape, window_width
 
 
@@ -148,6 +151,15 @@ class PassWork:
         work = self.per_token * tokens + self.per_pair * pairs
         for window, per_pair in self.narrower:
             work += per_pair * causal_pairs(tokens, context, window)
+        return work
+
+    def of_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The work of whole pieces of so many tokens each, rounded to float64."""
+        tokens = lengths.astype(np.float64)
+        work = self.per_token * tokens
+        for window, per_pair in self.windows.items():
+            missed = np.maximum(tokens - window_width(window), 0)
+            work += per_pair * (tokens * (tokens + 1) - missed * (missed + 1)) / 2
         return work
 
     def __add__(self, other: PassWork) -> PassWork:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lightning.pytorch.utilities import rank_zero_only
 from platformdirs import user_cache_dir
 
 
@@ -128,7 +127,9 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
 
 def shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
-    if getattr(rank_zero_only, "rank", 0) != 0 or not sys.stderr.isatty():
+    ranks = sys.modules.get("lightning_utilities.core.rank_zero")  # which knows where one trains
+    rank = 0 if ranks is None else getattr(ranks.rank_zero_only, "rank", 0)
+    if rank != 0 or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
@@ -199,7 +198,7 @@ def check_documents(name: str, given: Any) -> None:
     try:
         _resolved(name, given, {})
     except ValueError as error:
-        raise MisconfigurationException(str(error)) from error
+        raise _misconfiguration(str(error)) from error
 
 
 def documents_or_number(name: str, given: Any) -> int | Documents:
@@ -309,7 +308,7 @@ def hold_out(
     """
     documents = len(store.lengths)
     if not 0 < count < documents:
-        raise MisconfigurationException(
+        raise _misconfiguration(
             f"{name}={count} of {documents} documents cannot be held out: choose a number from 0"
             f" to {documents - 1}."
         )
@@ -320,3 +319,10 @@ def hold_out(
     if isinstance(store, MixedDocuments):
         return store.subset(kept), DocumentSubset(store, chosen)
     return DocumentSubset(store, kept), DocumentSubset(store, chosen)
+
+
+def _misconfiguration(text: str) -> Exception:
+    # Imported here, since planning and tokenising need no Lightning.
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return MisconfigurationException(text)

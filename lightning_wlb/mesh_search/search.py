@@ -27,10 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-
 from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
@@ -74,6 +70,10 @@ Progress = Callable[[str, int, int], None]
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A bar that a search moves, where there is a terminal to show it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

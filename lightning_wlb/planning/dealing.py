@@ -68,14 +68,17 @@ def deal(works: Sequence[int], loads: list[int]) -> list[int]:
     Returns:
         The receiver of each item.
     """
-    heap = [(load, number) for number, load in enumerate(loads)]
+    # Load and number as one integer, which the heap compares faster than a pair.
+    bits = len(loads).bit_length()
+    heap = [load << bits | number for number, load in enumerate(loads)]
     heapq.heapify(heap)
     receivers = []
     for work in works:
-        load, number = heap[0]
-        receivers.append(number)
-        loads[number] = load + work
-        heapq.heapreplace(heap, (loads[number], number))
+        least = heap[0]
+        receivers.append(least & (1 << bits) - 1)
+        heapq.heapreplace(heap, least + (work << bits))
+    for least in heap:
+        loads[least & (1 << bits) - 1] = least >> bits
     return receivers
 
 

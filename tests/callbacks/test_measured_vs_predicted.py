@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_wlb.callbacks import ImbalanceMonitor
 from lightning_wlb.callbacks.measured_vs_predicted import departure
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.callbacks.test_monitor import make_data, make_module, make_trainer

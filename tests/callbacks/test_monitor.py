@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib.image import imread
 from rich.console import Console
 
-from lightning_wlb.callbacks import ImbalanceMonitor
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.callbacks.run_summary import LEVELS, summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.data.datamodule import WLBDataModule

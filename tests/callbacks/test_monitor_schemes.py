@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from lightning_wlb.callbacks import ImbalanceMonitor
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.callbacks.run_summary import strategies_table
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.prediction.predictor import Predictor

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_wlb.cli import shared_options as of_lengths
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.shared_options import (
     STORE_FILES,
@@ -204,7 +203,7 @@ def test_folders_and_files_of_documents_are_opened_as_documents(tmp_path, monkey
         asked.append(given)
         return InMemoryDocuments([[1, 2, 3], [4]])
 
-    monkeypatch.setattr(of_lengths, "documents", opened)
+    monkeypatch.setattr("lightning_wlb.data.open_documents.documents", opened)
     assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1]
     assert asked == [str(path)]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_wlb.callbacks import ImbalanceMonitor
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous import setup
 from lightning_wlb.heterogeneous.planning.dealing import arrange

@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.argument_checks import choice, whole
 
@@ -333,6 +332,8 @@ class MappedDocuments(ABC):
         rows = np.flatnonzero(lengths)
         if len(rows) == len(lengths):
             return lengths
+        from lightning.pytorch.utilities import rank_zero_info
+
         rank_zero_info(
             f"{self.name}: {len(lengths) - len(rows)} of {len(lengths)} documents have no tokens"
             " and are left out (empty='drop')."

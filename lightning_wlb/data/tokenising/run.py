@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import cache_folders
@@ -156,7 +155,7 @@ def tokenised_once(request: TokeniseRequest) -> Path:
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
     folder = _cache_folder() / f"{source.stem}-{key[:16]}"
     if folders.finished(folder, identity) is None:
-        rank_zero_info(f"Tokenising {source} into {folder}, once. {request.describe()}")
+        _say(f"Tokenising {source} into {folder}, once. {request.describe()}")
         tokenise(request, folder)
     return folder
 
@@ -335,7 +334,7 @@ def _alone(out: Path) -> Iterator[None]:
             break
         except Timeout as error:
             if not said:
-                rank_zero_info(f"Waiting for another process that tokenises into {out}.")
+                _say(f"Waiting for another process that tokenises into {out}.")
                 said = True
             partial = out / PARTIAL
             newest = max(since, partial.stat().st_mtime) if partial.exists() else since
@@ -367,3 +366,10 @@ def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
     with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=total, completed=done)
         yield lambda size: bar.advance(task, size)
+
+
+def _say(text: str) -> None:
+    # Imported here, since Lightning takes seconds, which no mistake on the command line should.
+    from lightning.pytorch.utilities import rank_zero_info
+
+    rank_zero_info(text)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_wlb.callbacks import ImbalanceMonitor
+from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents as open_documents

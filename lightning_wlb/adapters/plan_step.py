@@ -1,0 +1,247 @@
+"""Lengths in, micro-batches by rank out: the one function that every adapter calls.
+
+It needs numpy alone, unless ``model`` is a Hugging Face config. What is done with the lengths, and
+when not to use it, says :mod:`lightning_wlb.planning.balanced_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_wlb.argument_checks import flag, whole
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.models.config import PRESETS, as_config
+from lightning_wlb.plan import Slice
+from lightning_wlb.planning.balanced_step import (
+    Balance,
+    BalancedStep,
+    Items,
+    as_integers,
+    deal_step,
+    lockstep_work,
+)
+from lightning_wlb.prediction.estimate import UnplacedMicroBatch, estimated_costs
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+
+WorkOf = PassWork | Callable[[NDArray[np.float64]], ArrayLike] | Sequence[float]
+
+
+def plan_step(
+    lengths: Sequence[int] | NDArray[np.integer[Any]],
+    *,
+    ranks: int = 1,
+    max_tokens: int | None = None,
+    model: Any = None,
+    work: WorkOf | None = None,
+    micro_batches: int = 1,
+    equal_counts: bool = True,
+    equal_sizes: bool = False,
+    keep_order: bool = False,
+    lockstep: bool = False,
+    pairs: Sequence[Sequence[int]] = (),
+    profile: str | Profile | None = None,
+) -> BalancedStep:
+    """Give one step's sequences to ranks and micro-batches of equal work.
+
+    Args:
+        lengths: tokens of each sequence.
+        ranks: data-parallel ranks.
+        max_tokens: most tokens of a micro-batch; None: no cap.
+        model: what the sequences are run through: a preset (``"7b"``), a ``ModelShape`` or what has
+            one as ``.shape``, or a Hugging Face config, its folder or its name on the hub.
+        work: what sequences cost, in place of a model: a function of an array of lengths, as
+            ``lambda tokens: 24576 * tokens + tokens**2``, or one number for each sequence.
+        micro_batches: how many each rank has at least; more where the cap asks for them.
+        equal_counts: all ranks have as many micro-batches as the one that needs most, since ranks
+            that run different numbers of them wait for ever where each has a collective.
+        equal_sizes: all ranks have equally many sequences (or groups of ``pairs``).
+        keep_order: ranks and micro-batches are runs of the given order.
+        lockstep: whether ranks wait for each other in every micro-batch (ZeRO-3, FSDP that gathers
+            parameters again), and not only at the end of the step.
+        pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
+            the rejected answer of a preference.
+        profile: a device profile, to predict times by; needs ``model``.
+
+    Returns:
+        Plain lists, which print well. The same arguments give the same answer on every machine.
+
+    Raises:
+        ValueError: an argument out of range, neither ``model`` nor ``work``, a sequence or a group
+            above the cap, or numbers that do not divide; the message names it.
+    """
+    tokens = _checked_lengths(lengths)
+    ranks, least = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
+    cap = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
+    for name, value in (("equal_counts", equal_counts), ("equal_sizes", equal_sizes)):
+        flag(name, value)
+    if (model is None) == (work is None):
+        raise ValueError(
+            "plan_step needs either model=, such as '7b' or a Hugging Face config, or work=, such"
+            " as lambda tokens: 24576 * tokens + tokens**2, to know what a sequence costs."
+        )
+    shape = None if model is None else _shape_of(model)
+    costs = _work_of(tokens, Work.of(shape).total if shape else work)
+    items = _items(tokens, as_integers(costs), pairs, keep_order)
+    over = int(items.tokens.argmax())
+    if cap is not None and items.tokens[over] > cap:
+        raise ValueError(
+            f"Sequence {' with '.join(map(str, items.members[over]))} has {items.tokens[over]}"
+            f" tokens, more than max_tokens={cap}. Raise the cap, or cut or leave out the sequence."
+        )
+    if equal_sizes and (
+        len(items.members) % ranks or keep_order or len({len(each) for each in items.members}) > 1
+    ):
+        raise ValueError(
+            f"equal_sizes=True: {len(items.members)} sequences (or groups, which must be of one"
+            f" size) do not divide by ranks={ranks}, or keep_order=True asks for other sizes."
+        )
+    given: dict[str, Any] = {"least": least, "equal_counts": equal_counts, "lockstep": lockstep}
+    given |= {"equal_sizes": equal_sizes, "keep_order": keep_order}
+    dealt = deal_step(items, ranks, cap, **given)
+    # Items are alike to sequences where nothing stays together.
+    together = len(items.members) < len(tokens)
+    parts = [
+        [
+            sorted(i for item in each for i in items.members[item]) if together else each
+            for each in r
+        ]
+        for r in dealt
+    ]
+    length = tokens.tolist()
+    held = [[sum(length[i] for i in each) for each in rank] for rank in parts]
+    balance = _balance(costs, items, dealt, ranks)
+    if profile is not None:
+        if shape is None:
+            raise ValueError("profile= predicts the time of a model: give model= and not work=.")
+        balance = _timed(balance, profile, shape, tokens, parts, lockstep)
+    return BalancedStep(parts, held, balance, cap)
+
+
+def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0 or tokens.min() < 1:
+        raise ValueError(
+            f"lengths={lengths!r:.80} must be a sequence of whole numbers of at least 1, and not"
+            " empty: the tokens of each sequence."
+        )
+    return tokens.astype(np.int64)
+
+
+def _shape_of(model: Any) -> ModelShape:
+    model = getattr(model, "shape", model)
+    if isinstance(model, ModelShape):
+        return model
+    if (isinstance(model, str) and model in PRESETS) or (
+        isinstance(model, Mapping) and "model_type" not in model
+    ):
+        return as_config(model).shape
+    try:
+        from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+    except ImportError as error:
+        raise ValueError(
+            f"model={model!r:.80} is none of {', '.join(PRESETS)}. A Hugging Face config needs"
+            f" {error.name}: pip install 'lightning-wlb[hf]'. Or give work=."
+        ) from error
+    return shape_of(read_config(model))
+
+
+def _work_of(tokens: NDArray[np.int64], work: Any) -> NDArray[np.float64]:
+    if isinstance(work, PassWork):
+        return work.of_lengths(tokens)
+    costs = np.asarray(work(tokens.astype(np.float64)) if callable(work) else work, np.float64)
+    if costs.shape != tokens.shape or not np.isfinite(costs).all() or costs.min() < 0:
+        raise ValueError(
+            f"work= gives {costs.shape} numbers for {len(tokens)} sequences, or some that are"
+            " negative or not finite: give one of at least 0 for each sequence."
+        )
+    return costs
+
+
+def _items(
+    tokens: NDArray[np.int64], works: NDArray[np.int64], pairs: Any, keep_order: bool
+) -> Items:
+    if len(pairs) == 0:
+        return Items(works, tokens, [[number] for number in range(len(tokens))])
+    groups = [[whole("pairs: a sequence", each, 0) for each in group] for group in pairs]
+    named = [each for group in groups for each in group]
+    if len(set(named)) < len(named) or max(named) >= len(tokens) or not all(groups):
+        raise ValueError(
+            f"pairs name sequences {sorted(named)[:8]}..., but each of 0 to {len(tokens) - 1} may"
+            " stand in one group only, and no group may be empty."
+        )
+    rest = set(range(len(tokens))).difference(named)
+    members = sorted([*map(sorted, groups), *([number] for number in rest)])
+    if keep_order and [each for group in members for each in group] != list(range(len(tokens))):
+        raise ValueError("keep_order=True: sequences that stay together must be neighbours.")
+    sums = [
+        np.array([sum(each[i] for i in group) for group in members], np.int64)
+        for each in (works.tolist(), tokens.tolist())
+    ]
+    return Items(sums[0], sums[1], members)
+
+
+def _balance(
+    costs: NDArray[np.float64], items: Items, dealt: list[list[list[int]]], ranks: int
+) -> Balance:
+    mean = float(costs.sum()) / ranks
+    before = np.bincount(np.arange(len(costs)) % ranks, weights=costs, minlength=ranks)
+    works = items.works.tolist()
+    most = max(sum(works[item] for each in rank for item in each) for rank in dealt)
+    even = sum(works) / ranks
+    return Balance(float(before.max()) / mean, most / even, lockstep_work(items, dealt) / even)
+
+
+def _timed(
+    balance: Balance,
+    profile: str | Profile,
+    shape: ModelShape,
+    tokens: NDArray[np.int64],
+    parts: list[list[list[int]]],
+    lockstep: bool,
+) -> Balance:
+    """The balance with the predicted time of the slowest rank, on one device for each rank.
+
+    What it is compared with runs equally many micro-batches of the sequences dealt in turn.
+    """
+    given = profile if isinstance(profile, Profile) else Profile.load(profile)
+    latency = LatencyModel(given, shape)
+    predictor = Predictor(
+        latency, tuple(model_stages(shape, 1, mean_context_of(tokens, int(tokens.max()))))
+    )
+    ranks, count = len(parts), max(map(len, parts))
+    turns = [
+        [list(range(r, len(tokens), ranks))[k::count] for k in range(count)] for r in range(ranks)
+    ]
+
+    def milliseconds(step: list[list[list[int]]]) -> float:
+        asked = [
+            UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
+            for rank in step
+            for each in rank
+            if each
+        ]
+        costs = iter(estimated_costs(latency, asked))
+        times = [
+            [sum(predictor.action_ns(0, next(costs))) if each else 0 for each in rank]
+            for rank in step
+        ]
+        if lockstep:
+            rows = range(max(map(len, times)))
+            return sum(max(r[k] if k < len(r) else 0 for r in times) for k in rows) / 1e6
+        return max(map(sum, times)) / 1e6
+
+    return Balance(
+        balance.imbalance_before,
+        balance.imbalance,
+        balance.lockstep_imbalance,
+        milliseconds(turns),
+        milliseconds(parts),
+        given.name,
+    )

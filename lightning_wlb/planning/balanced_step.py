@@ -1,0 +1,322 @@
+"""One step's sequences to the ranks of a trainer, whole, under a cap: the planner for every loop.
+
+A rank that runs its micro-batches alone until gradients are reduced waits for the rank with the
+most work in the step. So sequences go to ranks first (:mod:`~lightning_wlb.planning.partition`),
+and those of a rank to as few micro-batches as hold them, by WLB-LLM's Algorithm 1: longest first
+into the micro-batch with the least work, or the fewest tokens where that would pass the cap. All
+ranks are packed at once, in arrays.
+
+Where ranks meet in every micro-batch (parameters are gathered again in each: ZeRO-3, FSDP with
+resharding), the k-th ones of all ranks take as long as the longest of them (``lockstep``). Then
+micro-batches are also formed over all ranks, sorted by work and dealt in rows, each row's heaviest
+to the rank with the least so far; what takes less is kept.
+
+Sequences stay whole, and no rank shares one with others: a sequence with more work than the mean
+rank bounds the balance. :class:`~lightning_wlb.planning.planner.Planner` slices and shares them.
+
+Cost: 10,000 sequences on 512 ranks take 20 to 40 ms (``benchmarks/adapters.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_wlb.planning.partition import Integers, in_order, partition
+
+FORMAT = "lightning-wlb balanced step"
+VERSION = 1
+
+PRECISE = 2.0**50
+"""The work of a step, as integers: enough for every difference, and far from overflow."""
+
+SHOWN = 8
+"""Ranks and sequences of a micro-batch that are printed."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even a step is. An imbalance is the longest rank's work over the mean's; 1 is even.
+
+    Attributes:
+        imbalance_before: of sequences dealt in turn, as ``DistributedSampler`` does.
+        imbalance: as planned, where ranks wait for each other at the end of the step.
+        lockstep_imbalance: as planned, where ranks wait for each other in every micro-batch.
+        milliseconds_before: predicted for the slowest rank from a device profile, else None.
+        milliseconds: the same as planned.
+        profile: name of the device profile, if there is one.
+    """
+
+    imbalance_before: float
+    imbalance: float
+    lockstep_imbalance: float
+    milliseconds_before: float | None = None
+    milliseconds: float | None = None
+    profile: str | None = None
+
+    def __str__(self) -> str:
+        text = f"imbalance {self.imbalance_before:.3f} -> {self.imbalance:.3f}"
+        text += f" ({self.lockstep_imbalance:.3f} if ranks meet in every micro-batch)"
+        if self.milliseconds is not None:
+            text += f", {self.milliseconds_before:,.1f} -> {self.milliseconds:,.1f} ms"
+            text += f" (simulated, profile {self.profile})"
+        return text
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """Which sequences each rank runs, in which micro-batch; plain lists of plain integers.
+
+    Attributes:
+        micro_batches: [rank][micro-batch] -> numbers of its sequences, ascending. The heaviest
+            micro-batch of a rank comes first, unless the order was to be kept. One may be empty
+            where a rank has fewer sequences than the others have micro-batches.
+        tokens: [rank][micro-batch], the tokens of each.
+        balance: how even the step is.
+        max_tokens: the cap of a micro-batch, if there is one.
+    """
+
+    micro_batches: list[list[list[int]]]
+    tokens: list[list[int]]
+    balance: Balance
+    max_tokens: int | None = None
+
+    @property
+    def in_turn(self) -> list[list[int]]:
+        """Micro-batches in the order [micro-batch][rank], as loaders that deal in turn read them.
+
+        Raises:
+            ValueError: ranks with different numbers of micro-batches.
+        """
+        if len({len(rank) for rank in self.micro_batches}) > 1:
+            raise ValueError(
+                "Ranks have different numbers of micro-batches. Plan with equal_counts=True."
+            )
+        return [each for row in zip(*self.micro_batches, strict=True) for each in row]
+
+    def to_json(self) -> str:
+        """The step as one line of JSON (docs/planner.md); :meth:`from_json` is its inverse."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @staticmethod
+    def from_json(text: str) -> BalancedStep:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: another format, or a later version of it.
+        """
+        fields: dict[str, Any] = json.loads(text)
+        found = fields.pop("format", None), fields.pop("version", None)
+        if found != (FORMAT, VERSION):
+            raise ValueError(f"This is {found}, not {(FORMAT, VERSION)}: read it with its writer.")
+        return BalancedStep(**fields | {"balance": Balance(**fields["balance"])})
+
+    def __str__(self) -> str:
+        lines = [
+            f"{sum(map(sum, self.tokens)):,} tokens on {len(self.tokens)} ranks: {self.balance}"
+        ]
+        for number, (rank, tokens) in enumerate(zip(self.micro_batches, self.tokens, strict=True)):
+            if number == SHOWN:
+                lines.append(f"  ... and {len(self.tokens) - SHOWN} more ranks")
+                break
+            shown = []
+            for sequences, length in zip(rank, tokens, strict=True):
+                more = ", ..." if len(sequences) > SHOWN else ""
+                shown.append(f"{length:,} tokens [{', '.join(map(str, sequences[:SHOWN]))}{more}]")
+            lines.append(f"  rank {number}: {'; '.join(shown)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is dealt as a whole: sequences, or sequences that stay together.
+
+    Args:
+        works: int64 [items], at least 1 each.
+        tokens: int64 [items].
+        members: the sequences of each item.
+    """
+
+    works: Integers
+    tokens: Integers
+    members: Sequence[Sequence[int]] = field(repr=False)
+
+
+def as_integers(work: NDArray[np.float64]) -> Integers:
+    """Work of any unit as integers of at least 1 whose sum is about 2^50."""
+    unit = max(float(work.sum()) / PRECISE, np.finfo(np.float64).tiny)
+    return np.maximum(np.rint(work / unit), 1).astype(np.int64)
+
+
+def deal_step(
+    items: Items,
+    ranks: int,
+    cap: int | None,
+    *,
+    least: int = 1,
+    equal_counts: bool = True,
+    equal_sizes: bool = False,
+    keep_order: bool = False,
+    lockstep: bool = False,
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> its items, of which none has more tokens than the cap.
+
+    Args:
+        items: what is dealt.
+        ranks: number of ranks.
+        cap: most tokens of a micro-batch; None: a rank has as few as ``least``.
+        least: micro-batches that each rank has at least.
+        equal_counts: whether all ranks have equally many micro-batches.
+        equal_sizes: whether all ranks have equally many items; their number divides the items'.
+        keep_order: whether rank after rank, each micro-batch after the other, they keep the order.
+        lockstep: whether what counts is the sum over k of the longest k-th micro-batch.
+    """
+    if keep_order:
+        return _in_order(items, ranks, cap, least, equal_counts)
+    home = partition(items.works, ranks, sized=equal_sizes)
+    dealt = _packed(items, home, ranks, cap, least, equal_counts)
+    if not lockstep or equal_sizes or not equal_counts:
+        return dealt
+    rows = _in_rows(items, ranks, len(dealt[0]), cap)
+    return dealt if rows is None else min(dealt, rows, key=lambda each: lockstep_work(items, each))
+
+
+def lockstep_work(items: Items, dealt: list[list[list[int]]]) -> int:
+    """Work of a step whose ranks wait for each other in every micro-batch."""
+    counts = range(max(map(len, dealt)))
+    works = items.works.tolist()
+    return sum(
+        max(sum(works[item] for item in rank[k]) if k < len(rank) else 0 for rank in dealt)
+        for k in counts
+    )
+
+
+def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list[list[int]]] | None:
+    """``ranks * count`` micro-batches of all items, dealt by rows of like work."""
+    bins = ranks * count
+    home = partition(items.works, bins)
+    loads, tokens = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    np.add.at(loads, home, items.works)
+    np.add.at(tokens, home, items.tokens)
+    if cap is not None and int(tokens.max()) > cap:
+        return None
+    owner, taken = np.empty((count, ranks), np.int64), np.zeros(ranks, np.int64)
+    rows = np.argsort(-loads, kind="stable").reshape(count, ranks)
+    for row, own in zip(rows, owner, strict=True):
+        own[np.argsort(taken, kind="stable")] = row
+        taken += loads[own]
+    members = _grouped(home, bins)
+    return [[members[each] for each in own] for own in owner.T.tolist()]
+
+
+def _packed(
+    items: Items, home: Integers, ranks: int, cap: int | None, least: int, equal: bool
+) -> list[list[list[int]]]:
+    """The items of each rank in as few micro-batches as hold them under the cap."""
+    room = np.iinfo(np.int64).max // 4 if cap is None else cap
+    order = np.lexsort((-items.works, home))
+    sizes = np.bincount(home, minlength=ranks)
+    begins = np.cumsum(sizes) - sizes
+    totals = np.zeros(ranks, np.int64)
+    np.add.at(totals, home, items.tokens)
+    counts = np.maximum(-(-totals // room), least)
+    bins = np.zeros(len(home), np.int64)
+    every = np.arange(ranks)
+
+    def fill(rows: Integers) -> Integers:
+        """Pack some ranks, and return those whose items did not all fit."""
+        # Those with the most items first, so that the ranks with a j-th item are a prefix.
+        rows = rows[np.argsort(-sizes[rows], kind="stable")]
+        most = int(counts[rows].max(initial=1))
+        closed = np.arange(most) >= counts[rows][:, None]
+        loads = np.where(closed, np.iinfo(np.int64).max // 2, 0)
+        used = np.where(closed, room, 0)
+        failed = np.zeros(len(rows), bool)
+        active = len(rows)
+        for at in range(int(sizes[rows].max(initial=0))):
+            while sizes[rows[active - 1]] <= at:
+                active -= 1
+            item, each = order[begins[rows[:active]] + at], every[:active]
+            tokens = items.tokens[item]
+            chosen = loads[:active].argmin(axis=1)
+            full = used[each, chosen] + tokens > room
+            if full.any():
+                chosen = np.where(full, used[:active].argmin(axis=1), chosen)
+                failed[:active] |= used[each, chosen] + tokens > room
+            bins[item] = chosen
+            loads[each, chosen] += items.works[item]
+            used[each, chosen] += tokens
+        return rows[failed]
+
+    left = fill(every)
+    while len(left):
+        counts[left] += 1
+        left = fill(left)
+    if equal and int(counts.min()) < int(counts.max()):
+        packed, fewer = bins.copy(), np.flatnonzero(counts < counts.max())
+        least_counts = counts.copy()
+        counts[:] = counts.max()
+        # Rarely items that fit fewer micro-batches do not fit more: these ranks stay as they were.
+        for rank in fill(fewer):
+            own = order[begins[rank] : begins[rank] + sizes[rank]]
+            bins[own] = packed[own]
+            _opened(bins, own, items.works, int(least_counts[rank]), int(counts[rank]))
+    base = np.cumsum(counts) - counts
+    members = _grouped(base[home] + bins, int(counts.sum()))
+    works = items.works.tolist()
+    dealt = []
+    for start, count in zip(base.tolist(), counts.tolist(), strict=True):
+        own_bins = members[start : start + count]
+        dealt.append(sorted(own_bins, key=lambda own: -sum(works[item] for item in own)))
+    return dealt
+
+
+def _opened(bins: Integers, own: Integers, works: Integers, count: int, wanted: int) -> None:
+    """Divide the heaviest micro-batches of a rank that can be divided, until there are enough."""
+    while count < wanted:
+        loads = [
+            int(works[inside].sum()) if len(inside) > 1 else 0
+            for inside in (own[bins[own] == each] for each in range(count))
+        ]
+        if max(loads, default=0) == 0:
+            return
+        inside = own[bins[own] == int(np.argmax(loads))]
+        bins[inside[1::2]] = count
+        count += 1
+
+
+def _in_order(
+    items: Items, ranks: int, cap: int | None, least: int, equal: bool
+) -> list[list[list[int]]]:
+    works, tokens = items.works.tolist(), items.tokens.tolist()
+    bounds = in_order(works, ranks)
+    assert bounds is not None
+    parts = list(pairwise(bounds))
+    cuts = []
+    for start, stop in parts:
+        count = max(least, 1 if cap is None else -(-sum(tokens[start:stop]) // cap))
+        while (cut := in_order(works[start:stop], count, tokens[start:stop], cap)) is None:
+            count += 1
+        cuts.append(cut)
+    if equal:
+        count = max(map(len, cuts)) - 1
+        again = (in_order(works[a:b], count, tokens[a:b], cap) for a, b in parts)
+        cuts = [cut for cut in again if cut is not None]
+        assert len(cuts) == ranks, "more runs hold what fewer held"
+    return [
+        [list(range(start + a, start + b)) for a, b in pairwise(cut)]
+        for (start, _), cut in zip(parts, cuts, strict=True)
+    ]
+
+
+def _grouped(home: Integers, groups: int) -> list[list[int]]:
+    """The items of each group, ascending."""
+    order = np.argsort(home, kind="stable").tolist()
+    ends = np.cumsum(np.bincount(home, minlength=groups)).tolist()
+    return [order[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
