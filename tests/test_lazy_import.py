@@ -69,7 +69,7 @@ except SystemExit as end:
     assert "[[[2]], [[0, 1, 3]]]" in said
     assert "WLBStrategy needs lightning: pip install 'lightning-wlb[train]'" in said
     assert "HuggingFaceModule needs" in said
-    assert "plan                Compare packings" in said
+    assert "Compare packings" in said
 
 
 @pytest.mark.parametrize("first", ["lightning_wlb", "lightning"])
