@@ -94,6 +94,32 @@ def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", str(EXAMPLES / "train.sbatch")], check=True)
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_slurm_script_lets_the_requeue_signal_wait_for_the_strategy(tmp_path):
+    """The script with one task, started by a stand-in for srun that runs it as it is."""
+    signals = "import os, signal as s; os.kill(os.getpid(), s.SIGUSR1); print(s.sigpending())"
+    commands = {
+        "srun": 'shift; exec "$@"',
+        "scontrol": "echo localhost",
+        "rank": f"exec python -c '{signals}'",
+    }
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/activate").touch()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    job = dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"), "1")
+    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "VENV": str(tmp_path), "PROGRAM": "rank"}
+    path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "train.sbatch")],
+        env={**os.environ, **job, "CONFIG": "any.yaml", "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert "SIGUSR1" in done.stdout, done.stderr
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_slurm_script_has_no_traps():
     subprocess.run(["shellcheck", str(EXAMPLES / "train.sbatch")], check=True)

@@ -137,6 +137,10 @@ class Faults(pl.Callback):
     ) -> None:
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
+        loop = trainer._active_loop
+        if (fetcher := getattr(loop, "_data_fetcher", None)) is not None and not fetcher.iterator:
+            # A loader that could not begin: its teardown would raise over this exception.
+            loop._data_fetcher = None  # type: ignore[union-attr]
         lost = isinstance(exception, StateLost) or PROGRESS.part == OPTIMISING
         if self._size == 1 and not lost:
             return

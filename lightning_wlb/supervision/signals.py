@@ -145,11 +145,14 @@ class Signals(_SignalConnector):
 def heed_requeue(environment: Any) -> None:
     """Note the requeue signal from now on, for good: unheeded it would end the process.
 
-    As in Lightning, the user's own handler stands.
+    As in Lightning, the user's own handler stands. Before, while a program imports what it needs,
+    its launcher may block the signal (examples/train.sbatch): one that came then is noted now.
     """
     number = _requeue_signal(environment)
     if number is not None and signal.getsignal(number) == signal.SIG_DFL:
         _SignalConnector._register_signal(number, _requeue)
+    if number is not None and threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 
 
 def _requeue(number: int, _: FrameType | None) -> None:

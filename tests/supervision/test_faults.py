@@ -10,11 +10,13 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_wlb.data.loader import StepLoader
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.supervision import faults
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, RUNNING
 from lightning_wlb.supervision.signals import INTERRUPT, STOP
+from tests.strategy import harness
 
 
 class Asked:
@@ -38,6 +40,7 @@ def runner(monkeypatch):
     monkeypatch.setattr(faults.atexit, "register", lambda _: None)
     yield SimpleNamespace(
         global_step=3,
+        _active_loop=None,
         state=SimpleNamespace(stage="train"),
         checkpoint_callbacks=[ModelCheckpoint(save_on_exception=True)],
     )
@@ -96,6 +99,17 @@ def test_others_are_told_the_ends_of_a_long_error(runner):
     assert short == "RuntimeError: Caught KeyError. ... KeyError: 3"
     assert long.startswith("ValueError: xxx")
     assert len(long) <= faults.TOLD
+
+
+def test_a_loader_that_cannot_begin_says_why_last(monkeypatch):
+    def fails(_: StepLoader) -> None:
+        raise ValueError("this document")
+
+    monkeypatch.setattr(StepLoader, "__iter__", fails)
+    with pytest.raises(ValueError, match="this document"):
+        harness.trainer("auto", 1, callbacks=[faults.Faults()]).fit(
+            harness.module(harness.SMALL), harness.data(harness.SMALL)
+        )
 
 
 class Unspeakable(Exception):

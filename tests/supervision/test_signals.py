@@ -228,3 +228,18 @@ def early_and_late(folder: Path, mesh) -> int:
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.1)
     return runner.global_step
+
+
+def test_a_requeue_signal_that_was_blocked_while_a_rank_imported_is_noted(monkeypatch):
+    monkeypatch.setattr(signals, "NOTICES", signals.Notices())
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        # Blocked in this thread only, where a launcher blocks it in all that will be.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        signals.heed_requeue(SLURMEnvironment())
+        assert signals.NOTICES.mine == signals.REQUEUE
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        signals.NOTICES.obeyed()

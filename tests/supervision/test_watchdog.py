@@ -49,6 +49,7 @@ def failing(rank: int, folder: Path, interrupts: bool) -> None:
         dist.barrier()
     if not interrupts:
         runner = SimpleNamespace(global_step=3, state=SimpleNamespace(stage=None))
+        runner._active_loop = None
         runner.checkpoint_callbacks = []
         faults.on_exception(runner, None, ValueError("only here"))  # type: ignore[arg-type]
         assert faults.alone is not None
