@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-from lightning_wlb.cli.request import Request
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
@@ -24,19 +23,23 @@ from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.schedule.simulator import Simulation
 
 
-def pool_request(request: Request) -> MeshRequest:
+def pool_request(requests: Sequence[MeshRequest]) -> MeshRequest:
     """What a pool is chosen for: the first packing of the comparison that it can be used with.
+
+    Args:
+        requests: those of the comparison, with the sizes of one mesh.
 
     Raises:
         ValueError: there is none, there is one step only, or the mesh has virtual stages.
     """
-    able = _able(request)
+    able = [each for each in requests if each.data.packer.arranges]
     if not able:
         names = ", ".join(name for name, packer in PACKINGS.items() if packer.arranges)
         raise ValueError(
             "--dynamic auto: no packing that is compared can deal to pipelines that differ. Give"
             f" --packing one of {names}."
         )
+    request = able[0]
     if request.mesh.virtual_stages > 1:
         raise ValueError(
             f"--dynamic auto: the mesh has {request.mesh.virtual_stages} virtual stages, and"
@@ -44,41 +47,27 @@ def pool_request(request: Request) -> MeshRequest:
         )
     if request.steps < 2:
         raise ValueError("--dynamic auto needs --steps 2 or more.")
-    packing, sharding = able[0]
-    run = {each.name: getattr(request, each.name) for each in fields(MeshRequest) if each.init}
-    open_mesh: dict[str, Any] = {"fixed": {}, "virtual_stages": None, "sharding": sharding}
-    steps = min(request.steps, SAMPLE)
-    return MeshRequest(**run | open_mesh | {"data": request.settings[packing], "steps": steps})
+    return replace(request, steps=min(request.steps, SAMPLE))
 
 
-def _able(request: Request) -> list[tuple[str, str]]:
-    """Packings that are compared, with their shardings, whose steps can leave the mesh."""
-    return [each for each in request.candidates if PACKINGS[each[0]].arranges]
-
-
-def chosen_pool(request: Request) -> PoolChoice:
-    """The pool for the mesh of a comparison.
-
-    Raises:
-        ValueError: as of :func:`pool_request`.
-    """
-    asked = pool_request(request)
+def chosen_pool(request: MeshRequest) -> PoolChoice:
+    """The pool for the mesh of a comparison; ``request`` is what :func:`pool_request` gave."""
     with progress_bar() as tell:
-        return choose_pool(asked, request.mesh, progress=tell)
+        # The pipelines of a pool may have any sizes.
+        return choose_pool(replace(request, fixed={}), request.mesh, progress=tell)
 
 
-def best_step(request: Request, choice: PoolChoice) -> dict[str, Sequence[Simulation]]:
+def best_step(request: MeshRequest, choice: PoolChoice) -> dict[str, Sequence[Simulation]]:
     """The step that gains most by leaving the mesh: its replicas there, and pipelines that are
     alike, by what they are called. Empty where no step leaves the mesh.
     """
     if not choice.tried:
         return {}
-    base, (packing, sharding) = request.predictor(), _able(request)[0]
-    checkpointing, steps = request.activation_checkpointing, min(request.steps, SAMPLE)
-    pool = Pool.of(choice.tried, base, checkpointing, sharding)
+    base, checkpointing = request.predictor(request.mesh), request.activation_checkpointing
+    pool = Pool.of(choice.tried, base, checkpointing, request.sharding)
     scorer = ProfileScorer(base, checkpointing)
     on_mesh, chosen = (
-        plan_steps(request.planner(packing, sharding, scorer, each), steps) for each in (None, pool)
+        plan_steps(request.planner(base, scorer, each), request.steps) for each in (None, pool)
     )
     left = [
         (base.predict(one), pool.predict(other, base))

@@ -14,23 +14,24 @@ several plans a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
-from lightning_wlb.cli.request import REFERENCE, Request
-from lightning_wlb.cli.shared_options import Lengths
+from lightning_wlb.cli.request import REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
-from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import Recompute
+from lightning_wlb.mesh_search.evaluate import evaluate, recomputed_share
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.plan import Recompute, piece_counts
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.planning.plan_scoring import ProfileScorer
-from lightning_wlb.planning.planner import plan_steps
+from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
 WORTH = 1.03
@@ -71,15 +72,8 @@ class Forecast:
         return max(step.peak_bytes for step in self.steps)
 
     def recomputed(self, *modes: Recompute) -> float:
-        """The fraction of tokens whose micro-batches recompute in one of these ways."""
-        replicas = (replica for step in self.steps for replica in step.plan.replicas)
-        tokens = (
-            replica.tokens_of(each) / len(each.replicas)
-            for replica in replicas
-            for each in replica.forward
-            if each.recompute in modes
-        )
-        return sum(tokens) / self.tokens
+        """The share of tokens whose micro-batches recompute in one of these ways."""
+        return recomputed_share([step.plan for step in self.steps], *modes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,9 +130,9 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The candidates of a request."""
+    """The candidates that were planned on a mesh; ``request`` is the baseline's."""
 
-    request: Request
+    request: MeshRequest
     forecasts: Sequence[Forecast]  # of candidates that fit in memory, the baseline first if it does
     too_large: Sequence[Forecast]  # of those that do not fit
 
@@ -150,53 +144,69 @@ class Comparison:
     @property
     def longest_micro_batch(self) -> int:
         """Tokens of the longest micro-batch that fits in memory if all are as long."""
-        return self.request.longest_micro_batch(self.request.predictor())
+        return longest_micro_batch(self.request, self.request.mesh)
 
 
-def compare(request: Request) -> Comparison:
+def compare(requests: Sequence[MeshRequest]) -> Comparison:
     """Plan and predict every candidate.
+
+    Args:
+        requests: one for each candidate, with the sizes of one mesh; the baseline first.
 
     Raises:
         ValueError: nothing fits in memory; the message says what would.
     """
-    predictor = request.predictor()
+    request = requests[0]
+    predictor = request.predictor(request.mesh)
     state = max(predictor.memory.state_bytes)
-    if state > request.usable_bytes:
+    if state > predictor.usable_bytes:
         raise ValueError(
             f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
             f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-            f" {_usable(request)} may be filled. {_what_fits(request)}"
+            f" {_usable(predictor)} may be filled. {_what_fits(requests)}"
         )
-    scorer = ProfileScorer(predictor, request.activation_checkpointing)
-    made = []
-    for packing, sharding in request.candidates:
-        plans = plan_steps(request.planner(packing, sharding, scorer), request.steps)
-        made.append(Forecast(packing, sharding, [predictor.predict(plan) for plan in plans]))
-    fit = [forecast for forecast in made if forecast.peak_bytes <= request.usable_bytes]
+    made = [
+        Forecast(each.data.packing_choice.method, each.sharding, evaluate(each, each.mesh).steps)
+        for each in requests
+    ]
+    fit = [forecast for forecast in made if forecast.peak_bytes <= predictor.usable_bytes]
     if fit:
         return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
     least = min(made, key=lambda forecast: forecast.peak_bytes)
-    tokens = request.longest_micro_batch(predictor)
+    tokens = longest_micro_batch(request, request.mesh)
     asked = request.activation_checkpointing
     other = "" if asked == "auto" else "; or --activation-checkpointing auto may"
     raise ValueError(
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
         f" {asked!r}, packing {least.packing!r} with sharding {least.sharding!r}"
         f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
-        f" {_usable(request)} may be filled. Micro-batches of up to {tokens} tokens would fit here,"
-        f" all as long{other}. {_what_fits(request)}"
+        f" {_usable(predictor)} may be filled. Micro-batches of up to {tokens} tokens would fit"
+        f" here, all as long{other}. {_what_fits(requests)}"
     )
 
 
-def _usable(request: Request) -> str:
-    usable, profile = request.usable_bytes, request.profile
+def longest_micro_batch(
+    request: MeshRequest, mesh: Mesh, recompute: Recompute | None = None
+) -> int:
+    """L_max, tokens, if the replicas run equally many micro-batches and all are as long.
+
+    They recompute everything, unless ``recompute`` or the request says what.
+    """
+    asked = request.activation_checkpointing
+    count = -(-request.data.micro_batches // mesh.data)
+    mode = recompute or ("full" if asked == "auto" else asked)
+    return request.predictor(mesh).longest_micro_batch(count, mode)
+
+
+def _usable(predictor: Predictor) -> str:
+    usable, profile = predictor.usable_bytes, predictor.latency.profile
     percent = 100 * usable / profile.memory_bytes
     return f"{usable / 1e9:.1f} GB ({percent:.0f} % of {profile.device})"
 
 
-def _what_fits(request: Request) -> str:
+def _what_fits(requests: Sequence[MeshRequest]) -> str:
     """Advice: the smallest larger meshes on which the largest cap fits, all checkpointed."""
-    cap = max(request.settings[packing].token_cap for packing, _ in request.candidates)
+    request, cap = requests[0], max(each.data.token_cap for each in requests)
     found = []
     for factor in range(1, 9):
         for pipeline in range(factor + 1):
@@ -217,14 +227,12 @@ def _what_fits(request: Request) -> str:
     return "No mesh of up to 256 times as many devices would hold it: use a smaller model."
 
 
-def _fits(request: Request, mesh: Mesh, cap: int) -> bool:
+def _fits(request: MeshRequest, mesh: Mesh, cap: int) -> bool:
     try:
         request.shape.check_tensor_parallel(mesh.tensor)
-        predictor = request.predictor(mesh)
+        return longest_micro_batch(request, mesh, "full") >= cap
     except ValueError:
         return False
-    count = -(-request.data.micro_batches // mesh.data)
-    return predictor.longest_micro_batch(count, "full") >= cap
 
 
 def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
@@ -237,18 +245,39 @@ def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
     }
 
 
+class Speed(NamedTuple):
+    """How fast a packing is under a sharding on a mesh."""
+
+    packing: str
+    sharding: str
+    mesh: str
+    tokens_per_second: float
+    delay: float = 0.0  # steps that a token waits on average
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Advice on a comparison."""
+    """Advice in words: whether balancing pays over ``best_fit``.
 
-    request: Request
-    chosen: Forecast  # the fastest that keeps documents whole
-    reference: Forecast  # the fastest of best_fit
-    attention: float  # attention's part of the documents' FLOPs
+    Args:
+        profile: by which all is simulated.
+        attention: attention's part of the documents' FLOPs.
+        chosen: the fastest that keeps documents whole.
+        reference: the fastest of ``best_fit``; None where that fits on no mesh.
+        searched: whether each is on its own best mesh; else both are on one.
+    """
+
+    profile: Profile
+    attention: float
+    chosen: Speed
+    reference: Speed | None
+    searched: bool = False
 
     @property
     def gain(self) -> float:
-        """Tokens per second of the chosen candidate over those of ``best_fit``."""
+        """Tokens per second of the chosen one over those of ``best_fit``."""
+        if self.reference is None:
+            return math.inf
         return self.chosen.tokens_per_second / self.reference.tokens_per_second
 
     @property
@@ -257,13 +286,19 @@ class Verdict:
         return self.gain >= WORTH
 
     @property
+    def advised(self) -> Speed:
+        """What to take."""
+        return self.chosen if self.worth_it or self.reference is None else self.reference
+
+    @property
     def figures(self) -> dict[str, Any]:
         """Plain numbers, and the words."""
         return {
-            "packing": self.chosen.packing if self.worth_it else REFERENCE,
-            "sharding": self.chosen.sharding if self.worth_it else self.reference.sharding,
+            "packing": self.advised.packing,
+            "sharding": self.advised.sharding,
+            "mesh": self.advised.mesh,
             "worth_it": self.worth_it,
-            "times_best_fit": self.gain,
+            "times_best_fit": self.gain if self.reference else None,
             "attention_share": self.attention,
             "text": self.lines,
         }
@@ -271,28 +306,35 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The words, each a line."""
-        name, mesh = self.request.profile.name, ",".join(map(str, self.request.mesh.shape))
-        kind = "" if self.request.profile.measured else ", which is not measured"
+        name, chosen, other = self.profile.name, self.chosen, self.reference
+        kind = "" if self.profile.measured else ", which is not measured"
         title = f"Verdict, simulated with profile {name}{kind}:"
         share = f"Attention is {self.attention:.0%} of these documents' model FLOPs."
+        if self.searched and chosen.packing == REFERENCE:
+            return [title, f"Of {REFERENCE}, mesh {chosen.mesh} is the fastest. {share}"]
+        take = (
+            f"Take packing {chosen.packing} with sharding {chosen.sharding} on mesh {chosen.mesh}:"
+        )
+        if other is None:
+            unfit = f"{REFERENCE} fits in memory on no mesh of these devices."
+            return [title, f"{take} {unfit} {share}"]
+        where = f" on its own best mesh, {other.mesh}" if self.searched else ""
+        gain = (
+            f"{self.gain:.2f} times the tokens/s of {REFERENCE}{where}"
+            f" ({chosen.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f}, simulated with"
+            f" {name})"
+        )
         if not self.worth_it:
             return [
                 title,
-                f"Not for you: on mesh {mesh} no packing compared here has {WORTH - 1:.0%} more"
-                f" tokens/s than {REFERENCE} (the best, {self.chosen.packing}, {self.gain:.2f}"
-                f" times, simulated with {name}). {share}",
-                f"Take {REFERENCE} with sharding {self.reference.sharding}, or documents that are"
-                " longer.",
+                f"Not for you: on mesh {chosen.mesh} the best packing compared here,"
+                f" {chosen.packing}, has {gain}, and {WORTH - 1:.0%} more are asked. {share}",
+                f"Take {REFERENCE} with sharding {other.sharding} on mesh {other.mesh}, or"
+                " documents that are longer and differ more.",
             ]
-        delay = f"{self.chosen.delay:.2f}"
+        delay = f"{chosen.delay:.2f}"
         waits = f" Tokens wait {delay} steps on average." if float(delay) else ""
-        return [
-            title,
-            f"Take packing {self.chosen.packing} with sharding {self.chosen.sharding} on mesh"
-            f" {mesh}: {self.gain:.2f} times the tokens/s of {REFERENCE}"
-            f" ({self.chosen.tokens_per_second:,.0f} to {self.reference.tokens_per_second:,.0f},"
-            f" simulated with {name}). {share}{waits}",
-        ]
+        return [title, f"{take} {gain}. {share}{waits}"]
 
 
 def judged(comparison: Comparison) -> Verdict:
@@ -302,20 +344,20 @@ def judged(comparison: Comparison) -> Verdict:
     references = [row for row in rows if row.packing == REFERENCE] or [
         row for row in comparison.too_large if row.packing == REFERENCE
     ]
-    reference = max(references, key=lambda row: row.tokens_per_second)
     whole = [row for row in rows if not PACKINGS[row.packing].cuts_stream]
-    chosen = max(whole or references, key=lambda row: row.tokens_per_second)
-    window = request.settings[REFERENCE].context_window
-    attention = attention_share(request.shape, request.lengths, window)
-    return Verdict(request, chosen, reference, attention)
+    mesh = ",".join(map(str, request.mesh.shape))
+    chosen, reference = (
+        Speed(best.packing, best.sharding, mesh, best.tokens_per_second, best.delay)
+        for each in (whole or references, references)
+        for best in [max(each, key=lambda row: row.tokens_per_second)]
+    )
+    return Verdict(request.profile, attention_of(request), chosen, reference)
 
 
-def attention_share(shape: ModelShape, lengths: Lengths, window: int) -> float:
+def attention_of(request: MeshRequest) -> float:
     """Attention's part of the forward FLOPs of all documents, cut at the window."""
-    whole, rest = np.divmod(lengths, window)
-    pieces = {window: int(whole.sum())}
-    for tokens, count in zip(*np.unique(rest[rest > 0], return_counts=True), strict=True):
-        pieces[int(tokens)] = pieces.get(int(tokens), 0) + int(count)
+    shape = request.shape
+    pieces = piece_counts(request.lengths, request.data.context_window)
     attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
     linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
     return attention / (attention + linear)

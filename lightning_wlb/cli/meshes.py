@@ -1,9 +1,8 @@
 """`lightning-wlb plan --mesh auto`: which mesh to take, what it gains, and what was left out.
 
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, once with the packing asked
-for and
-once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything is
-simulated from the device profile. Each row that is printed comes out the same when its mesh is
+for and once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything
+is simulated from the device profile. Each row that is printed comes out the same when its mesh is
 given (:func:`again`).
 
 Cost: seconds for 16 devices, a minute or two for 1,024.
@@ -13,49 +12,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.forecast import WORTH, attention_share
-from lightning_wlb.cli.request import (
-    PRECISIONS,
-    REFERENCE,
-    SHARDING_NAMES,
-    check_counts,
-    run_of,
-    settings_of,
-)
-from lightning_wlb.cli.shared_options import names_of, packing_options, report_head
+from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
+from lightning_wlb.cli.request import PRECISIONS, REFERENCE, search_of, settings_of
+from lightning_wlb.cli.shared_options import report_head
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import COMPARED_AXES, Progress, choose_mesh, progress_bar
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
-
-MESH_STEPS = 3
-"""Steps that are planned on each mesh where no number is given."""
 
 SHOWN = 5
 """Meshes in the table."""
 
-_AUTO = "auto"
-
-
-def is_searched(mesh: str) -> bool:
-    """Whether ``--mesh`` leaves a size open."""
-    return _AUTO in mesh.split(",")
-
 
 @dataclass(frozen=True)
-class MeshVerdict:
-    """Whether balancing pays, each way on its own best mesh.
+class Searched:
+    """A search and its verdict, each packing on its own best mesh.
 
     Args:
         request: what was searched for.
@@ -67,100 +48,24 @@ class MeshVerdict:
     found: MeshChoice
     reference: MeshRow | None
 
-    @property
-    def gain(self) -> float:
-        """Tokens per second over those of ``best_fit`` on its own best mesh."""
-        if self.reference is None:
-            return math.inf
-        return self.found.best.tokens_per_second / self.reference.tokens_per_second
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether balancing pays, in words."""
+        request, other = self.request, self.reference
 
-    @property
-    def worth_it(self) -> bool:
-        """Whether the gain is at least :data:`~lightning_wlb.cli.forecast.WORTH`."""
-        return self.gain >= WORTH
+        def speed(packing: str, row: MeshRow) -> Speed:
+            return Speed(packing, request.sharding, name_of(row.mesh), row.tokens_per_second)
+
+        chosen = speed(request.data.packing_choice.method, self.found.best)
+        reference = None if other is None else speed(REFERENCE, other)
+        return Verdict(request.profile, attention_of(request), chosen, reference, searched=True)
 
     @property
     def advised(self) -> MeshRow:
         """The mesh to take."""
-        if self.worth_it or self.reference is None:
+        if self.verdict.worth_it or self.reference is None:
             return self.found.best
         return self.reference
-
-    @property
-    def packing(self) -> str:
-        """The packing to take."""
-        return self.request.data.packing_choice.method if self.worth_it else REFERENCE
-
-    @property
-    def lines(self) -> list[str]:
-        """The words, each a line."""
-        request, name = self.request, self.request.profile.name
-        method = request.data.packing_choice.method
-        kind = "" if request.profile.measured else ", which is not measured"
-        title = f"Verdict, simulated with profile {name}{kind}:"
-        attention = attention_share(request.shape, request.lengths, request.data.context_window)
-        share = f"Attention is {attention:.0%} of these documents' model FLOPs."
-        best, other = self.found.best, self.reference
-        if method == REFERENCE:
-            return [title, f"Of {REFERENCE}, mesh {name_of(best.mesh)} is the fastest. {share}"]
-        if other is None:
-            return [
-                title,
-                f"Take packing {method} on mesh {name_of(best.mesh)}: {REFERENCE} fits in memory on"
-                f" no mesh of these devices. {share}",
-            ]
-        speeds = f"{best.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f} tokens/s"
-        if not self.worth_it:
-            return [
-                title,
-                f"Balancing is not for you: on its best mesh {method} has {self.gain:.2f} times the"
-                f" tokens/s of {REFERENCE} on its own ({speeds}). {share} Documents as short, or"
-                " as alike, as these do not pay for it.",
-                f"Take packing {REFERENCE} on mesh {name_of(other.mesh)}, or documents that are"
-                " longer and differ more.",
-            ]
-        return [
-            title,
-            f"Take packing {method} on mesh {name_of(best.mesh)}: {self.gain:.2f} times the"
-            f" tokens/s of {REFERENCE} on its own best mesh, {name_of(other.mesh)} ({speeds})."
-            f" {share}",
-        ]
-
-
-def request_of(arguments: argparse.Namespace) -> MeshRequest:
-    """Understand the arguments.
-
-    Raises:
-        ValueError: a mistake in them, with the remedy.
-    """
-    check_counts(arguments)
-    for option, why in (
-        ("devices", "it says how many the mesh has"),
-        ("micro_batches", "it says how many tokens a step has, on every mesh"),
-    ):
-        if getattr(arguments, option) is None:
-            raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
-    if arguments.trace is not None:
-        raise ValueError("--trace shows one mesh: give --mesh the sizes that this search finds.")
-    packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
-    shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
-    for option, names in (("--packing", packings), ("--sharding", shardings)):
-        if len(names) > 1:
-            raise ValueError(
-                f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
-                " the sizes of a mesh to compare several on it."
-            )
-    (packing,), (sharding,) = packings, shardings
-    options = packing_options(arguments.packing_option, packings).get(packing, {})
-    data = settings_of(arguments, arguments.micro_batches, packing, options)
-    return MeshRequest(
-        **run_of(arguments, data, arguments.steps or MESH_STEPS),
-        devices=arguments.devices,
-        fixed=_fixed(arguments.mesh),
-        schedule=arguments.schedule,
-        virtual_stages=arguments.virtual_stages,
-        sharding=sharding,
-    )
 
 
 def run_search(arguments: argparse.Namespace, console: Console) -> None:
@@ -170,24 +75,24 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         ValueError: a mistake in the arguments, or no mesh on which the model fits; the message
             says what would do.
     """
-    request = request_of(arguments)
+    request = search_of(arguments)
     with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
         reference = _reference(arguments, request, tell)
-    verdict = MeshVerdict(request, found, reference)
-    console.print(_best(verdict))
+    searched = Searched(request, found, reference)
+    console.print(_best(searched))
     console.print(_by_axis(found))
     for each in found.left_out:
         console.print(
             f"Left out, {each.count}: {each.reason} (as {each.example}).", highlight=False
         )
-    for line in verdict.lines:
+    for line in searched.verdict.lines:
         console.print(line, highlight=False)
     console.print("\nTo paste:", highlight=False)
-    for line in trainer_lines(arguments, verdict):
+    for line in trainer_lines(arguments, searched):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(
-        f"The same steps again, on that mesh alone: {again(arguments, verdict)}",
+        f"The same steps again, on that mesh alone: {again(arguments, searched)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -203,7 +108,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         )
         console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.json:
-        print(json.dumps(_report(arguments, verdict)))
+        print(json.dumps(_report(arguments, searched)))
 
 
 def _reference(
@@ -217,9 +122,10 @@ def _reference(
         return None
 
 
-def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[str]:
+def trainer_lines(arguments: argparse.Namespace, searched: Searched) -> list[str]:
     """The arguments of Trainer, strategy, module and data module that make a run of it, as code."""
-    row, request, data = verdict.advised, verdict.request, verdict.request.data
+    row, request, verdict = searched.advised, searched.request, searched.verdict
+    data, method = request.data, verdict.advised.packing
     sizes = ", ".join(
         f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
     )
@@ -235,13 +141,13 @@ def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[s
         count = f"devices={request.devices}"
     computed = request.profile.dtype, request.rest_dtype
     (precision,) = (name for name, dtypes in PRECISIONS.items() if dtypes == computed)
-    packing: Any = verdict.packing
+    packing: Any = method
     options = asdict(data.packing_choice.options)
     if verdict.worth_it and options != asdict(data.packer.Options()):
         packing = {"method": packing, **options}
     given = {
         "sharding": None if request.sharding == ADAPTIVE else request.sharding,
-        "cap": None if PACKINGS[verdict.packing].cuts_stream else arguments.cap,
+        "cap": None if PACKINGS[method].cuts_stream else arguments.cap,
         # No document is above the window where the others are refused.
         "long_documents": "truncate" if data.long_documents == "truncate" else None,
         "seed": data.seed or None,
@@ -256,19 +162,19 @@ def trainer_lines(arguments: argparse.Namespace, verdict: MeshVerdict) -> list[s
     ]
 
 
-def again(arguments: argparse.Namespace, verdict: MeshVerdict) -> str:
+def again(arguments: argparse.Namespace, searched: Searched) -> str:
     """The options that plan the same steps on the advised mesh alone; the others stay."""
-    row = verdict.advised
+    row = searched.advised
     options = [
         f"--mesh {row.sizes} --schedule {row.schedule} --virtual-stages {row.mesh.virtual_stages}",
         f"--activation-checkpointing {row.activation_checkpointing} --steps {row.steps}",
-        f"--packing {verdict.packing} --devices-per-node",
+        f"--packing {searched.verdict.advised.packing} --devices-per-node",
     ]
-    return " ".join([*options, str(verdict.request.profile.devices_per_node)])
+    return " ".join([*options, str(searched.request.profile.devices_per_node)])
 
 
-def _best(verdict: MeshVerdict) -> Table:
-    request, found = verdict.request, verdict.found
+def _best(searched: Searched) -> Table:
+    request, found = searched.request, searched.found
     shape = request.shape
     table = Table(
         title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
@@ -325,8 +231,8 @@ def _by_axis(found: MeshChoice) -> Table:
     return table
 
 
-def _report(arguments: argparse.Namespace, verdict: MeshVerdict) -> dict[str, Any]:
-    request, found = verdict.request, verdict.found
+def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]:
+    request, found = searched.request, searched.found
     profile = request.profile
 
     def figures(rows: Sequence[MeshRow]) -> list[dict[str, Any]]:
@@ -347,32 +253,11 @@ def _report(arguments: argparse.Namespace, verdict: MeshVerdict) -> dict[str, An
             for axis in COMPARED_AXES
         },
         "left_out": [dict(vars(each)) for each in found.left_out],
-        "best_fit": verdict.reference.figures if verdict.reference else None,
-        "verdict": {
-            "packing": verdict.packing,
-            "mesh": verdict.advised.sizes,
-            "worth_it": verdict.worth_it,
-            "times_best_fit": verdict.gain if verdict.reference else None,
-            "trainer": trainer_lines(arguments, verdict),
-            "again": again(arguments, verdict),
-            "text": verdict.lines,
+        "best_fit": searched.reference.figures if searched.reference else None,
+        "verdict": searched.verdict.figures
+        | {
+            "mesh": searched.advised.sizes,
+            "trainer": trainer_lines(arguments, searched),
+            "again": again(arguments, searched),
         },
     }
-
-
-def _fixed(mesh: str) -> dict[str, int]:
-    """The sizes that ``--mesh`` gives.
-
-    Raises:
-        ValueError: neither ``auto`` nor four sizes of which some are ``auto``.
-    """
-    words = mesh.split(",")
-    if words == [_AUTO]:
-        return {}
-    if len(words) != len(AXES) or not all(word == _AUTO or word.isdecimal() for word in words):
-        raise ValueError(
-            f"--mesh {mesh!r} is neither auto nor data,pipeline,context,tensor, each a whole number"
-            " or auto, as in auto,2,auto,1."
-        )
-    given = zip(AXES, words, strict=True)
-    return {axis: int(word) for axis, word in given if word != _AUTO}

@@ -30,15 +30,17 @@ from rich.table import Table
 
 from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
-from lightning_wlb.cli.meshes import MESH_STEPS, is_searched, run_search
+from lightning_wlb.cli.meshes import run_search
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
+    MESH_STEPS,
     PRECISIONS,
     REFERENCE,
     SHARDING_NAMES,
     STEPS,
-    Request,
+    comparison_of,
+    is_searched,
 )
 from lightning_wlb.cli.shared_options import (
     GENERATOR_A,
@@ -50,6 +52,7 @@ from lightning_wlb.cli.shared_options import (
 )
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE
+from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
@@ -228,10 +231,9 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError("--dynamic auto needs the sizes of a mesh: search for it first.")
         run_search(arguments, console)
         return
-    request = Request.of(arguments)
-    if dynamic:
-        pool_request(request)
-    comparison = compare(request)
+    requests = comparison_of(arguments)
+    request, pooled = requests[0], pool_request(requests) if dynamic else None
+    comparison = compare(requests)
     console.print(_table(comparison))
     for row in comparison.too_large:
         filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
@@ -239,12 +241,14 @@ def run(arguments: argparse.Namespace) -> None:
     verdict = judged(comparison)
     for line in verdict.lines:
         console.print(line, highlight=False)
-    pool = chosen_pool(request) if dynamic else None
+    pool = None if pooled is None else chosen_pool(pooled)
     for line in pool.lines if pool else ():
         console.print(line, highlight=False)
     shown: dict[str, Simulation] = {}
     if arguments.picture is not None or arguments.trace is not None:
-        steps = _typical_steps(comparison) | (best_step(request, pool) if pool else {})
+        steps = _typical_steps(comparison)
+        if pooled is not None and pool is not None:
+            steps |= best_step(pooled, pool)
         shown = {name: _last_to_end(each) for name, each in steps.items()}
     if arguments.picture is not None:
         from lightning_wlb.cli.pictures import draw_gantt
@@ -310,14 +314,14 @@ def _table(comparison: Comparison) -> Table:
     return table
 
 
-def _extrapolated(request: Request) -> str:
+def _extrapolated(request: MeshRequest) -> str:
     """A caution if the profile was measured on layers of other sizes."""
     measured, asked = request.profile.shape, asdict(request.shape)
     differs = any(measured[name] != asked[name] for name in measured if name != "layers")
     return f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
 
 
-def _caution(request: Request) -> str:
+def _caution(request: MeshRequest) -> str:
     """A caution if the model's layers are not like the decoder's that the times were fitted to."""
     if any(layer.idle_parameters for layer in request.shape.kinds):
         return " Experts are taken to compute at the rate of dense layers."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_wlb.argument_checks import whole
@@ -16,17 +16,13 @@ from lightning_wlb.cli.shared_options import (
     names_of,
     packing_options,
 )
-from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.planning.plan_scoring import ProfileScorer
-from lightning_wlb.planning.step_chooser import StepChooser
-from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
 BASELINE = "original"
@@ -37,7 +33,12 @@ COMPARED = f"{BASELINE},{REFERENCE},wlb,{DataSettings.packing}"
 """The packings that are compared where none are named."""
 
 STEPS = 100
-"""How many are planned where no number is given."""
+"""How many are planned on one mesh where no number is given."""
+
+MESH_STEPS = 3
+"""How many are planned on each mesh of a search where no number is given."""
+
+_AUTO = "auto"
 
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
 PRECISIONS = {
@@ -49,110 +50,109 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Request(MeshRequest):
-    """Packings that are compared on one mesh: all of its sizes are given.
+def comparison_of(arguments: argparse.Namespace) -> list[MeshRequest]:
+    """What is planned on the mesh that ``--mesh`` gives: each row's packing, the baseline first.
 
-    Args:
-        settings: by packing, those of the baseline among them.
-        candidates: packing and sharding of each row, the baseline first.
+    Raises:
+        ValueError: a mistake in the arguments, with the remedy.
     """
+    check_counts(arguments)
+    mesh = mesh_of(arguments.mesh)
+    shape = model_shape(arguments.model)
+    if arguments.devices not in (None, mesh.devices):
+        raise ValueError(
+            f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
+            f" {arguments.devices}: leave --devices out, or give --mesh auto."
+        )
+    shape.check_tensor_parallel(mesh.tensor)
+    packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))
+    shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
+    if HEADS in shardings and mesh.context > 1:
+        for layer in shape.kinds:
+            check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
+    options = packing_options(arguments.packing_option, packings)
+    micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
+    settings = {
+        name: settings_of(arguments, micro_batches, name, options.get(name, {}))
+        for name in [BASELINE, REFERENCE, *packings]
+    }
+    schedule = arguments.schedule or "1f1b"
+    baseline = MeshRequest(
+        **run_of(arguments, shape, settings[BASELINE], arguments.steps or STEPS),
+        devices=mesh.devices,
+        fixed=dict(zip(AXES, mesh.shape, strict=True)),
+        schedule=schedule,
+        virtual_stages=arguments.virtual_stages or (2 if schedule == "interleaved" else 1),
+    )
+    rows = [
+        (BASELINE, shardings[0]),
+        (REFERENCE, shardings[0]),
+        *((name, each) for each in shardings for name in packings),
+    ]
+    return [
+        replace(baseline, data=settings[packing], sharding=sharding)
+        for packing, sharding in dict.fromkeys(rows)
+    ]
 
-    settings: Mapping[str, DataSettings]
-    candidates: Sequence[tuple[str, str]]
 
-    @staticmethod
-    def of(arguments: argparse.Namespace) -> Request:
-        """Understand the arguments.
+def is_searched(mesh: str) -> bool:
+    """Whether ``--mesh`` leaves a size open."""
+    return _AUTO in mesh.split(",")
 
-        Raises:
-            ValueError: a mistake in them, with the remedy.
-        """
-        check_counts(arguments)
-        mesh = mesh_of(arguments.mesh)
-        shape = model_shape(arguments.model)
-        if arguments.devices not in (None, mesh.devices):
+
+def search_of(arguments: argparse.Namespace) -> MeshRequest:
+    """What a mesh is searched for where ``--mesh`` leaves a size open.
+
+    Raises:
+        ValueError: a mistake in the arguments, with the remedy.
+    """
+    check_counts(arguments)
+    for option, why in (
+        ("devices", "it says how many the mesh has"),
+        ("micro_batches", "it says how many tokens a step has, on every mesh"),
+    ):
+        if getattr(arguments, option) is None:
+            raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
+    if arguments.trace is not None:
+        raise ValueError("--trace shows one mesh: give --mesh the sizes that this search finds.")
+    packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
+    shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
+    for option, names in (("--packing", packings), ("--sharding", shardings)):
+        if len(names) > 1:
             raise ValueError(
-                f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
-                f" {arguments.devices}: leave --devices out, or give --mesh auto."
+                f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
+                " the sizes of a mesh to compare several on it."
             )
-        shape.check_tensor_parallel(mesh.tensor)
-        packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))
-        shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
-        if HEADS in shardings and mesh.context > 1:
-            for layer in shape.kinds:
-                check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
-        options = packing_options(arguments.packing_option, packings)
-        micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
-        settings = {
-            name: settings_of(arguments, micro_batches, name, options.get(name, {}))
-            for name in [BASELINE, REFERENCE, *packings]
-        }
-        schedule = arguments.schedule or "1f1b"
-        virtual = arguments.virtual_stages or (2 if schedule == "interleaved" else 1)
-        rows = [
-            (BASELINE, shardings[0]),
-            (REFERENCE, shardings[0]),
-            *((name, each) for each in shardings for name in packings),
-        ]
-        return Request(
-            **run_of(arguments, settings[BASELINE], arguments.steps or STEPS),
-            devices=mesh.devices,
-            fixed=dict(zip(AXES, mesh.shape, strict=True)),
-            schedule=schedule,
-            virtual_stages=virtual,
-            settings=settings,
-            candidates=list(dict.fromkeys(rows)),
+    (packing,), (sharding,) = packings, shardings
+    options = packing_options(arguments.packing_option, packings).get(packing, {})
+    data = settings_of(arguments, arguments.micro_batches, packing, options)
+    shape = model_shape(arguments.model)
+    return MeshRequest(
+        **run_of(arguments, shape, data, arguments.steps or MESH_STEPS),
+        devices=arguments.devices,
+        fixed=_fixed(arguments.mesh),
+        schedule=arguments.schedule,
+        virtual_stages=arguments.virtual_stages,
+        sharding=sharding,
+    )
+
+
+def _fixed(mesh: str) -> dict[str, int]:
+    """The sizes that ``--mesh`` gives.
+
+    Raises:
+        ValueError: neither ``auto`` nor four sizes of which some are ``auto``.
+    """
+    words = mesh.split(",")
+    if words == [_AUTO]:
+        return {}
+    if len(words) != len(AXES) or not all(word == _AUTO or word.isdecimal() for word in words):
+        raise ValueError(
+            f"--mesh {mesh!r} is neither auto nor data,pipeline,context,tensor, each a whole number"
+            " or auto, as in auto,2,auto,1."
         )
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh, with its virtual stages."""
-        return Mesh(**self.fixed, virtual_stages=self.virtual_stages or 1)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled on this mesh."""
-        return usable_bytes(self.profile, self.mesh)
-
-    def predictor(self, mesh: Mesh | None = None) -> Predictor:
-        """The predictor on this or another mesh.
-
-        Raises:
-            ValueError: a mesh that the model or the schedule cannot run on.
-        """
-        return super().predictor(mesh or self.mesh)
-
-    def planner(
-        self,
-        packing: str,
-        sharding: str,
-        scorer: ProfileScorer,
-        step_chooser: StepChooser | None = None,
-    ) -> Planner:
-        """The planner of the run's steps; ``scorer`` simulates plans on the mesh."""
-        return Planner(
-            self.lengths,
-            self.settings[packing],
-            Work.of(self.shape),
-            self.mesh,
-            sharding=sharding,
-            schedule=self.schedule_of(self.mesh),
-            kernel_cost=scorer.predictor.latency.segment_cost,
-            scorer=scorer,
-            activation_checkpointing=self.activation_checkpointing,
-            step_chooser=step_chooser,
-        )
-
-    def longest_micro_batch(self, predictor: Predictor) -> int:
-        """L_max, tokens, if the replicas run equally many micro-batches and all are as long.
-
-        They recompute everything, unless what they recompute is given.
-        """
-        asked = self.activation_checkpointing
-        recompute = "full" if asked == "auto" else asked
-        count = -(-self.data.micro_batches // predictor.latency.mesh.data)
-        return predictor.longest_micro_batch(count, recompute)
+    given = zip(AXES, words, strict=True)
+    return {axis: int(word) for axis, word in given if word != _AUTO}
 
 
 def check_counts(arguments: argparse.Namespace) -> None:
@@ -166,7 +166,9 @@ def check_counts(arguments: argparse.Namespace) -> None:
             whole(f"--{option.replace('_', '-')}", given, 1)
 
 
-def run_of(arguments: argparse.Namespace, data: DataSettings, steps: int) -> dict[str, Any]:
+def run_of(
+    arguments: argparse.Namespace, shape: ModelShape, data: DataSettings, steps: int
+) -> dict[str, Any]:
     """What a request takes from the arguments whether its mesh is given or searched for.
 
     Raises:
@@ -175,7 +177,7 @@ def run_of(arguments: argparse.Namespace, data: DataSettings, steps: int) -> dic
     profile, rest = profile_of(arguments)
     return {
         "lengths": lengths_of(arguments, data.micro_batches, steps),
-        "shape": model_shape(arguments.model),
+        "shape": shape,
         "data": data,
         "profile": profile,
         "activation_checkpointing": arguments.activation_checkpointing,

@@ -13,16 +13,15 @@ simulates five to ten plans of each step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.plan import StepPlan
+from lightning_wlb.plan import Recompute, StepPlan
 from lightning_wlb.planning.plan_scoring import ProfileScorer
-from lightning_wlb.planning.planner import Planner, plan_steps
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
@@ -217,17 +216,7 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
     """
     predictor = request.predictor(mesh)
     scorer = ProfileScorer(predictor, request.activation_checkpointing)
-    planner = Planner(
-        request.lengths,
-        request.data,
-        Work.of(request.shape),
-        mesh,
-        sharding=request.sharding,
-        schedule=predictor.schedule,
-        kernel_cost=predictor.latency.segment_cost,
-        scorer=scorer if by_profile else None,
-        mixture=request.mixture,
-    )
+    planner = request.planner(predictor, scorer if by_profile else None)
     plans = plan_steps(planner, request.steps)
     if not by_profile:
         # Exact work knows no memory.
@@ -239,7 +228,7 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         mesh=mesh,
         schedule=predictor.schedule,
         activation_checkpointing=request.activation_checkpointing,
-        recomputed=sum(map(_recomputed_tokens, plans)) / tokens,
+        recomputed=recomputed_share(plans, "selective", "full"),
         by_profile=by_profile,
         steps_ns=sum(step.total_ns for step in steps),
         steps=len(steps),
@@ -251,13 +240,16 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
     return Evaluation(row, peak <= predictor.usable_bytes, steps)
 
 
-def _recomputed_tokens(plan: StepPlan) -> float:
-    return sum(
+def recomputed_share(plans: Sequence[StepPlan], *modes: Recompute) -> float:
+    """The share of tokens whose micro-batches recompute in one of these ways."""
+    tokens = (
         replica.tokens_of(each) / len(each.replicas)
+        for plan in plans
         for replica in plan.replicas
         for each in replica.forward
-        if each.recompute != "none"
+        if each.recompute in modes
     )
+    return sum(tokens) / sum(plan.tokens for plan in plans)
 
 
 def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import USABLE_PERCENT
 from lightning_wlb.cost.profile import Profile
@@ -28,6 +29,9 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Recompute
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import StoreShare
+from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.planner import Planner
+from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
@@ -139,6 +143,11 @@ class MeshRequest:
         given = self.activation_checkpointing
         return MODES if given == "auto" else (given,)
 
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, where the sizes of all axes are given."""
+        return Mesh(**self.fixed, virtual_stages=self.virtual_stages or 1)
+
     def schedule_of(self, mesh: Mesh) -> str:
         """The schedule that a mesh runs."""
         if self.schedule is not None:
@@ -156,6 +165,27 @@ class MeshRequest:
             self._stages_of(mesh.stages),
             self.schedule_of(mesh),
             self.rest_dtype,
+        )
+
+    def planner(
+        self,
+        predictor: Predictor,
+        scorer: ProfileScorer | None,
+        step_chooser: StepChooser | None = None,
+    ) -> Planner:
+        """The run's planner on the predictor's mesh; without a scorer it goes by exact work."""
+        return Planner(
+            self.lengths,
+            self.data,
+            Work.of(self.shape),
+            predictor.latency.mesh,
+            sharding=self.sharding,
+            schedule=predictor.schedule,
+            kernel_cost=predictor.latency.segment_cost,
+            scorer=scorer,
+            activation_checkpointing=self.activation_checkpointing,
+            mixture=self.mixture,
+            step_chooser=step_chooser,
         )
 
     def _stages_of(self, number: int) -> tuple[range, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_wlb.cli.forecast import Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
-from lightning_wlb.cli.request import Request
+from lightning_wlb.cli.request import comparison_of
 
 
 def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdict:
@@ -18,7 +18,7 @@ def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdic
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = ["--lengths", lengths, "--model", "550m", "--profile", "h100", "--steps", "8", *changes]
-    return judged(compare(Request.of(parser.parse_args(given))))
+    return judged(compare(comparison_of(parser.parse_args(given))))
 
 
 LONG = ("--mesh", "2,2,1,1", "--context-window", "65536", "--micro-batches", "8")
@@ -29,7 +29,7 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert verdict.worth_it
     assert verdict.chosen.packing == "wlb"
     assert verdict.reference.packing == "best_fit"
-    speeds = [row.tokens / row.total_ns for row in (verdict.chosen, verdict.reference)]
+    speeds = [each.tokens_per_second for each in (verdict.chosen, verdict.reference)]
     assert verdict.gain == pytest.approx(speeds[0] / speeds[1])
     title, advice = verdict.lines
     assert title == "Verdict, simulated with profile h100, which is not measured:"
@@ -47,7 +47,8 @@ def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> Non
     assert not verdict.worth_it
     assert verdict.attention < 0.05
     _, refusal, instead = verdict.lines
-    assert refusal.startswith("Not for you: on mesh 4,1,1,1 no packing compared here has 3% more")
+    assert refusal.startswith("Not for you: on mesh 4,1,1,1 the best packing compared here, ")
+    assert "and 3% more are asked" in refusal
     assert "simulated with h100" in refusal
     assert instead.startswith("Take best_fit with sharding adaptive")
     assert verdict.figures["packing"] == "best_fit"

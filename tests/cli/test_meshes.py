@@ -111,7 +111,7 @@ def test_short_documents_are_told_that_it_does_not_pay(capsys, tmp_path):
     verdict = report["verdict"]
     assert not verdict["worth_it"]
     assert verdict["packing"] == "best_fit"
-    assert "Balancing is not for you" in verdict["text"][1]
+    assert "Not for you: on mesh" in verdict["text"][1]
     assert verdict["mesh"] == ",".join(
         str(report["best_fit"]["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")
     )

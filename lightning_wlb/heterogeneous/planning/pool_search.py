@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from lightning_wlb.cost.flops import Work
 from lightning_wlb.heterogeneous.planning.candidates import candidate_schemes
 from lightning_wlb.heterogeneous.planning.pool import Pool, fastest
 from lightning_wlb.mesh import Mesh
@@ -186,18 +185,7 @@ def choose_pool(
     base = request.predictor(mesh)
     scorer = ProfileScorer(base, request.activation_checkpointing)
     own = schemes_of(mesh, base.stages)
-    planner = Planner(
-        request.lengths,
-        request.data,
-        Work.of(request.shape),
-        mesh,
-        sharding=request.sharding,
-        schedule=base.schedule,
-        kernel_cost=base.latency.segment_cost,
-        scorer=scorer,
-        activation_checkpointing=request.activation_checkpointing,
-        mixture=request.mixture,
-    )
+    planner = request.planner(base, scorer)
     half = request.steps // 2
     releases = _releases(planner, request.steps + AHEAD * half)
     others = releases[:half] + releases[request.steps :]
