@@ -1,10 +1,44 @@
-"""What the package predicts of published facts of this class."""
+"""The time of published collectives and messages between GPUs, as the package predicts it.
+
+``bytes`` are what nccl-tests call the size: of the whole tensor in an all-gather, reduce-scatter or
+all-reduce, what a rank sends in an all-to-all or a message. A figure in GB/s is nccl-tests' bus
+bandwidth. This package has no all-reduce of that size; one is taken to go round the ring twice, as
+two all-gathers do. Ranks fill a node before the next one begins.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.published import Fact
+from lightning_wlb.cost.communication import Communication
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import Mesh
+
+BUS = {
+    # nccl-tests, doc/PERFORMANCE.md: bytes that cross a rank's link, by bytes of the size
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+    "all_to_all": 1.0,
+}
 
 
 def predict(fact: Fact) -> float:
-    """The fact's figure as predicted, in its unit."""
-    raise NotImplementedError(fact)
+    """Microseconds, or GB/s on the busiest link."""
+    kind, ranks, size = fact["collective"], fact.number("ranks"), fact.number("bytes")
+    profile = Profile.load(fact["profile"])
+    profile = replace(profile, devices_per_node=fact.number("per_node", 8))
+    if kind == "send":
+        messages = Communication(profile, Mesh(pipeline=ranks))
+        ns, crossing = max(messages.message_ns(stage, size) for stage in range(ranks)), size
+    else:
+        messages = Communication(profile, Mesh(context=ranks))
+        crossing = round(size * (ranks - 1) / ranks)
+        if kind == "all_to_all":
+            ns = messages.all_to_all_ns(crossing)
+        else:
+            summed = kind == "reduce_scatter"
+            ns = messages.collective_ns("context", ranks, size, summed=summed) * round(BUS[kind])
+        crossing = round(crossing * BUS[kind])
+    return ns / 1e3 if fact.unit == "us" else crossing / ns

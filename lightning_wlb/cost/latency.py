@@ -239,7 +239,8 @@ class LatencyModel:
         """
         elements, ranks = rows * self.shape.dim, self.mesh.tensor
         ns = self.communication.collective_ns
-        return 2 * sum(ns("tensor", ranks, elements * w) for w in (self._width, self._summed))
+        gather = ns("tensor", ranks, elements * self._width)
+        return 2 * (gather + ns("tensor", ranks, elements * self._summed, summed=True))
 
     def exchange_keys_ns(
         self, received: int, keys: int, *, backward: bool, replicas: int = 1
@@ -257,7 +258,8 @@ class LatencyModel:
         """
         axis = "context" if replicas == 1 else "data"
         size = received * self._key_elements * (self._summed if backward else self._width)
-        result = self.communication.exchange_ns(axis, self.mesh.context * replicas, size)
+        ranks = self.mesh.context * replicas
+        result = self.communication.exchange_ns(axis, ranks, size, summed=backward)
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def head_parallel_ns(self, rows: int) -> int:
@@ -292,7 +294,8 @@ class LatencyModel:
     def reduce_ns(self, parameters: int) -> int:
         """The reduce-scatter of the gradients of so many parameters over data × context."""
         ranks = self.mesh.data * self.mesh.context
-        return self.communication.collective_ns("data", ranks, parameters * self._wide)
+        size = parameters * self._wide
+        return self.communication.collective_ns("data", ranks, size, summed=True)
 
     def optimise_ns(self, parameters: int) -> int:
         """The optimizer's update of a rank's shard of so many parameters."""

@@ -164,19 +164,30 @@ class Link:
     """One class of connection between two devices, in one direction.
 
     Args:
-        latency_ns: time of an empty message.
+        latency_ns: time of a hop, as each step of a collective's ring is one.
         bytes_per_second: what a device sends over the link with large messages.
+        launch_ns: time of a collective or message besides its hops and bytes.
+        ramp_ns: what a large transfer loses until the link is full; a small one loses as much as
+            its bytes take.
     """
 
     latency_ns: float
     bytes_per_second: float
+    launch_ns: float = 0.0
+    ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.latency_ns < 0 or self.bytes_per_second <= 0:
+        times = self.latency_ns, self.launch_ns, self.ramp_ns
+        if min(times) < 0 or self.bytes_per_second <= 0:
             raise ValueError(
-                f"device profile: a link of latency_ns={self.latency_ns} and"
+                f"device profile: a link of latency_ns, launch_ns and ramp_ns {times} and"
                 f" bytes_per_second={self.bytes_per_second} is none."
             )
+
+    def ns(self, hops: int, size: int) -> float:
+        """Time of ``hops`` hops one after another in which a device sends ``size`` bytes in all."""
+        full = size * 1e9 / self.bytes_per_second
+        return hops * self.latency_ns + full + self.launch_ns + min(full, self.ramp_ns)
 
 
 @dataclass(frozen=True)
