@@ -62,7 +62,7 @@ from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 
-FINALISTS = 3
+FINALISTS = 2
 """Meshes, with their limits, of which all steps are simulated; the others are left after one."""
 
 
@@ -165,9 +165,12 @@ def of_bound(request: MeshRequest, documents: Documents) -> Iterator[Candidate]:
             yield Candidate(mesh, count, run)
 
 
-def ours(request: MeshRequest) -> tuple[Mesh, None, Outcome]:
-    """``auto`` on the mesh that the search chooses from three steps."""
-    mesh = choose_mesh(replace(request, steps=3)).best.mesh
+def ours(request: MeshRequest) -> tuple[Mesh, None, Outcome] | None:
+    """``auto`` on the mesh that the search chooses from two steps; None where none fits."""
+    try:
+        mesh = choose_mesh(replace(request, steps=2)).best.mesh
+    except ValueError:
+        return None
     made = evaluate(request, mesh)
     predictor = request.predictor(mesh)
     busy = np.sum([busy_ns(predictor, own) for step in made.steps for own in step.costs], axis=0)
@@ -258,6 +261,8 @@ def compared(setting: Setting, profile: Profile, steps: int, clones: Path | None
     every = np.array([tokens for batch in batches for tokens in batch], dtype=np.int64)
     documents = Documents(shape, every, batches)
     put(OURS, "", lambda: ours(request))
+    if kept[OURS].get("mesh", "").split(",")[1:2] == ["1"]:
+        kept.setdefault(ALONE, kept[OURS])
     put(ALONE, "", lambda: ours(asked(pipeline=1)))
     put(BOUND, "", lambda: fastest(of_bound(request, documents), steps))
     for peer in PEERS:
@@ -270,7 +275,7 @@ def compared(setting: Setting, profile: Profile, steps: int, clones: Path | None
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.settings_parser("packers", __doc__, SETTINGS, 6, "h100-fa2")
+    parser = report.settings_parser("packers", __doc__, SETTINGS, 4, "h100-fa2")
     parser.add_argument("--clones", type=Path, help="folder with Megatron-LM, slime and DistCA")
     arguments = parser.parse_args(argv)
     profile = Profile.load(arguments.profile)

@@ -14,7 +14,7 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.planning.global_batches import cut_stream
+from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import (
     MODES,
@@ -72,8 +72,9 @@ def whole(lengths: Sequence[int], packs: peers.Packs) -> Packed:
 
 def windows_of(lengths: np.ndarray) -> list[list[Slice]]:
     """Documents one after another, cut into windows; the last one, which is short, is left out."""
-    count = int(lengths.sum()) // WINDOW
-    pieces, _, _ = cut_stream(np.arange(len(lengths)), lengths, 0, 0, count * WINDOW, WINDOW)
+    tokens = int(lengths.sum()) // WINDOW * WINDOW
+    order, begin = np.arange(len(lengths)), StreamPosition()
+    pieces, _ = next_pieces(order, lengths, begin, tokens, WINDOW, cuts_stream=True)
     rows: list[list[Slice]] = []
     filled = WINDOW
     for document, start, stop in pieces:
@@ -90,7 +91,7 @@ def simulated(predictor: Predictor, steps: Sequence[Packed], sharding: str) -> O
     made = []
     for packed in steps:
         plans = [replica_plan(own, at, sharding) for at, own in enumerate(packed)]
-        made.append(predictor.executed(plans))
+        made.append((plans, [predictor.costs(each) for each in plans]))
     pieces = [part for packed in steps for own in packed for group in own for part in group]
     return of_costs(predictor, made, [part.tokens for part in pieces])
 

@@ -63,7 +63,7 @@ class Peer:
 def each_step(pack: Callable[..., peers.Packs]) -> Callable[..., Iterator[Packed]]:
     """A packer of one step's documents, as a packer of all steps."""
 
-    @cache  # meshes differ by axes that no packer looks at
+    @cache  # the packers look at no axis but data
     def packed(
         documents: Documents, step: int, mesh: Mesh, limit: int, clones: Path | None
     ) -> Packed:
@@ -73,7 +73,7 @@ def each_step(pack: Callable[..., peers.Packs]) -> Callable[..., Iterator[Packed
     def steps(
         documents: Documents, mesh: Mesh, limit: int, clones: Path | None
     ) -> Iterator[Packed]:
-        seen = Mesh(data=mesh.data, context=mesh.context)
+        seen = Mesh(data=mesh.data)
         for step in range(len(documents.steps)):
             yield packed(documents, step, seen, limit, clones)
 
