@@ -269,7 +269,7 @@ def compared(setting: Setting, profile: Profile, steps: int, clones: Path | None
         tried = of_peer(peer, request, documents, clones)
         put(peer.name, peer.source, lambda tried=tried: fastest(tried, steps))
     put(HYBRID, "megatron", lambda: fastest(of_hybrid(request, documents, clones), steps))
-    if "torch" not in kept:
+    if "torch" not in kept and setting.model == "llama3-8B":
         kept["torch"] = balancers(request, documents.lengths)
         save()
 

@@ -239,7 +239,7 @@ def balancers(request: MeshRequest, lengths: np.ndarray) -> dict[str, dict[str, 
         latency = request.predictor(Mesh(request.devices // ranks, 1, ranks, 1)).latency
         spent = dict.fromkeys(("head_tail", "ptrr", "adaptive"), 0)
         waits = 0.0
-        for row in windows_of(lengths)[:32]:
+        for row in windows_of(lengths)[:8]:
             own = [part.tokens for part in row]
             whole_pieces = [Slice(at, 0, 0, tokens) for at, tokens in enumerate(own)]
             for way in spent:
