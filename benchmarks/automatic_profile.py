@@ -1,8 +1,9 @@
 """The default packing by a profile of this machine, and by exact work, against best-fit packing.
 
-Two CPU ranks with one thread and a core each train the same documents as in
-``benchmarks.slimpack_measured``: as a pipeline of two stages, and as two replicas. In each round
-one packing trains an epoch after the other, so that a drift of the machine meets all of them:
+A small decoder whose work is mostly attention trains on definitions of Python's standard library,
+as byte pairs, on two CPU ranks with one thread and a core each: as a pipeline of two stages, and as
+two replicas. In each round one packing trains an epoch after the other, so that a drift of the
+machine meets all of them:
 
 * *best_fit*, the baseline;
 * *auto, work*: the default, chosen by exact work;
@@ -26,20 +27,27 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.measured import RankStep, train
+from benchmarks.measured import RankStep, replayed, train
 from benchmarks.ranks import run_ranks
-from benchmarks.slimpack_measured import CONFIG, chosen, documents, over_rounds
 from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.stores.document_store import DocumentSubset
+from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import StepPlan
 
+VOCABULARY = 1024
+CONFIG = TransformerConfig.preset("tiny", layers=4, heads=1, kv_heads=1, vocab_size=VOCABULARY)
 MESHES = {"pipeline 2": Mesh(pipeline=2), "data 2": Mesh(data=2)}
 PACKINGS = {"best_fit": "best_fit", "auto, work": "auto", "auto": "auto"}
 FIGURES = {
@@ -49,6 +57,19 @@ FIGURES = {
     "bubble": "  share of it without work",
     "micro_batches": "  micro-batches of a replica",
 }
+
+
+def documents() -> StdlibDocuments:
+    """All documents."""
+    return StdlibDocuments(unit="definition", tokenizer="bpe", vocab_size=VOCABULARY)
+
+
+def chosen(seed: int, tokens: int) -> DocumentSubset:
+    """At least ``tokens`` tokens of documents chosen at random."""
+    store = documents()
+    order = np.random.default_rng(seed).permutation(len(store.lengths))
+    enough = int(np.searchsorted(np.cumsum(store.lengths[order]), tokens)) + 1
+    return DocumentSubset(store, order[:enough])
 
 
 def train_rank(
@@ -72,10 +93,52 @@ def train_rank(
     return result
 
 
+def figures(epoch: list[list[RankStep]], mesh: Mesh) -> dict[str, float]:
+    """One epoch of one packing; ``epoch`` by rank, then step."""
+    steps = list(zip(*epoch, strict=True))
+    plans = [StepPlan.from_json(each[0].plan) for each in steps]
+    tokens = sum(plan.tokens for plan in plans)
+    walls = [max(rank.wall for rank in each) for each in steps]
+    ran = [
+        replayed(mesh, plan, [rank.compute for rank in each])
+        for plan, each in zip(plans, steps, strict=True)
+    ]
+    compute_ns = sum(max(each.compute_ns for each in of_step) for of_step in ran)
+    busy_ns = sum(sum(each.busy_ns) for of_step in ran for each in of_step)
+    counts = [len(replica.forward) for plan in plans for replica in plan.replicas]
+    first, last = epoch[0][0], epoch[0][-1]
+    return {
+        "tokens": tokens,
+        "steps": len(plans),
+        "wall_us_per_token": 1e6 * sum(walls) / tokens,
+        "with_planning_us_per_token": 1e6 * (last.begin + last.wall - first.begin) / tokens,
+        "replayed_us_per_token": compute_ns / 1e3 / tokens,
+        "cpu_us_per_token": busy_ns / 1e3 / tokens,
+        "bubble": 1 - busy_ns / (mesh.devices * compute_ns),
+        "micro_batches": sum(counts) / len(counts),
+        "delay": sum(plan.delay * plan.tokens for plan in plans) / tokens,
+    }
+
+
 def measured(mesh: Mesh, profile: Profile, options: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Medians over rounds for each packing, and the wall clock of every round."""
     by_rank = run_ranks(train_rank, 2, mesh, profile, options, timeout=1800, process_group=False)
     return over_rounds(by_rank, mesh, options["rounds"])
+
+
+def over_rounds(
+    by_rank: list[dict[str, list[list[RankStep]]]], mesh: Mesh, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Medians over rounds for each packing and the wall clock of every round."""
+    result: dict[str, dict[str, Any]] = {}
+    for packing in by_rank[0]:
+        every = [
+            figures([rank[packing][number] for rank in by_rank], mesh) for number in range(rounds)
+        ]
+        result[packing] = {name: median(each[name] for each in every) for name in every[0]}
+        of_rounds = [each["wall_us_per_token"] for each in every]
+        result[packing]["wall_us_per_token_by_round"] = of_rounds
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:

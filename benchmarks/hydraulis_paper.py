@@ -1,4 +1,4 @@
-"""Hydraulis' Figures 10 to 13 and 17 and its Table 2, simulated beside what the paper says.
+"""Hydraulis' Figures 10 to 13, simulated beside what the paper says.
 
 Hydraulis ("Demystifying Workload Imbalances in Large Transformer Model Training over
 Variable-length Sequences") reports 1.32 to 2.66 times the throughput of the best of Megatron-LM,
@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks import report
-from benchmarks.hydraulis_assignment import figure_17, table_2
-from benchmarks.hydraulis_runs import mesh_of, our_steps, paper_steps, static, with_auto
+from benchmarks.hydraulis_runs import our_steps, paper_steps, static, with_auto
 from benchmarks.hydraulis_tables import markdown, picture, show
 from benchmarks.meshes import COMMON_CRAWL, GITHUB, Setting
 from benchmarks.slimpack_paper import K
@@ -58,12 +56,6 @@ SETTINGS = {
 }
 """The first eight are of Figure 10, the others with the first of Figure 11."""
 
-ASSIGNED = "32B on 64, 32K CommonCrawl"
-"""The setting of Figures 12, 13 and 17 and Table 2, the last two with 200K tokens a step."""
-LARGER = 16
-"""Times the devices and the tokens of Table 2's second row."""
-NODES = 200
-"""Most nodes of the branch-and-bound of Equation 3."""
 PARTS = ("auto", "static", "paper", "dynamic")
 
 
@@ -85,54 +77,19 @@ def run_setting(
             save()
 
 
-def run_assignment(
-    profile: Profile,
-    steps: int,
-    row: dict[str, Any],
-    made: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
-    """Figure 17 and Table 2 on the mesh of ``two_stage``, what is missing of them."""
-    small = replace(SETTINGS[ASSIGNED], tokens=2 * SETTINGS[ASSIGNED].tokens)
-    large = replace(small, devices=LARGER * small.devices, tokens=LARGER * small.tokens)
-    mesh, mode = mesh_of(row), row["checkpointing"]
-    spread = replace(mesh, data=LARGER * mesh.data)
-    runs: dict[str, Callable[[], Any]] = {
-        "figure_17": lambda: figure_17(small, profile, steps, mesh, mode, NODES),
-        f"table_2, {small.devices}": lambda: table_2(small, profile, mesh, mode, NODES),
-        f"table_2, {large.devices}": lambda: table_2(large, profile, spread, mode, NODES),
-    }
-    for part, run in runs.items():
-        if part not in made:
-            made[part] = run()
-            save()
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = report.settings_parser("hydraulis_paper", __doc__, SETTINGS, 4, "h100-fa2")
-    parser.add_argument(
-        "--assignment", action="store_true", help="also Figure 17 and Table 2 (minutes)"
-    )
-    parser.add_argument(
-        "--anew", nargs="+", default=[], choices=[*PARTS, "assignment"], help="parts to run again"
-    )
+    parser.add_argument("--anew", nargs="+", default=[], choices=PARTS, help="parts to run again")
     arguments = parser.parse_args(argv)
     profile, output = Profile.load(arguments.profile), arguments.output
     result, save = report.gone_on_with("hydraulis_paper", profile, arguments)
     result |= {"simulated": True, "asked": list(SETTINGS)}
-    for part in ("settings", "assignment"):
-        if part in arguments.anew:
-            result.pop(part, None)
-        result.setdefault(part, {})
-
+    result.setdefault("settings", {})
     for name in track(arguments.settings, "Simulating", console=Console(stderr=True)):
         made = result["settings"].setdefault(name, {})
         for part in arguments.anew:
             made.pop(part, None)
         run_setting(SETTINGS[name], profile, arguments.steps, made, save)
-    if arguments.assignment:
-        row = result["settings"][ASSIGNED]["static"]["two_stage"]
-        run_assignment(profile, arguments.steps, row, result["assignment"], save)
     show(result, Console(width=200))
     if output:
         output.with_suffix(".md").write_text(markdown(result))

@@ -32,14 +32,6 @@ OTHER_THAN_FIRST = 1.6
 """S3 over S0 in most of the steps, Figure 12."""
 UNEVEN = {"megatron": (0.36, 0.65), "two_stage": (0.02, 0.10)}
 """How much earlier the first rank ends than the last, Figure 12."""
-GREEDY_OVER_IDEAL = (0.9, 1.1)
-"""End-to-end latency of greedy over ideal assignment, Figure 17."""
-SECONDS = {
-    64: {"proposal": "2.03", "ideal": "40.21", "greedy": "5.46", "packing": "10.15"},
-    1024: {"proposal": "107.21", "ideal": ">1000", "greedy": "38.56", "packing": "13.46"},
-}
-"""Table 2, by devices: of ten steps on ten processes; the proposal once."""
-
 PAPERS_PARTS = ("packing", "strategies")
 OUR_PARTS = ("search", "context", "two-stage", "auto", "strategies")
 WAYS = {
@@ -154,9 +146,6 @@ def tables(result: Row) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     yield _figure_11(made)
     yield _strategies_table(made)
     yield _ablation_table(made)
-    if "figure_17" in result["assignment"]:
-        yield _figure_17(result["assignment"]["figure_17"])
-    yield _table_2(result["assignment"])
 
 
 def _factors_table(made: Mapping[str, Row]) -> tuple[str, list[str], list[list[str]]]:
@@ -277,34 +266,6 @@ def _ablation_table(made: Mapping[str, Row]) -> tuple[str, list[str], list[list[
     return f"Figure 13: throughput over (a); of the paper {NOT_GIVEN}", heads, rows
 
 
-def _figure_17(made: Row) -> tuple[str, list[str], list[list[str]]]:
-    rows = [
-        [
-            name,
-            *(f"{min(each[what])} to {max(each[what])}" for what in ("estimated", "simulated")),
-            "{} to {}".format(*GREEDY_OVER_IDEAL),
-            f"{each['proven']} of {len(each['estimated'])}",
-        ]
-        for name, each in made["strategies"].items()
-    ]
-    heads = ["pipelines", "bound", "simulated step", "paper's step", "proven"]
-    return "Figure 17: greedy over ideal dealing", heads, rows
-
-
-def _table_2(made: Row) -> tuple[str, list[str], list[list[str]]]:
-    rows = []
-    for part, row in made.items():
-        if not part.startswith("table_2"):
-            continue
-        paper = SECONDS[row["devices"]]
-        cells = [
-            f"{paper[what]} / {'not run' if row[what] is None else row[what]}" for what in paper
-        ]
-        rows.append([str(row["devices"]), str(row["tokens"]), str(row["documents"]), *cells])
-    heads = ["devices", "tokens", "documents", "proposal", "ideal dealing", "greedy", "packing"]
-    return "Table 2: seconds to plan a step, paper / here", heads, rows
-
-
 def show(result: Row, console: Console) -> None:
     """Print the tables."""
     for title, heads, rows in tables(result):
@@ -320,7 +281,7 @@ def markdown(result: Row) -> str:
         "# Hydraulis' figures, simulated beside the paper",
         "",
         "Made by `python -m benchmarks.hydraulis_paper`; do not edit. Everything but the paper's"
-        f" own figures and the seconds of planning is *simulated*: {result['provenance']}, where"
+        f" own figures is *simulated*: {result['provenance']}, where"
         f" the paper measured on A800; {result['steps']} steps of each setting.",
         "",
         "Factors over Megatron multiply from left to right. Strategies are at most what is given:"

@@ -12,7 +12,7 @@ those of earlier keys are left in the cache for their owner's backward.
 
 Every rank of the group runs the same collectives in forward and in backward, also one without any
 query. Cost over whole pieces: that copy, once in forward and once in backward; in a group one more
-gather in backward, and earlier keys sent once per slice (benchmarks/sliced_attention.py).
+gather in backward, and earlier keys sent once per slice.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ compare ``benchmarks/packing.py`` (steps and milliseconds) and ``benchmarks/auto
 
 from __future__ import annotations
 
-# Slicing. Rows "slim" of benchmarks/results/slimpack.md.
+# Slicing. Rows "slim" of benchmarks/results/packing.md.
 
 LEAST_SLICE = 512
 """Tokens of the shortest slice, about: four query tiles, so that no kernel is mostly padding."""
@@ -17,8 +17,8 @@ OPEN_GAPS = 400
 """A gap below 1/400 of a pack's target stays open: packs within 0.25 % of each other, few cuts."""
 
 TAPER = (6, 5)
-"""Ratio of a tapered pack's work to that of the pack after it. Rows "tapered" of slimpack.md have
-1.163 where equal packs have 1.193, at N = 4 and 4·N packs. Other tapers gained hardly more."""
+"""Ratio of a tapered pack's work to that of the pack after it. At N = 4 and 4·N packs of
+Generator A it has 1.163 where equal packs have 1.193. Other tapers gained hardly more."""
 
 # Sharing of pieces by replicas (DP-Merge).
 

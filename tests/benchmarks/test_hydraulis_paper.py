@@ -94,7 +94,7 @@ def test_ablation_and_choice_by_step() -> None:
     assert chosen(MADE["paper"]) == {"alike": 1, "short": 1}
     assert chosen({**MADE["paper"], "strategies": []}) == {"the mesh 2,1,1,2": 2}
     found = {title.partition(":")[0]: rows for title, _, rows in tables(
-        {"settings": {"7B": MADE, "part": {"static": STATIC}}, "assignment": {}}
+        {"settings": {"7B": MADE, "part": {"static": STATIC}}}
     )}  # fmt: skip
     assert found["Where the speed-up over Megatron comes from, simulated"] == [
         ["7B", "Megatron 1.00", "1.25", "1.92", "2.40", "1.20", "1.25", "1.25", "1.25", "1.33",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import packing_report, report, slimpack_paper, slimpack_tables
+from benchmarks import packing_report, report, slimpack_paper
 
 RESULTS = Path(report.__file__).with_name("results")
 
@@ -16,7 +16,6 @@ RESULTS = Path(report.__file__).with_name("results")
     ("name", "page"),
     [
         ("packing", packing_report.markdown),
-        ("slimpack", slimpack_tables.markdown),
         ("slimpack_paper", slimpack_paper.markdown),
     ],
 )

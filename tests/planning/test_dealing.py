@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exact_dealing import deal_exactly, lower_bound
 from lightning_wlb.planning.dealing import Costs, deal_greedily, heaviest_first, round_robin
+from tests.planning.exact_dealing import deal_exactly, lower_bound
 
 
 def test_round_robin_keeps_the_order() -> None:

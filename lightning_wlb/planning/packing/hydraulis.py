@@ -12,7 +12,7 @@ no step shorter (docs/design.md, "What was tried and lost").
 Pieces stay whole, none waits, none is shared. Costs are exact work, spread evenly over the stages.
 A piece uses a device well if its work is at least 85 % of the sum of that work and the overhead
 that ``auto`` counts for two passes. The method serves comparisons: ``auto`` deals by work alone,
-since slices leave a pipeline little to wait for (``benchmarks/results/two_stage.json``).
+since slices leave a pipeline little to wait for (``benchmarks/results/hydraulis_paper.md``).
 
 Cost: that of the dealing, and a greedy packing for each V.
 """
