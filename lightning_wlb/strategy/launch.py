@@ -18,7 +18,9 @@ run again.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +39,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -56,6 +59,9 @@ than what rank 0 does alone. A rank whose process ends is noticed at once, whate
 
 RENDEZVOUS = timedelta(minutes=30)
 """How long a rank waits for the others to start, where a node may come late."""
+
+ANSWER_SECONDS = 30.0
+"""How long whoever listens where the ranks meet may take to answer as rank 0 does."""
 
 
 _LAUNCHER = "LIGHTNING_WLB_LAUNCHER"
@@ -211,13 +217,21 @@ class Processes:
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.
             _set_num_threads_if_needed(per_node)
-        _init_dist_connection(
-            environment,
-            backend,
-            timeout=max(self.timeout, RENDEZVOUS),
-            device_id=bound_device(backend, device),
-            **_store_of_restart(),
-        )
+        where = f"Port {environment.main_port} of {environment.main_address}, where ranks meet,"
+        if rank > 0 and "TORCHELASTIC_RUN_ID" not in os.environ and not dist.is_initialized():
+            _find_rank_0(environment.main_address, environment.main_port, where)
+        try:
+            _init_dist_connection(
+                environment,
+                backend,
+                timeout=max(self.timeout, RENDEZVOUS),
+                device_id=bound_device(backend, device),
+                **_store_of_restart(),
+            )
+        except dist.DistNetworkError as error:
+            if rank > 0 or "EADDRINUSE" not in str(error):
+                raise
+            raise _taken(where) from error
         self._faults.begin(rank, environment.world_size(), device, self.timeout)
 
     def check_connected(self, world_size: int) -> None:
@@ -291,6 +305,40 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
     """
     parts = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
     return device if parts.get(device.type, parts.get("")) == "nccl" else None
+
+
+def _find_rank_0(host: str, port: int, where: str) -> None:
+    """Wait until rank 0 answers, which may come late, but not for another program on its port.
+
+    Raises:
+        MisconfigurationException: something listens there that is not rank 0.
+    """
+    end = time.monotonic() + RENDEZVOUS.total_seconds()
+    while time.monotonic() < end:
+        with suppress(OSError):
+            socket.create_connection((host, port), ANSWER_SECONDS).close()
+            break
+        time.sleep(0.1)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            dist.TCPStore(host, port, timeout=RENDEZVOUS)
+            answered.set()
+
+    # In a thread: torch has no time-out for who takes the connection and never answers.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    if not answered.is_set():
+        raise _taken(where)
+
+
+def _taken(where: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{where} belongs to another program. Set MASTER_PORT to a free port, the same for all"
+        " ranks."
+    )
 
 
 def _store_of_restart() -> dict[str, Any]:

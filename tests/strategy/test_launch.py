@@ -3,17 +3,20 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from lightning_wlb.strategy import launch as module
-from lightning_wlb.strategy.launch import Launcher, die_with_launcher
+from lightning_wlb.strategy.launch import Launcher, die_with_launcher, tell_rank
 from tests.ranks import run_ranks
 from tests.strategy.test_failures import outcomes
 
@@ -101,3 +104,23 @@ def test_a_rank_in_start_up_dies_with_its_launcher(before):
     os.waitpid(parent, 0)
     assert os.read(begin, 2) == b"", "the rank has ended, and its end of the pipe is closed"
     os.close(begin)
+
+
+def meets(rank: int, port: int) -> str:
+    os.environ["MASTER_PORT"], module.ANSWER_SECONDS = str(port), 0.3
+    environment = LightningEnvironment()
+    tell_rank(environment, rank, 2)
+    processes = module.Processes(process_group_backend=None, timeout=None)
+    with pytest.raises(MisconfigurationException) as refused:
+        processes.connect(environment, torch.device("cpu"), rank, 2)
+    return str(refused.value)
+
+
+def test_where_another_program_listens_no_rank_waits():
+    """It takes connections and never answers, so that rank 0 fails and others would wait."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        for said in run_ranks(meets, 2, port, process_group=False, timeout=20):
+            assert said.startswith(
+                f"Port {port} of 127.0.0.1, where ranks meet, belongs to another"
+            )
