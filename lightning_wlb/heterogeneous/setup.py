@@ -58,7 +58,14 @@ from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.plan import ActivationCheckpointing, Scheme, Schemes, StepPlan, schemes_of
+from lightning_wlb.plan import (
+    ActivationCheckpointing,
+    Scheme,
+    Schemes,
+    StepPlan,
+    check_schemes,
+    schemes_of,
+)
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.step_chooser import check_packing
@@ -76,7 +83,7 @@ def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
     some.
 
     Raises:
-        ValueError: something else than schemes, or pipelines that leave ranks out.
+        ValueError: something else than schemes, or as for :func:`.check_schemes`.
     """
     if given is False or (isinstance(given, str) and given in ("off", "auto")):
         return ()
@@ -91,14 +98,7 @@ def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
             " of lightning_wlb.plan.Scheme, one for each pipeline."
         )
     for schemes in choices:
-        first = 0
-        for scheme in schemes:
-            if scheme.first != first:
-                raise ValueError(
-                    f"dynamic: the pipeline on {scheme} begins at rank {scheme.first}, but the next"
-                    f" free rank is {first}. Pipelines take consecutive ranks from 0 on."
-                )
-            first = scheme.ranks.stop
+        check_schemes("dynamic", schemes)
     return choices
 
 

@@ -26,7 +26,15 @@ from lightning_wlb.plan.micro_batches import (
     piece_counts,
     symmetric_backward,
 )
-from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, Shape, alike, rank_in, schemes_of
+from lightning_wlb.plan.pipeline_scheme import (
+    Scheme,
+    Schemes,
+    Shape,
+    alike,
+    check_schemes,
+    rank_in,
+    schemes_of,
+)
 from lightning_wlb.plan.step import StepPlan
 
 __all__ = [
@@ -41,6 +49,7 @@ __all__ = [
     "Slice",
     "StepPlan",
     "alike",
+    "check_schemes",
     "piece_counts",
     "rank_in",
     "schemes_of",

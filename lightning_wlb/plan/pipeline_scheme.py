@@ -95,6 +95,27 @@ Schemes = tuple[Scheme, ...]
 """The pipelines of a step, on consecutive ranks from 0 on."""
 
 
+def check_schemes(where: str, schemes: Sequence[Scheme]) -> None:
+    """Refuse pipelines that leave ranks out or share some, or do not all hold the whole model.
+
+    Raises:
+        ValueError: naming the pipeline, and beginning with ``where``.
+    """
+    first, layers = 0, sum(schemes[0].stages)
+    for number, scheme in enumerate(schemes):
+        if scheme.first != first:
+            raise ValueError(
+                f"{where}: pipeline {number}, on {scheme}, begins at rank {scheme.first}, but the"
+                f" next free rank is {first}. Pipelines take consecutive ranks from 0 on."
+            )
+        first = scheme.ranks.stop
+        if sum(scheme.stages) != layers:
+            raise ValueError(
+                f"{where}: the stages of pipeline {number}, on {scheme}, have {sum(scheme.stages)}"
+                f" layers, those of pipeline 0 {layers}. Every pipeline holds the whole model."
+            )
+
+
 def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
     """The replicas of a mesh as schemes, given the layers of its stages.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from lightning_wlb.plan.micro_batches import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
-from lightning_wlb.plan.pipeline_scheme import Scheme, alike
+from lightning_wlb.plan.pipeline_scheme import Scheme, alike, check_schemes
 
 
 def check(
@@ -26,7 +26,12 @@ def check(
         ValueError: naming the document and range, micro-batch, replica or scheme that is wrong.
     """
     if schemes:
-        _check_schemes(step, schemes, len(replicas))
+        if len(schemes) != len(replicas):
+            raise ValueError(
+                f"step {step}: {len(schemes)} schemes for {len(replicas)} replicas; give one for"
+                " each."
+            )
+        check_schemes(f"step {step}", schemes)
     _check_replicas(step, replicas)
     _check_pieces(step, pieces)
     _check_coverage(step, replicas, pieces)
@@ -45,28 +50,6 @@ def check(
     _check_order(step, replicas)
     places = alike(schemes).values() if schemes else [range(len(replicas))]
     _check_merged(step, replicas, {own: each for each in places for own in each})
-
-
-def _check_schemes(step: int, schemes: Sequence[Scheme], replicas: int) -> None:
-    """Each replica has a scheme of the whole model, and each rank is in one of them."""
-    if len(schemes) != replicas:
-        raise ValueError(
-            f"step {step}: {len(schemes)} schemes for {replicas} replicas; give one for each."
-        )
-    first, layers = 0, sum(schemes[0].stages)
-    for number, scheme in enumerate(schemes):
-        where = f"step {step}, replica {number} on {scheme}"
-        if scheme.first != first:
-            raise ValueError(
-                f"{where}: begins at rank {scheme.first}, but the next free rank is {first}."
-                " Pipelines take consecutive ranks, so that each rank is in one of them."
-            )
-        first = scheme.ranks.stop
-        if sum(scheme.stages) != layers:
-            raise ValueError(
-                f"{where}: its stages have {sum(scheme.stages)} layers, those of replica 0"
-                f" {layers}. Every pipeline holds the whole model."
-            )
 
 
 def _check_fits(

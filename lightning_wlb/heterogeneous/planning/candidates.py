@@ -10,11 +10,8 @@ is shared by several, where the packing shares pieces; these take as long as one
 many times the context ranks. In a pipeline of P stages, which gets about six micro-batches a stage,
 everything takes 1 + (P - 1) / 6P times as long.
 
-The search begins with choices of one kind, and of some pipelines of one kind with those of another
-on all other ranks. From the best of these it goes on to neighbours, while they are better: a
-pipeline is split into two of half its size, two that are alike are joined, or one changes to
-another kind of its size. Of choices with the same kinds only the best stays for a step. To begin
-with Hydraulis' own proposal (``benchmarks/hydraulis_proposal.py``) finds nothing better.
+Choices are of one kind, or of some pipelines of one kind with those of another on all other ranks.
+Of choices with the same kinds only the best stays for a step.
 
 The estimate leaves out imbalance, the exchange of parameters, and whether micro-batches fit in
 memory beside each other. So it only prunes; simulations choose.
@@ -25,7 +22,7 @@ milliseconds in compiled loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,17 +35,8 @@ from lightning_wlb.mesh_search.search import Reasons, legal_meshes
 from lightning_wlb.plan import Piece, Recompute, Scheme, Schemes, Shape, schemes_of
 from lightning_wlb.prediction.predictor import Predictor
 
-ONE_BY_ONE = 64
-"""Longest pieces of a step that are dealt one by one; the others are dealt in as many lots."""
-
 SHORTEST = 9
 """Binary logarithm of tokens; shorter pieces take as long for each token."""
-
-CLIMBED = 4
-"""Choices for a step from which the search goes on to neighbours."""
-
-ROUNDS = 8
-"""Most moves to a neighbour from each of these choices."""
 
 MICRO_BATCHES = 6
 """Micro-batches for each stage of a pipeline, by which filling and draining is estimated."""
@@ -170,26 +158,14 @@ class _Kinds:
         if not self._kept:  # the model fits nowhere
             return []
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
-        times, shared = self._times(lengths)
-        known: dict[Counts, float] = {}
-
-        def look(at: list[Counts]) -> None:
-            new = [each for each in dict.fromkeys(at) if each not in known]
-            if new:
-                found = estimated(np.array(new, np.int64), times, shared)
-                known.update(zip(new, found.tolist(), strict=True))
-
-        look(self._first)
-        for begin in self._ranked(known)[:CLIMBED]:
-            here = begin
-            for _ in range(ROUNDS):
-                around = list(self._neighbours(here))
-                look(around)
-                best = min(around, key=known.__getitem__, default=here)
-                if known[best] >= known[here]:
-                    break
-                here = best
-        return self._ranked(known)
+        times, shared = zip(*(self._together(kind, lengths) for kind in self._kept), strict=True)
+        choices = np.array(self._choices, np.int64)
+        found = estimated(choices, np.array(times), np.array(shared)).tolist()
+        by_kinds: dict[tuple[bool, ...], Counts] = {}
+        for time, counts in sorted(zip(found, self._choices, strict=True)):
+            if np.isfinite(time):
+                by_kinds.setdefault(tuple(map(bool, counts)), counts)
+        return list(by_kinds.values())
 
     def schemes(self, counts: Counts) -> Schemes:
         """The pipelines of a choice, larger ones first, so that none lies across nodes."""
@@ -199,15 +175,6 @@ class _Kinds:
                 first = made[-1].ranks.stop if made else 0
                 made.append(replace(self._kept[number].scheme, first=first))
         return tuple(made)
-
-    @staticmethod
-    def _ranked(known: dict[Counts, float]) -> list[Counts]:
-        """Choices that hold the step, best first; only the best of those with the same kinds."""
-        by_kinds: dict[tuple[bool, ...], Counts] = {}
-        for counts in sorted(known, key=lambda counts: (known[counts], counts)):
-            if np.isfinite(known[counts]):
-                by_kinds.setdefault(tuple(map(bool, counts)), counts)
-        return list(by_kinds.values())
 
     @cached_property
     def _kept(self) -> list[_Kind]:
@@ -228,7 +195,7 @@ class _Kinds:
         return [each.scheme.size for each in self._kept]
 
     @cached_property
-    def _first(self) -> list[Counts]:
+    def _choices(self) -> list[Counts]:
         """Choices of one kind, and of some larger pipelines beside smaller ones of another kind."""
         devices, made = self.request.devices, []
         for large, size in enumerate(self._sizes):
@@ -240,17 +207,6 @@ class _Kinds:
                     made.append(self._counts({large: number, small: rest}))
                     number *= 2
         return made
-
-    def _neighbours(self, counts: Counts) -> Iterator[Counts]:
-        sizes = self._sizes
-        for kind, count in enumerate(counts):
-            for other, size in enumerate(sizes):
-                for less, more in ((1, 1), (1, 2), (2, 1)):
-                    if other != kind and count >= less and less * sizes[kind] == more * size:
-                        moved = list(counts)
-                        moved[kind] -= less
-                        moved[other] += more
-                        yield tuple(moved)
 
     def _counts(self, given: dict[int, int]) -> Counts:
         return tuple(given.get(kind, 0) for kind in range(len(self._kept)))
@@ -277,17 +233,3 @@ class _Kinds:
     @cached_property
     def _by_shape(self) -> dict[Shape, _Kind]:
         return {each.scheme.shape: each for each in self.legal}
-
-    def _times(self, lengths: Integers) -> tuple[Floats, Integers]:
-        """``times`` and ``shared`` of :func:`estimated` for pieces, the short ones in lots."""
-        times, shared = zip(*(self._together(kind, lengths) for kind in self._kept), strict=True)
-        lots = np.array_split(np.arange(len(lengths))[ONE_BY_ONE:], ONE_BY_ONE)
-        short = [lot for lot in lots if len(lot)]
-        first = slice(0, ONE_BY_ONE)
-        table, most = np.array(times), np.array(shared)
-        summed = [table[:, lot].sum(axis=1) for lot in short]
-        largest = [most[:, lot].max(axis=1) for lot in short]
-        return (
-            np.column_stack([table[:, first], *summed]),
-            np.column_stack([most[:, first], *largest]),
-        )
