@@ -118,7 +118,8 @@ class Case(NamedTuple):
             drawn = np.exp(rng.uniform(np.log(32), np.log(self.window), count)).astype(np.int64)
         else:
             drawn = generator_a(count, self.window, self.seed)
-        return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens)) + 1]
+        # At most N·C tokens, so that all packings have the same documents in their first step.
+        return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens, side="right"))]
 
     def scorer(self, lengths: np.ndarray, profile: Profile | None) -> tuple[Work, Mesh, PlanScorer]:
         """What the plans of the case are made for, and judged by."""

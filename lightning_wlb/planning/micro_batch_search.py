@@ -170,14 +170,25 @@ class MicroBatchSearch:
     def _walk(self, kind: Kind, at: int) -> int:
         """From an index in ``HALVES``, move to the best neighbour until none is better.
 
-        All candidates on the way are of the given kind. Returns the index where the walk ends.
+        All candidates on the way are of the given kind. A neighbour is the next number whose
+        micro-batches differ: with few long pieces, several numbers make the same. Returns the index
+        where the walk ends.
         """
         while True:
-            near = [each for each in (at, at + 1, at - 1) if 0 <= each < len(HALVES)]
+            near = [at, *self._beside(kind, at, 1), *self._beside(kind, at, -1)]
             best = min(near, key=lambda each: self.score(Candidate(kind, HALVES[each])))
             if best == at:
                 return at
             at = best
+
+    def _beside(self, kind: Kind, at: int, stride: int) -> list[int]:
+        """The next index in a direction whose micro-batches differ, if there is one."""
+        packs = self.packs(Candidate(kind, HALVES[at]))
+        end = len(HALVES) if stride > 0 else -1
+        for index in range(at + stride, end, stride):
+            if self.packs(Candidate(kind, HALVES[index])) != packs:
+                return [index]
+        return []
 
     def _make(self, candidate: Candidate) -> Packs:
         least = -(-sum(piece.tokens for piece in self.pieces) // self.cap)
@@ -187,8 +198,9 @@ class MicroBatchSearch:
             fits = max(piece.tokens for piece in self.pieces) <= self.cap
             return [list(map(whole, pieces)) for pieces in filled] if fits else []
         if candidate.kind == "whole":
-            # Where pieces cannot be sliced instead, more bins are tried until all pieces fit.
-            most = least + 1 if self.place.slices else len(self.pieces)
+            # Where slices gain nothing or cannot be, more bins are tried until all pieces fit.
+            sliced = self.place.slices and self.place.mesh.pipeline > 1
+            most = least + 1 if sliced else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)
                 if not left:

@@ -71,13 +71,23 @@ def test_one_stage_has_nothing_to_fill():
     assert candidates(a_step(0), stages=1).best() == FEWEST
 
 
-def test_slices_where_whole_pieces_do_not_fit_one_stage():
+def test_pieces_that_waste_a_window_stay_whole_on_one_stage():
+    """In three micro-batches they would be cut, and cut pieces stay open till the step ends."""
     tried = candidates([WINDOW * 3 // 5] * 5, stages=1)
-    assert tried.packs(FEWEST) == []
-    assert tried.score(FEWEST).excess
-    packs = tried.packs(tried.best())
-    assert sum(part.tokens for pack in packs for part in pack) == 5 * (WINDOW * 3 // 5)
-    assert len(packs) == 3
+    assert tried.best() == FEWEST
+    assert [[part.tokens for part in pack] for pack in tried.packs(FEWEST)] == [
+        [WINDOW * 3 // 5]
+    ] * 5
+    assert not tried.score(FEWEST).excess
+
+
+def test_the_walk_steps_over_numbers_that_make_the_same_micro_batches():
+    """Two pieces of half a window and a bit are whole in four and in more micro-batches alike."""
+    tried = candidates([WINDOW // 2 + 1] * 10, nominal=5)
+    numbers = [len(tried.packs(Candidate("whole", halves))) for halves in HALVES]
+    assert numbers == [0, 0, 0, 10, 10, 10, 10, 10, 10, 10]
+    assert tried._beside("whole", 4, 1) == []
+    assert tried._beside("whole", 9, -1) == [2]
 
 
 def test_what_overflows_is_taken_only_where_nothing_fits():

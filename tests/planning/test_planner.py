@@ -87,7 +87,7 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
     for number in range(2):
         covered: dict[int, list[tuple[int, int]]] = defaultdict(list)
         targets = 0
-        draining = False
+        draining, drained = False, -1
         first_step = step
         for plan in epoch(planner):
             assert (plan.step, plan.epoch) == (step, number)
@@ -105,6 +105,9 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
             assert len(plan.replicas) == mesh["mesh"].data
             if draining and len(plan.pieces) > 1:
                 assert plan.tokens <= data.nominal_tokens == plan.nominal_tokens
+            if draining:  # oldest first
+                assert min(piece.arrival for piece in plan.pieces) >= drained
+                drained = max(piece.arrival for piece in plan.pieces)
             for piece in plan.pieces:
                 assert first_step <= piece.arrival <= step
                 assert piece.tokens <= data.context_window
@@ -232,6 +235,23 @@ def test_queues_wait_for_n_and_are_drained_oldest_first(monkeypatch) -> None:
     assert plans[2].max_delay == 2
     assert plans[2].delay == (9 * 2 + 9 * 1) / 35
     assert plans[3].pieces == (Piece(7, 0, 6, 1), Piece(13, 0, 7, 2))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "queues", "cap"),
+    [([10, 6, 10, 5, 7, 7, 3, 6, 8], 1, 10), ([4, 5, 6, 10, 9, 7, 7], 2, 12)],
+)
+def test_a_drain_step_opens_micro_batches_rather_than_let_old_pieces_wait(
+    lengths, queues, cap
+) -> None:
+    data = DataSettings(10, 2, {"method": "wlb", "queues": queues}, shuffle=False, cap=cap)
+    drained = [plan for plan in epoch(Planner(lengths, data, work)) if plan.drain]
+    arrivals = [
+        piece.arrival
+        for plan in drained
+        for piece in sorted(plan.pieces, key=lambda piece: piece.arrival)
+    ]
+    assert arrivals == sorted(arrivals)
 
 
 def test_epochs_differ_by_seed_and_number_and_shuffle_can_be_off() -> None:

@@ -114,12 +114,13 @@ class Packer:
             admitted = self.carried + self.admit(batch, step)
             if admitted:
                 self.carried = []
-                return self._pack_in_time(admitted, step, self.rules.micro_batches), False
+                bins = self.rules.micro_batches
+                return self._pack_in_time(admitted, step, bins, self.max_age), False
         held = self.held
         self.reset()
         bins = self.rules.micro_batches
         admitted, self.carried = oldest_first(held, bins * self.rules.window)
-        return self._pack_in_time(admitted, step, bins), True
+        return self._pack_in_time(admitted, step, bins, max_age=0), True
 
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
         """Let a global batch arrive; returns the pieces, new or waiting, that may enter a step."""
@@ -151,7 +152,9 @@ class Packer:
         """Continue where :meth:`state_dict` was taken."""
         self.carried = as_pieces(state["carried"])
 
-    def _pack_in_time(self, pieces: list[Piece], step: int, bins: int) -> MicroBatches:
+    def _pack_in_time(
+        self, pieces: list[Piece], step: int, bins: int, max_age: int
+    ) -> MicroBatches:
         """Pack, in up to twice as many micro-batches for pieces that may wait no longer.
 
         Pieces just above half a cap fill micro-batches half: a run of them would be carried faster
@@ -162,7 +165,7 @@ class Packer:
             return []
         most = 2 * bins
         micro_batches, carried = self.pack(pieces, bins)
-        while bins < most and any(step - piece.arrival >= self.max_age for piece in carried):
+        while bins < most and any(step - piece.arrival >= max_age for piece in carried):
             bins += 1
             micro_batches, carried = self.pack(pieces, bins)
         self.carried = carried + self.carried

@@ -139,7 +139,8 @@ class FixedGreedyPacker(Packer):
             if not batches:
                 return super().next_step(arrivals, step)
             self.carried = []
-            micro_batches = self._pack_in_time(pieces, step, batches * self.rules.micro_batches)
+            bins = batches * self.rules.micro_batches
+            micro_batches = self._pack_in_time(pieces, step, bins, self.max_age)
             self._ready = self._steps(micro_batches, batches)
         return self._ready.pop(0), False
 
