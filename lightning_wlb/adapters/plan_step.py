@@ -45,6 +45,7 @@ def plan_step(
     equal_sizes: bool = False,
     keep_order: bool = False,
     lockstep: bool = False,
+    no_empty: bool = False,
     pairs: Sequence[Sequence[int]] = (),
     profile: str | Profile | None = None,
 ) -> BalancedStep:
@@ -65,6 +66,8 @@ def plan_step(
         keep_order: ranks and micro-batches are runs of the given order.
         lockstep: whether ranks wait for each other in every micro-batch (ZeRO-3, FSDP that gathers
             parameters again), and not only at the end of the step.
+        no_empty: with equal counts, no micro-batch is empty where there are sequences enough: a
+            rank with few long ones gets some of the shortest.
         pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
             the rejected answer of a preference.
         profile: a device profile, to predict times by; needs ``model``.
@@ -79,8 +82,9 @@ def plan_step(
     tokens = _checked_lengths(lengths)
     ranks, least = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     cap = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
-    for name, value in (("equal_counts", equal_counts), ("equal_sizes", equal_sizes)):
-        flag(name, value)
+    given = {"equal_counts": equal_counts, "equal_sizes": equal_sizes, "keep_order": keep_order}
+    given |= {"lockstep": lockstep, "no_empty": no_empty}
+    given = {name: flag(name, value) for name, value in given.items()}
     if (model is None) == (work is None):
         raise ValueError(
             "plan_step needs either model=, such as '7b' or a Hugging Face config, or work=, such"
@@ -102,9 +106,7 @@ def plan_step(
             f"equal_sizes=True: {len(items.members)} sequences (or groups, which must be of one"
             f" size) do not divide by ranks={ranks}, or keep_order=True asks for other sizes."
         )
-    given: dict[str, Any] = {"least": least, "equal_counts": equal_counts, "lockstep": lockstep}
-    given |= {"equal_sizes": equal_sizes, "keep_order": keep_order}
-    dealt = deal_step(items, ranks, cap, **given)
+    dealt = deal_step(items, ranks, cap, least=least, **given)
     # Items are alike to sequences where nothing stays together.
     together = len(items.members) < len(tokens)
     parts = [

@@ -164,6 +164,7 @@ def deal_step(
     equal_sizes: bool = False,
     keep_order: bool = False,
     lockstep: bool = False,
+    no_empty: bool = False,
 ) -> list[list[list[int]]]:
     """[rank][micro-batch] -> its items, of which none has more tokens than the cap.
 
@@ -176,15 +177,31 @@ def deal_step(
         equal_sizes: whether all ranks have equally many items; their number divides the items'.
         keep_order: whether rank after rank, each micro-batch after the other, they keep the order.
         lockstep: whether what counts is the sum over k of the longest k-th micro-batch.
+        no_empty: whether no micro-batch is empty where there are items enough.
     """
     if keep_order:
         return _in_order(items, ranks, cap, least, equal_counts)
     home = partition(items.works, ranks, sized=equal_sizes)
     dealt = _packed(items, home, ranks, cap, least, equal_counts)
+    no_empty = no_empty and equal_counts
+    while no_empty and len(items.members) >= ranks * len(dealt[0]) and not all(map(all, dealt)):
+        home = _with_enough(items, home, ranks, len(dealt[0]))
+        dealt = _packed(items, home, ranks, cap, len(dealt[0]), equal_counts)
     if not lockstep or equal_sizes or not equal_counts:
         return dealt
     rows = _in_rows(items, ranks, len(dealt[0]), cap)
     return dealt if rows is None else min(dealt, rows, key=lambda each: lockstep_work(items, each))
+
+
+def _with_enough(items: Items, home: Integers, ranks: int, least: int) -> Integers:
+    """The same dealing, but ranks with fewer than ``least`` items get the lightest of others."""
+    home = home.copy()
+    sizes = np.bincount(home, minlength=ranks)
+    while int(sizes.min()) < least:
+        poor, rich = int(sizes.argmin()), np.flatnonzero(sizes[home] > least)
+        home[rich[items.works[rich].argmin()]] = poor
+        sizes = np.bincount(home, minlength=ranks)
+    return home
 
 
 def lockstep_work(items: Items, dealt: list[list[list[int]]]) -> int:

@@ -1,0 +1,149 @@
+"""A batch sampler for any torch ``DataLoader``, and so for Accelerate: steps of equal work.
+
+Every step takes the next ``sequences`` of the epoch's order, the same that a plain sampler would
+take, and :func:`.plan_step` says which rank runs which of them in which micro-batch. So what enters
+an optimiser step does not change, and neither does its gradient where the loss is divided by the
+tokens of the whole step.
+
+Under a torchdata ``StatefulDataLoader`` the loader's state holds the position. Elsewhere
+:meth:`BalancedBatchSampler.state_dict` counts the batches that were asked for, which workers of a
+plain ``DataLoader`` run ahead of.
+
+Cost: that of planning, a millisecond for a step of some hundred sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from lightning_wlb.adapters.plan_step import plan_step
+from lightning_wlb.argument_checks import flag, whole
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Micro-batches of one rank, or of all ranks in turn, as numbers of sequences.
+
+    Args:
+        lengths: tokens of each sequence of the data set.
+        sequences: of a step, over all ranks and micro-batches.
+        ranks: data-parallel ranks.
+        rank: whose micro-batches are yielded; None: those of all ranks in the order
+            [micro-batch][rank], which Accelerate deals to its processes one by one.
+        micro_batches: of each rank in a step: the steps of gradient accumulation.
+        seed: of the order, which is new in each epoch.
+        shuffle: whether there is one; else sequences come as they are.
+        options: ``max_tokens``, ``model`` or ``work``, ``lockstep`` of :func:`.plan_step`.
+
+    The sequences that are left at the end of an epoch and make no whole step are left out.
+
+    Raises:
+        ValueError: arguments out of range, fewer sequences than micro-batches in a step, or, when
+            an epoch begins, a step whose sequences do not fit the micro-batches under the cap.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[np.int64],
+        *,
+        sequences: int,
+        ranks: int,
+        rank: int | None = None,
+        micro_batches: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        **options: Any,
+    ) -> None:
+        self.lengths = np.asarray(lengths)
+        self.ranks = whole("ranks", ranks, 1)
+        self.rank = None if rank is None else whole("rank", rank, 0)
+        self.micro_batches = whole("micro_batches", micro_batches, 1)
+        self.sequences = whole("sequences", sequences, self.ranks * self.micro_batches)
+        self.seed, self.shuffle = whole("seed", seed, 0), flag("shuffle", shuffle)
+        self.options, self.epoch, self.batches = options, 0, 0
+        if len(self.lengths) < self.sequences or (self.rank or 0) >= self.ranks:
+            raise ValueError(
+                f"rank={rank} of ranks={ranks}, and {len(self.lengths)} sequences for steps of"
+                f" {self.sequences}: ranks count from 0, and a step needs its sequences."
+            )
+
+    def __len__(self) -> int:
+        shares = self.ranks if self.rank is None else 1
+        return len(self.lengths) // self.sequences * self.micro_batches * shares
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Position(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, whose order depends on the seed and its number."""
+        if epoch != self.epoch:
+            self.epoch, self.batches = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch stands: behind the last batch that was asked for."""
+        return {"epoch": self.epoch, "batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration goes on where :meth:`state_dict` was taken."""
+        self.epoch, self.batches = state["epoch"], state["batches"]
+
+    def steps(self) -> Iterator[list[list[list[int]]]]:
+        """The steps of the epoch, [rank][micro-batch] -> numbers of sequences."""
+        order = np.arange(len(self.lengths))
+        if self.shuffle:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(len(order))
+        for start in range(0, len(order) - self.sequences + 1, self.sequences):
+            taken = np.sort(order[start : start + self.sequences])
+            plan = plan_step(
+                self.lengths[taken],
+                ranks=self.ranks,
+                micro_batches=self.micro_batches,
+                no_empty=True,
+                **self.options,
+            )
+            if len(plan.micro_batches[0]) > self.micro_batches:
+                raise ValueError(
+                    f"Step {start // self.sequences} of epoch {self.epoch} needs"
+                    f" {len(plan.micro_batches[0])} micro-batches of max_tokens={plan.max_tokens}"
+                    f" on a rank, more than micro_batches={self.micro_batches}. Raise one of them,"
+                    f" or take fewer than sequences={self.sequences}."
+                )
+            names = taken.tolist()
+            yield [[[names[i] for i in each] for each in rank] for rank in plan.micro_batches]
+
+
+class _Position(Iterator[list[int]]):
+    """An iteration, which torchdata asks for its state."""
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self._sampler = sampler
+        self._source = self._rest()
+
+    def __next__(self) -> list[int]:
+        return next(self._source)
+
+    def state_dict(self) -> dict[str, int]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._sampler.load_state_dict(state)
+        self._source = self._rest()
+
+    def _rest(self) -> Iterator[list[int]]:
+        sampler = self._sampler
+        steps = sampler.steps()
+        if sampler.options.get("max_tokens") is not None:
+            steps = iter(list(steps))  # a step that does not fit ends the run before it begins
+        position = 0
+        for step in steps:
+            own = step if sampler.rank is None else [step[sampler.rank]]
+            for batch in (rank[k] for k in range(sampler.micro_batches) for rank in own):
+                position += 1
+                if position > sampler.batches:
+                    sampler.batches = position
+                    yield batch
+        sampler.epoch, sampler.batches = sampler.epoch + 1, 0

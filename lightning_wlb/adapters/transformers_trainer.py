@@ -1,0 +1,156 @@
+"""Balanced steps in transformers' ``Trainer`` and TRL's ``SFTTrainer``, without padding.
+
+::
+
+    class MyTrainer(BalancedTraining, Trainer): ...
+
+    trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=packed_collator())
+
+An optimiser step has the sequences that it would have without this class: as many as the batch size
+says for each rank and accumulation step. Which rank runs which of them, and when, follows from
+their work under the model. A micro-batch is one row without padding. The ``Trainer`` divides the
+loss by the targets of the whole step, so loss and gradient do not depend on the plan; resuming is
+its own.
+
+``SFTTrainer`` brings its own collator: give ``SFTConfig(padding_free=True, packing=False)``.
+
+Where flash-attention is installed it keeps sequences of a row apart. Elsewhere choose
+``attn_implementation="wlb_packed"``, which calls torch's attention once for each sequence: the
+dense masks of the other implementations cost as much as one sequence of the row's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.data import DataLoader
+from transformers import AttentionInterface, DataCollatorWithFlattening
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.trainer_utils import seed_worker
+
+from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
+
+
+def packed_collator() -> DataCollatorWithFlattening:
+    """Transformers' collator of one row: positions, ``cu_seq_lens_q`` and ``max_length_q``."""
+    return DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+
+class BalancedTraining:
+    """Put before ``Trainer`` or a subclass: its training loader deals sequences by their work.
+
+    Attributes:
+        max_tokens: most tokens of a micro-batch; None: no cap.
+        lockstep: whether ranks wait for each other in every micro-batch (FSDP, DeepSpeed ZeRO-3).
+
+    Raises:
+        ValueError: when training begins, for a data set without a length, batches that Accelerate
+            would split, or a step that does not fit its micro-batches under the cap.
+    """
+
+    max_tokens: int | None = None
+    lockstep: bool = False
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        """The loader of the Trainer's data set, with balanced batches."""
+        args, dataset = self.args, self.train_dataset
+        if not hasattr(dataset, "__len__") or self.accelerator.split_batches:
+            raise ValueError(
+                "BalancedTraining needs a data set with a length, and split_batches=False: a plan"
+                " knows the lengths of a step's sequences, and gives a batch to each process."
+            )
+        each = args.train_batch_size * args.gradient_accumulation_steps
+        sampler = _FromTrainer(
+            sequence_lengths(dataset),
+            sequences=each * args.world_size,
+            ranks=args.world_size,
+            micro_batches=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            model=self.model.config,
+            max_tokens=self.max_tokens,
+            lockstep=self.lockstep,
+        )
+        sampler.trainer = self
+        workers = args.dataloader_num_workers
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+        )
+        return self.accelerator.prepare(loader)
+
+
+class _FromTrainer(BalancedBatchSampler):
+    """The sampler of the epoch in which its Trainer stands: a resumed loader hides it from it."""
+
+    trainer: Any
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Where an epoch is resumed, the Trainer itself skips the batches that it has had.
+        self.load_state_dict({"epoch": int(self.trainer.state.epoch or 0), "batches": 0})
+        return super().__iter__()
+
+
+def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
+    """Tokens of each row's ``input_ids``, int64; a Hugging Face data set reads none of them."""
+    if hasattr(dataset, "with_format"):
+        import pyarrow.compute as pc
+
+        column = dataset.with_format("arrow")[:]["input_ids"]
+        return pc.list_value_length(column).to_numpy().astype(np.int64)
+    return np.array([len(row["input_ids"]) for row in dataset], np.int64)
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each sequence of one row: [1, heads, tokens, width] -> [1, tokens, ...].
+
+    Raises:
+        ValueError: several rows, a sliding window, or no word of where sequences begin.
+    """
+    if len(query) != 1 or sliding_window or (cu_seq_lens_q is None and position_ids is None):
+        raise ValueError(
+            "attn_implementation='wlb_packed' needs one row of packed sequences, with position_ids"
+            " or cu_seq_lens_q, and no sliding window. Use 'sdpa' for anything else."
+        )
+    if cu_seq_lens_q is not None:
+        sizes = cu_seq_lens_q.diff().tolist()
+    else:
+        assert position_ids is not None
+        starts = torch.nonzero(position_ids[0] == 0).flatten().tolist()
+        sizes = np.diff([*starts, query.shape[2]]).tolist()
+    attend = partial(
+        scaled_dot_product_attention,
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    parts = list(map(attend, *(each.split(sizes, dim=2) for each in (query, key, value))))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("wlb_packed", packed_attention)
+AttentionMaskInterface.register("wlb_packed", lambda *_, **__: None)

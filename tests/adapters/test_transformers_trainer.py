@@ -1,0 +1,67 @@
+"""transformers' Trainer and TRL's SFTTrainer with balanced steps, on two real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.adapters.trainers import RANKS, STEPS, document_by_document, tiny_llama, train
+from tests.ranks import run_ranks
+
+
+def assert_as_one_process(found, steps: int) -> None:
+    losses, parameters = document_by_document(steps)
+    for said, state in found:
+        torch.testing.assert_close(
+            torch.tensor(said), torch.tensor(losses[-len(said) :]), rtol=1e-10, atol=0
+        )
+        for name, expected in parameters.items():
+            torch.testing.assert_close(state[name], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["transformers", "trl"])
+def test_two_ranks_are_one_process_document_by_document(tmp_path: Path, kind: str) -> None:
+    if kind == "trl":
+        pytest.importorskip("trl")
+    attention = "wlb_packed" if kind == "trl" else "sdpa"
+    given = (str(tmp_path), kind, attention, STEPS)
+    found = run_ranks(train, RANKS, *given, False, process_group=False, timeout=100)
+    assert_as_one_process(found, STEPS)
+    if kind == "transformers":
+        # The third step's checkpoint lies in the second epoch of two steps each.
+        again = run_ranks(train, RANKS, *given, True, process_group=False, timeout=100)
+        for (_, one), (_, other) in zip(found, again, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_attention_by_sequence_is_that_of_masks() -> None:
+    import lightning_wlb.adapters.transformers_trainer as adapter
+
+    rows = [{"input_ids": list(range(size))} for size in (5, 1, 9)]
+    batch = adapter.packed_collator()(rows)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 6, 15]
+    outputs = [tiny_llama(name)(**batch) for name in ("sdpa", "wlb_packed")]
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, rtol=1e-10, atol=1e-12)
+    without = {name: batch[name] for name in ("input_ids", "position_ids")}
+    torch.testing.assert_close(
+        tiny_llama("wlb_packed")(**without).logits, outputs[0].logits, rtol=1e-10, atol=1e-12
+    )
+    with pytest.raises(ValueError, match="needs one row"):
+        tiny_llama("wlb_packed")(input_ids=torch.ones(2, 3, dtype=torch.long))
+
+
+def test_lengths_of_data_sets() -> None:
+    from datasets import Dataset
+
+    from lightning_wlb.adapters.transformers_trainer import sequence_lengths
+
+    rows = [{"input_ids": [1] * size} for size in (3, 7, 2)]
+    assert sequence_lengths(rows).tolist() == [3, 7, 2]
+    dataset = Dataset.from_list(rows)
+    assert sequence_lengths(dataset).tolist() == [3, 7, 2]
+    assert sequence_lengths(dataset.select([2, 0])).tolist() == [2, 3]
