@@ -2,8 +2,9 @@
 
 Every time is that of one rank, forward and backward apart:
 
-* attention: FLOPs of each segment with its queries padded to the kernel's tile, over the achieved
-  FLOP/s that the profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments;
+* attention: FLOPs of each segment in whole tiles of the kernel, over the achieved FLOP/s that the
+  profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments; a call ends no
+  sooner than its longest tile (:meth:`LatencyModel.calls_ps`);
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
@@ -21,8 +22,7 @@ sent to it, so mixtures are predicted too fast where micro-batches are short.
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
 
-A call is vectorised over segments. The model is wrong for calls with fewer tiles than the device
-has processors: the profile's rates are those of a busy device.
+A call is vectorised over segments.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class LatencyModel:
         shape: sizes of the whole model.
         mesh: ranks along each axis.
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
+        compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -80,6 +81,7 @@ class LatencyModel:
     shape: ModelShape
     mesh: Mesh = ONE_DEVICE
     reduce_dtype: str = "float32"
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:
@@ -119,9 +121,53 @@ class LatencyModel:
         """
         if len(queries) == 0:
             return 0, 0
-        segments = self.segments_ps(queries, keys).sum(axis=1) // (1000 * head_split)
-        forward, backward = (segments + self.call_ns).tolist()
+        tile = self.attention_tile
+        if tile == 1:
+            total = self.segments_ps(queries, keys).sum(axis=1) // head_split
+        else:
+            # Behind the segments the longest tile of queries and the longest tile of keys.
+            last = (max(int(keys.max()), tile), max(int(queries.max()), tile))
+            every = self.segments_ps(np.append(queries, (tile, tile)), np.append(keys, last))
+            total = self.calls_ps(
+                every[:, :-2].sum(axis=1) // head_split,
+                np.array([int((-(-each // tile)).sum()) for each in (queries, keys)]),
+                every[(0, 1), (-2, -1)],
+                head_split,
+            )
+        forward, backward = (total // 1000 + self.call_ns).tolist()
         return forward, backward
+
+    def calls_ps(
+        self, busy: Integers, tiles: Integers, longest: Integers, head_split: int = 1
+    ) -> Integers:
+        """Picoseconds of calls whose tiles the device works on ``at_once`` at a time.
+
+        The forward deals tiles of queries of each head to the device's processors, the backward
+        tiles of keys. A call ends no sooner than its longest tile. Otherwise processors wait at the
+        end for half of what the longest tile takes more than the mean one, which is what a tile
+        that starts at any moment of the last turn leaves them to wait on average.
+
+        Args:
+            busy: what the segments take together on a busy device, int64 [2, ...].
+            tiles: tiles of queries and tiles of keys of one head, int64 [2, ...].
+            longest: what :meth:`segments_ps` says of the tile of queries that sees the most keys,
+                and of the tile of keys that the most queries see, int64 [2, ...].
+            head_split: context-parallel ranks that split the heads.
+        """
+        heads = max(self._layer.heads // self.mesh.tensor, 1)
+        once = np.array(self._table.at_once).reshape(2, *[1] * (busy.ndim - 1))
+        alone = longest * once // heads
+        mean = busy * once // np.maximum(tiles * (heads // head_split), 1)
+        result: Integers = np.maximum(alone, busy + np.maximum(alone - mean, 0) // 2)
+        return result
+
+    @property
+    def attention_tile(self) -> int:
+        """Rows of the attention kernel's tiles, of which a call may have too few for the device.
+
+        It is 1 where the profile says that a call takes as long as its segments together.
+        """
+        return 1 if self._table.at_once == (1, 1) else self._table.tile
 
     @property
     def call_ns(self) -> tuple[int, int]:
@@ -132,11 +178,14 @@ class LatencyModel:
     def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
         """Picoseconds of forward and backward of each segment, int64 [2, segments].
 
-        FLOPs count the queries padded to the tile. Arguments are those of :meth:`attention_ns`.
+        FLOPs count the queries padded to the tile, and the keys that are read: rows of padding at
+        the end of the last tile see no further keys. Arguments are those of :meth:`attention_ns`.
         """
         table, layer = self._table, self._layer
-        padded = -(-queries // table.tile) * table.tile
-        before = keys - queries
+        tiles = -(-queries // table.tile)
+        padded = tiles * table.tile
+        # What the last tile reads less than if it were full, taken from all tiles alike.
+        before = np.maximum(keys - queries - (padded - queries) // tiles, 0)
         pairs = _pairs(padded + before) - _pairs(before)
         window = layer.sliding_window
         if window is not None:
@@ -177,7 +226,7 @@ class LatencyModel:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
         flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
         seconds = self.profile.layer.seconds((1 + backward) * flops, rows, backward=backward)
-        return round(seconds * 1e9) + self._traffic_ns(self.layer_traffic(rows, backward=backward))
+        return round(seconds * 1e9) + self._blocks_ns(self.layer_traffic(rows, backward=backward))
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """What recomputation adds to the backward of one layer, attention and its keys left out.
@@ -222,7 +271,7 @@ class LatencyModel:
         """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
         seconds = self.profile.head.seconds((1 + 2 * backward) * flops, rows, backward=backward)
-        return round(seconds * 1e9) + self._traffic_ns(self.head_traffic(rows, backward=backward))
+        return round(seconds * 1e9) + self._blocks_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
         """Overhead of a pass through a stage with so many rows and parameters on the rank."""
@@ -348,18 +397,24 @@ class LatencyModel:
         """Bytes of memory traffic of a layer's element-wise work; backward counts twice.
 
         Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
-        its heads, SwiGLU on its part of the feed-forward width.
+        its heads, SwiGLU on its part of the feed-forward width. Compiled, a rotation and SwiGLU
+        read their inputs and write their result once.
         """
         width, layer, size = self._width, self._layer, self.mesh.tensor
         residual = (2 * 2 + 2 * 3) * width * self.shape.dim // size
         heads = layer.heads // size + self.rank_kv_heads
-        rotary = (2 * width + 4 * self._wide) * heads * layer.head_dim
-        gate = 5 * width * layer.gated_width(self.shape.dim) // size
+        rotary = (2 * width + (0 if self.compiled else 4 * self._wide)) * heads * layer.head_dim
+        gate = (3 if self.compiled else 5) * width * layer.gated_width(self.shape.dim) // size
         return (2 if backward else 1) * rows * (residual + rotary + gate)
 
     def head_traffic(self, rows: int, *, backward: bool) -> int:
         """Bytes of memory traffic of the softmax over float32 logits, forward or backward."""
         return (28 if backward else 20) * rows * self.shape.vocab_size // self.mesh.tensor
+
+    def _blocks_ns(self, size: int) -> int:
+        """Time of a layer's or the head's element-wise work, which is slower uncompiled."""
+        factor = 1.0 if self.compiled else self.profile.eager_factor
+        return round(size * 1e9 * factor / self.profile.element_bytes_per_second)
 
     def _traffic_ns(self, size: int) -> int:
         return round(size * 1e9 / self.profile.element_bytes_per_second)

@@ -49,6 +49,8 @@ class AttentionTable:
         forward: FLOP/s of the forward pass, [queries][keys_per_query].
         backward: FLOP/s of the backward pass, [queries][keys_per_query].
         call_ns: time of a kernel call besides its segments, (forward, backward).
+        at_once: tiles of one head that the device works on at the same time, (forward, backward);
+            1 where a call takes as long as its segments together, however few.
     """
 
     head_dim: int
@@ -58,9 +60,11 @@ class AttentionTable:
     forward: tuple[tuple[float, ...], ...]
     backward: tuple[tuple[float, ...], ...]
     call_ns: tuple[float, float] = (0.0, 0.0)
+    at_once: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         _check_axis("attention.queries", self.queries)
+        _check_positive("attention.at_once", self.at_once)
         _check_axis("attention.keys_per_query", self.keys_per_query)
         _check_positive("attention.tile, attention.head_dim", (self.tile, self.head_dim))
         for name, table in (("forward", self.forward), ("backward", self.backward)):
@@ -207,6 +211,8 @@ class Profile:
         memory_bytes: of one device.
         devices_per_node: how many share the node's link.
         element_bytes_per_second: memory traffic of element-wise work.
+        eager_factor: how much longer a layer's and the head's element-wise work takes uncompiled;
+            1 where ``element_bytes_per_second`` was measured on such work.
         attention: one table for each head size.
         layer: matrix products of a decoder layer.
         head: the output projection and the loss; backward counts three times the forward's
@@ -244,9 +250,12 @@ class Profile:
     shape: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     kernel: str = ""
+    eager_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "memory_bytes", "devices_per_node", "element_bytes_per_second"):
+        for name in ("peak_flops", "memory_bytes", "devices_per_node"):
+            _check_positive(name, [getattr(self, name)])
+        for name in ("element_bytes_per_second", "eager_factor"):
             _check_positive(name, [getattr(self, name)])
         if not self.attention:
             raise ValueError("device profile: attention has no table for any head size.")

@@ -194,15 +194,32 @@ class ClosedForm:
             earlier = (squares - tokens * together) // (2 * tokens) // micro_batches
             travelling += (context - 1) * earlier // context
             keys += earlier
-        attention = self._attention(latency)
         each = micro_batches * context
+        kernels = []
+        for kind, (first, second) in zip(latency.kinds, self._attention(latency), strict=True):
+            waits, again = self._waiting(kind, rows)
+            kernels.append((first // each + waits, second // each + again))
         return _cost_of(
             latency,
             rows,
-            [(first // each, second // each) for first, second in attention],
+            kernels,
             (travelling, keys if context > 1 or keys > rows else 0),
             mode,
         )
+
+    def _waiting(self, kind: LatencyModel, rows: int) -> tuple[int, int]:
+        """How long a call waits for its longest tile, where it fills with pieces of mean length.
+
+        The mean is over tokens, since most tiles are of long pieces.
+        """
+        length = int((self._all * self._all).sum() // self._all.sum())
+        part = -(-length // kind.mesh.context)
+        queries = np.full(max(rows // part, 1), part)
+        keys = np.full_like(queries, length)
+        busy = kind.segments_ps(queries, keys).sum(axis=1) // 1000
+        waits = np.array(kind.attention_ns(queries, keys)) - kind.call_ns - busy
+        forward, backward = waits.tolist()
+        return forward, backward
 
     def _longest(self, predictor: Predictor) -> MicroBatchCost:
         """The cost of the longest piece as a micro-batch."""

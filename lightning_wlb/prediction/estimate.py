@@ -22,6 +22,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
@@ -217,14 +218,35 @@ class _Slices:
     def attention_ns(self, kind: LatencyModel) -> list[tuple[int, int]]:
         """Forward and backward of a layer's attention kernel on the mean rank, per micro-batch."""
         cut = self.parts > 1
-        both = kind.segments_ps(
-            np.concatenate((self.queries, self.queries[cut])),
-            np.concatenate((self.near, self.far[cut])),
-        )
-        near, far = both[:, : len(cut)], np.zeros((2, len(cut)), dtype=np.int64)
-        far[:, cut] = both[:, len(cut) :]
+        queries = np.concatenate((self.queries, self.queries[cut]))
+        keys = np.concatenate((self.near, self.far[cut]))
+        tile = kind.attention_tile
+        if tile == 1:
+            busy = self._of_chunks(kind.segments_ps(queries, keys), cut)
+        else:
+            # The longest tiles of each micro-batch behind the chunks: the one that sees the most
+            # keys, and the one of keys that the most queries see.
+            padded = np.zeros((2, len(self.far) + 1), dtype=np.int64)
+            padded[:, :-1] = self.far, self.queries
+            longest = np.maximum.reduceat(padded, self._first[:-1], axis=1).ravel()
+            longest = np.maximum(longest, tile)
+            every = kind.segments_ps(
+                np.concatenate((queries, np.full_like(longest, tile))),
+                np.concatenate((keys, longest)),
+            )
+            chunks, calls = len(queries), len(self.ranks)
+            tiles = -(-np.array((queries, keys)) // tile)
+            alone = np.array((every[0, chunks : chunks + calls], every[1, chunks + calls :]))
+            busy = kind.calls_ps(
+                self._of_chunks(every[:, :chunks], cut), self._of_chunks(tiles, cut), alone
+            )
         filled = np.diff(self._first) > 0
-        call = np.outer(kind.call_ns, filled)
-        times = self.on_a_rank(near, far) // 1000 + call
+        times = (busy // 1000 + np.array(kind.call_ns)[:, np.newaxis]) * filled
         forward, backward = times.tolist()
         return list(zip(forward, backward, strict=True))
+
+    def _of_chunks(self, values: Integers, cut: npt.NDArray[np.bool_]) -> Integers:
+        """:meth:`on_a_rank` of int64 [2, chunks]: of all first chunks, then the second ones."""
+        far = np.zeros((2, len(cut)), dtype=np.int64)
+        far[:, cut] = values[:, len(cut) :]
+        return self.on_a_rank(values[:, : len(cut)], far)

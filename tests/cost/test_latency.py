@@ -59,9 +59,46 @@ def test_a_sliding_window_leaves_out_the_pairs_beyond_it(queries: int, keys: int
 
 def test_queries_are_padded_to_the_tile() -> None:
     model = LatencyModel(FLAT, SHAPE)
+    # The rows of padding see no keys behind the last query's.
     one = model.attention_ns(*arrays((1, 1000)))[False]
-    assert one == model.attention_ns(*arrays((128, 1127)))[False]
-    assert model.attention_ns(*arrays((129, 1128)))[False] > 2 * one
+    assert one == model.attention_ns(*arrays((128, 1000)))[False]
+    # A tile that ends at the 1,127th key and one that ends at the 1,128th: 64 keys less each than
+    # two whole tiles behind 1,000 - 1 keys, rounded down to whole keys.
+    two = model.attention_ns(*arrays((129, 1128)))[False]
+    assert two == model.attention_ns(*arrays((256, 1128 + 127 - 127 // 2)))[False]
+    # A segment shorter than a tile, keys included, is a tile.
+    assert model.segments_ps(*arrays((30, 70))).tolist() == (
+        model.segments_ps(*arrays((128, 128))).tolist()
+    )
+
+
+def test_a_call_waits_for_its_longest_tile() -> None:
+    (table,) = FLAT.attention
+    model = LatencyModel(replace(FLAT, attention=(replace(table, at_once=(50, 20)),)), SHAPE)
+    assert model.attention_tile == 128
+    assert LatencyModel(FLAT, SHAPE).attention_tile == 1
+
+    def ns(*segments: tuple[int, int], ranks: int = 1) -> tuple[int, int]:
+        return replace(model, mesh=Mesh(tensor=ranks)).attention_ns(*arrays(*segments))
+
+    # A tile of 128 queries and its 1,024 keys on one of 50 processors, 4 · 128 FLOPs per pair; the
+    # backward's longest tile has 128 keys and 256 queries, on one of 20, 10 · 128 FLOPs.
+    forward = (128 * 896 + 128 * 129 // 2) * 4 * 128 / (RATE / 50) * 1e9
+    backward = (128 * 128 + 128 * 129 // 2) * 10 * 128 / (RATE / 2 / 20) * 1e9
+    # Two tiles of each of 16 heads fit in at once: the rest of the call ends earlier.
+    assert ns((256, 1024), ranks=2)[0] == int(forward)
+    # Eight tiles of keys of one head.
+    assert ns((256, 1024), ranks=32)[1] == int(backward)
+    # Many calls' worth: what the processors wait for at the end is half of what the longest tile,
+    # of 4,096 keys, takes more than the mean one.
+    flops = attention_flops(SHAPE, 4096) // SHAPE.layers * 20
+    longest = (128 * 3968 + 128 * 129 // 2) * 4 * 128 / (RATE / 50)
+    mean = flops / RATE * 50 / (20 * 32 * 32)
+    seconds = flops / RATE + (longest - mean) / 2
+    assert ns(*[(4096, 4096)] * 20)[0] == pytest.approx(seconds * 1e9, rel=1e-9, abs=1)
+    # Ranks that split the heads have fewer tiles each.
+    split = model.attention_ns(*arrays((256, 1024)), head_split=2)
+    assert split == ns((256, 1024), ranks=2)
 
 
 def test_tensor_parallelism_divides_the_heads() -> None:
@@ -245,3 +282,23 @@ def test_sums_that_travel_narrower_take_half_of_the_bytes() -> None:
     assert narrow.reduce_ns(1000) == wide.reduce_ns(1000)
     exact = replace(narrow, profile=replace(FLAT, dtype="float64"))
     assert exact.tensor_parallel_ns(1000) == 8 * gathered
+
+
+def test_compiled_blocks_move_fewer_bytes_and_faster() -> None:
+    slow = replace(FLAT, element_bytes_per_second=1e12, eager_factor=1.5)
+    eager = LatencyModel(slow, SHAPE)
+    compiled = replace(eager, compiled=True)
+    products = LatencyModel(FLAT, SHAPE).linear_ns(1000, backward=False)
+    # Per row two norms and two sums of 4,096 elements, 64 heads of 128 turned, SwiGLU of 11,008:
+    # rotations through three float32 results, SwiGLU through one of two bytes.
+    residual, heads, hidden = 4096 * 10 * 2, 64 * 128, 11008 * 2
+    assert eager.linear_ns(1000, backward=False) == pytest.approx(
+        products + 1.5 * (residual + heads * (4 + 16) + 5 * hidden), abs=1
+    )
+    assert compiled.linear_ns(1000, backward=False) == pytest.approx(
+        products + residual + heads * 4 + 3 * hidden, abs=1
+    )
+    softmax = 1000 * 20 * 32000 / 1e3
+    head = LatencyModel(FLAT, SHAPE).head_ns(1000, backward=False)
+    assert eager.head_ns(1000, backward=False) == pytest.approx(head + 1.5 * softmax, abs=1)
+    assert compiled.head_ns(1000, backward=False) == pytest.approx(head + softmax, abs=1)

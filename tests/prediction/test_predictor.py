@@ -22,6 +22,8 @@ SHAPE = ModelShape(
 )
 HEADLESS = replace(SHAPE, vocab_size=0)
 H100 = Profile.load("h100")
+BUSY = replace(H100, attention=tuple(replace(each, at_once=(1, 1)) for each in H100.attention))
+"""Calls of attention last as long as their segments: ranks do not differ by their longest tile."""
 FREE_MEMORY = replace(H100, element_bytes_per_second=1e30, action=ActionOverhead())
 
 
@@ -153,7 +155,7 @@ def test_a_backward_sums_the_gradients_of_its_layers_and_head() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(context=2, tensor=2)], ids=str)
 def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
-    model = predictor(mesh)
+    model = predictor(mesh, profile=BUSY)
     latency = model.latency
     later = model.micro_batch([Slice(0, 0, 4096, 5120)], "per_document_contiguous")
     (none,), (selective,), (full,) = (later._replace(recompute=how).layer_ns for how in MODES)
@@ -184,7 +186,7 @@ def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() ->
 
 
 def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
-    model = predictor(Mesh(context=2))
+    model = predictor(Mesh(context=2), profile=BUSY)
     # Cut as one sequence, the first rank gets all of the long document's dear end.
     pieces = [Slice(0, 0, 0, 8192), *(Slice(number, 0, 0, 512) for number in range(1, 17))]
     one = model.micro_batch(pieces, "per_sequence")
