@@ -3,28 +3,30 @@
 A window of 131,072 tokens and 16 windows a step, models and clusters of :data:`SETTINGS`. The step
 is simulated from one device profile, on this package's executor: only the packing is theirs. Every
 packer gets every data × pipeline × context × tensor mesh of powers of two that its own code can
-serve (:data:`PEERS` says which), several limits of tokens, and of no, selective and full
-recomputation the least that fits in memory in all steps, and the fastest of these counts. The
-sharding over context-parallel ranks is the one that its framework has. Ours is ``auto`` as a user
-gets it: the mesh that the search chooses and each micro-batch's own recomputation; once more
-without a pipeline, as several others have none. Stages are not virtual, and communication overlaps
-with nothing, for nobody. Times are per FLOP of the model, as packers that cut documents do less
-work for a token.
+serve (``benchmarks.peer_steps.PEERS`` says which), several limits of tokens, and of no, selective
+and full recomputation the least that fits in memory in all steps, and the fastest of these counts.
+The sharding over context-parallel ranks is the one that its framework has. Ours is ``auto`` as a
+user gets it with a profile: the mesh that the search chooses and each micro-batch's own
+recomputation. It plans by the profile that also judges it, and others by a formula of their own, so
+it is there once more planned by exact work; and once more without a pipeline, as several others
+have none. Stages are not virtual, and communication overlaps with nothing, for nobody. Times are
+per FLOP of the model, as packers that cut documents do less work for a token.
 
 Torch's own balancers of context parallelism deal the tokens of a micro-batch, not documents, so
-they are compared apart (:func:`balancers`): windows cut from the concatenated documents, time of a
+they are compared apart (:func:`.balancers`): windows cut from the concatenated documents, time of a
 layer, against the sharding that ``adaptive`` chooses.
 
 *Attention anywhere* is what could be gained at most by sending attention to whichever rank is free
-(the idea of DistCA, arXiv:2510.18121): see :func:`attention_anywhere`.
+(the idea of DistCA, arXiv:2510.18121): see :func:`.attention_anywhere`.
 
-The other packers are imported from where they are installed, or from clones
-(``--clones FOLDER``, with Megatron-LM, slime and DistCA in it; :mod:`benchmarks.peers`);
-``pip install --no-deps verl==0.9.1 trl==1.16.0 megatron-core==0.16.1`` brings the others. One that
-is missing is left out, with a word.
+The other packers are imported from where they are installed (``pip install --no-deps verl==0.9.1
+trl==1.16.0 megatron-core==0.16.1`` beside torch and transformers), and what no wheel has from
+clones of their repositories: ``--clones FOLDER``, with Megatron-LM, slime and DistCA in it
+(:mod:`benchmarks.peers`). One that is missing is left out, with a word.
 
-Run ``python -m benchmarks.packers --help``. Prints a table and, last, one JSON object; with
-``--output`` it is kept, and a page and a picture go beside it.
+Run ``python -m benchmarks.packers --help``. Prints tables and, last, one JSON object; with
+``--output`` it is kept, and a page and a picture go beside it. Rows that are there already are not
+made again.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from rich.console import Console
 
 from benchmarks import peers, report
 from benchmarks.meshes import MODELS, powers
-from benchmarks.packers_page import ALONE, BOUND, OURS, page, picture, tables
+from benchmarks.packers_page import ALONE, BOUND, BY_WORK, OURS, page, picture, tables
 from benchmarks.packers_runs import (
     Outcome,
     attention_anywhere,
@@ -54,7 +56,7 @@ from benchmarks.peer_steps import COUNT, PEERS, WINDOW, Documents, Peer, needed
 from benchmarks.workloads import documents_for, generator_a, stdlib_lengths
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
@@ -165,20 +167,19 @@ def of_bound(request: MeshRequest, documents: Documents) -> Iterator[Candidate]:
             yield Candidate(mesh, count, run)
 
 
-def ours(request: MeshRequest) -> tuple[Mesh, None, Outcome] | None:
+def ours(request: MeshRequest, *, by_profile: bool = True) -> tuple[Mesh, None, Outcome] | None:
     """``auto`` on the mesh that the search chooses from two steps; None where none fits."""
     try:
         mesh = choose_mesh(replace(request, steps=2)).best.mesh
     except ValueError:
         return None
-    made = evaluate(request, mesh)
+    made = evaluate(request, mesh, by_profile=by_profile)
     predictor = request.predictor(mesh)
     busy = np.sum([busy_ns(predictor, own) for step in made.steps for own in step.costs], axis=0)
     row = made.row
     shares = busy / (row.steps_ns * mesh.data * mesh.pipeline)
-    modes = {
-        each.recompute for step in made.steps for own in step.plan.replicas for each in own.forward
-    }
+    plans = [own for step in made.steps for own in step.plan.replicas]
+    modes = {each.recompute for own in plans for each in own.forward}
     return mesh, None, Outcome(
         row.steps_ns, row.flops, row.tokens, 1 - shares[0], *shares[1:].tolist(), row.peak_bytes,
         "+".join(mode for mode in MODES if mode in modes),
@@ -261,7 +262,9 @@ def compared(setting: Setting, profile: Profile, steps: int, clones: Path | None
     every = np.array([tokens for batch in batches for tokens in batch], dtype=np.int64)
     documents = Documents(shape, every, batches)
     put(OURS, "", lambda: ours(request))
-    if kept[OURS].get("mesh", "").split(",")[1:2] == ["1"]:
+    sizes = dict(zip(AXES, map(int, kept[OURS]["mesh"].split(",")), strict=True))
+    put(BY_WORK, "", lambda: ours(asked(**sizes), by_profile=False))
+    if sizes["pipeline"] == 1:
         kept.setdefault(ALONE, kept[OURS])
     put(ALONE, "", lambda: ours(asked(pipeline=1)))
     put(BOUND, "", lambda: fastest(of_bound(request, documents), steps))

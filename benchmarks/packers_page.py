@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks import report
 
-OURS, ALONE, BOUND = "auto", "auto, no pipeline", "attention anywhere (bound)"
+OURS, BY_WORK, ALONE = "auto", "auto, by exact work", "auto, no pipeline"
+BOUND = "attention anywhere (bound)"
 HEADINGS = ("packer", "time / auto", "mesh d,p,c,t", "limit", "s / step", "waits", "keys",
     "recomputed", "of it", "GB", "code")  # fmt: skip
 MARKS = "osD^vP"
@@ -64,7 +65,7 @@ def page(result: Mapping[str, Any]) -> str:
         "# Other people's packers, by their own code",
         "",
         "Made by `python -m benchmarks.packers --clones FOLDER --output"
-        " benchmarks/results/packers.json`; do not edit. Everything is *simulated*, profile"
+        " benchmarks/results/packers.json`; do not edit. Everything is *simulated*,"
         f" {result['provenance']}; {result['steps']} steps of each setting, 16 windows of 131,072"
         " tokens a step. Every packer has the fastest mesh and limit that its own code can serve"
         " and that fits, on this package's executor. `time / auto` is per FLOP of the model."
@@ -88,7 +89,7 @@ def picture(result: Mapping[str, Any], path: Path) -> None:
         return sum(found) / len(found)
 
     order = sorted(names, key=mean, reverse=True)
-    figure, panel = plt.subplots(figsize=(9, 0.36 * len(order) + 1.7))
+    figure, panel = plt.subplots(figsize=(9, 0.3 * len(order) + 1.7), layout="constrained")
     for (setting, times), mark in zip(every.items(), MARKS, strict=False):
         places = [at for at, name in enumerate(order) if name in times]
         panel.plot([times[order[at]] for at in places], places, mark, label=setting, alpha=0.8)
@@ -96,7 +97,6 @@ def picture(result: Mapping[str, Any], path: Path) -> None:
     panel.set_yticks(range(len(order)), order)
     panel.grid(axis="x", alpha=0.4)
     panel.set(xlabel=f"simulated time per FLOP over that of auto ({result['profile']})")
-    panel.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
+    figure.legend(fontsize=8, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

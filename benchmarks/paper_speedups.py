@@ -14,13 +14,15 @@ The shapes of 550M, 30B and 70B are not published. Ours are assumptions (:data:`
 Micro-batches are packed by predicted time, as in the paper (:func:`paper_work`).
 
 Run ``python -m benchmarks.paper_speedups --help``. Prints tables, a sentence on every figure that
-differs from the paper's by more than 10 %, and as its last line one JSON object.
+differs from the paper's by more than 15 %, and as its last line one JSON object; ``--output`` keeps
+it, with the same as a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,7 +96,7 @@ QUOTED: dict[str, float] = {
     "7B-128K, all": 1.33,
     "7B-160K, WLB-LLM": 1.40,
 }
-NOTABLE = 0.10
+NOTABLE = 0.15
 
 WHY = {
     # Checked against this benchmark's own figures; see context_imbalance in the JSON.
@@ -268,7 +270,7 @@ def mesh_of(sizes: tuple[int, int, int, int]) -> Mesh:
 
 
 def sentences(with_links: dict[str, Any], without: dict[str, Any]) -> list[str]:
-    """One for every quoted figure from which a prediction differs by more than 10 %."""
+    """One for every quoted figure from which a prediction differs by more than 15 %."""
     found = []
     for name, paper in QUOTED.items():
         ours, free = with_links["quoted"][name], without["quoted"][name]
@@ -297,51 +299,79 @@ def sentences(with_links: dict[str, Any], without: dict[str, Any]) -> list[str]:
     return found
 
 
-def show(with_links: dict[str, Any], without: dict[str, Any], console: Console, note: str) -> None:
+def tables(
+    with_links: dict[str, Any], without: dict[str, Any]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, headings and rows of each table."""
     names = list(METHODS)[1:]
     headings = ["", *(heading for name in names for heading in (name, "no communication"))]
     for key, title in (("table_1", "Figure 12: speed-up over Plain-4D"), ("windows", "Figure 14")):
-        rows = [
-            [case, *(f"{r[name]:.3f}" for name in names for r in (row, without[key][case]))]
-            for case, row in with_links[key].items()
-        ]
-        console.print(report.table(title, headings, rows, note))
-    rows = [
-        [name, f"{paper:.2f}", *(f"{each['quoted'][name]:.3f}" for each in (with_links, without))]
-        for name, paper in QUOTED.items()
+        yield (
+            title,
+            headings,
+            [
+                [case, *(f"{r[name]:.3f}" for name in names for r in (row, without[key][case]))]
+                for case, row in with_links[key].items()
+            ],
+        )
+    headings = ["", "paper", "ours", "no communication", "differ by"]
+    rows = []
+    for name, paper in QUOTED.items():
+        found = [each["quoted"][name] for each in (with_links, without)]
+        off = [f"{each / paper - 1:+.0%}" for each in found]
+        rows.append([name, f"{paper:.2f}", *(f"{each:.3f}" for each in found), ", ".join(off)])
+    yield "What the paper's text quotes, Figure 13 among it", headings, rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """The tables and the sentences."""
+    lines = [
+        "# WLB-LLM's Figures 12 to 14, simulated beside the paper",
+        "",
+        "Made by `python -m benchmarks.paper_speedups --output"
+        " benchmarks/results/paper_speedups.json`; do not edit. *Simulated*:"
+        f" {result['provenance']}; {result['steps']} steps of each configuration on Generator A,"
+        " since the paper's lengths are not published. The paper measured on H100s. *No"
+        " communication* is the same with links that take no time.",
     ]
-    headings = ["", "paper", "ours", "no communication"]
-    console.print(report.table("What the paper's text quotes", headings, rows, note))
+    both = result["with_communication"], result["without_communication"]
+    for title, headings, rows in tables(*both):
+        lines += ["", f"## {title}", "", *report.markdown_table(headings, rows)]
+    lines += ["", "## Where it differs by more than 15 %", ""]
+    lines += [f"* {sentence}" for sentence in result["differing"]]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = report.parser("paper_speedups", __doc__)
-    parser.add_argument("--profile", default="h100", help="shipped name or file (default h100)")
-    parser.add_argument("--steps", type=int, default=200, help="per configuration (default 200)")
+    parser.add_argument("--profile", default="h100-fa2", help="name or file (default h100-fa2)")
+    parser.add_argument("--steps", type=int, default=100, help="per configuration (default 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the lengths (default 1)")
+    parser.add_argument("--output", type=Path, help="a .json to keep; a page is written beside it")
     arguments = parser.parse_args(argv)
     profile = Profile.load(arguments.profile)
-    with_links = figures(profile, arguments.steps, arguments.seed)
-    without = figures(without_communication(profile), arguments.steps, arguments.seed)
+    both = [
+        figures(each, arguments.steps, arguments.seed)
+        for each in (profile, without_communication(profile))
+    ]
     console = Console(width=150)
-    show(with_links, without, console, f"Simulated. {profile.provenance}.")
-    differing = sentences(with_links, without)
+    for title, headings, rows in tables(*both):
+        console.print(report.table(title, headings, rows, f"Simulated. {profile.provenance}."))
+    differing = sentences(*both)
     for sentence in differing:
         console.print(sentence, soft_wrap=True, highlight=False)
-    report.finish(
-        {
-            "benchmark": "paper_speedups",
-            "simulated": True,
-            "profile": profile.name,
-            "measured": profile.measured,
-            "steps": arguments.steps,
-            "seed": arguments.seed,
-            "paper": QUOTED,
-            "with_communication": with_links,
-            "without_communication": without,
-            "differing": differing,
-        }
-    )
+    result = {
+        "benchmark": "paper_speedups",
+        "simulated": True,
+        "provenance": profile.provenance,
+        "steps": arguments.steps,
+        "seed": arguments.seed,
+        "paper": QUOTED,
+        "with_communication": both[0],
+        "without_communication": both[1],
+        "differing": differing,
+    }
+    report.finish(result, arguments.output, page)
 
 
 if __name__ == "__main__":

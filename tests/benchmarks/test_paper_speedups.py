@@ -67,7 +67,7 @@ def test_means_are_over_the_rows_that_the_text_names() -> None:
     assert ours["7B-128K, all"] == 1.05
 
 
-def test_sentences_are_on_what_differs_by_more_than_a_tenth() -> None:
+def test_sentences_are_on_what_differs_by_more_than_fifteen_percent() -> None:
     near = dict(benchmark.QUOTED)
     assert benchmark.sentences({"quoted": near}, {"quoted": near}) == []
     far = near | {"7B-128K, all": 1.1}
