@@ -13,7 +13,7 @@ from benchmarks import peers
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice, symmetric_backward
 from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import (
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     keys: float
     again: float
     peak: int
-    mode: str
+    mode: Recompute
 
     @property
     def rate(self) -> float:
@@ -100,11 +100,19 @@ def of_costs(
     predictor: Predictor,
     steps: Sequence[tuple[list[ReplicaPlan], list[list[MicroBatchCost]]]],
     lengths: Sequence[int],
+    modes: Sequence[Recompute] = MODES,
 ) -> Outcome | None:
-    """The outcome of steps, each replicas with the costs of their micro-batches."""
+    """The outcome of steps, each replicas with the costs of their micro-batches.
+
+    Args:
+        predictor: of the mesh.
+        steps: the replicas of each, and the costs [replicas][micro-batches].
+        lengths: tokens of the pieces of all steps.
+        modes: what may be recomputed, least first; the first that fits in all steps is taken.
+    """
     mesh = predictor.latency.mesh
     total = Work.of(predictor.latency.shape).total
-    for mode in MODES:
+    for mode in modes:
         spent, peaks, busy = 0, [], []
         for replicas, costs in steps:
             moded = [[cost._replace(recompute=mode) for cost in own] for own in costs]
@@ -183,10 +191,11 @@ def hybrid(
         most = sorted(known.values(), key=lambda each: each.rows)[-4:]
         fullest.append(([alike(len(most))], [most]))
     every = [tokens for lengths in steps for tokens in lengths]
-    time, memory = of_costs(predictor, slowest, every), of_costs(predictor, fullest, every)
-    if time is None or memory is None:
+    memory = of_costs(predictor, fullest, every)
+    if memory is None:
         return None
-    if MODES.index(memory.mode) > MODES.index(time.mode):
+    time = of_costs(predictor, slowest, every, MODES[MODES.index(memory.mode) :])
+    if time is None:
         return None
     # The shares of the slowest ranks, spread over all ranks.
     all_, keys, _ = (1 - time.idle) * ranks * busy / wide

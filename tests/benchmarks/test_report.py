@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import packers_page, packing_report, paper_speedups, report, slimpack_paper
+from benchmarks import packing_report, report, slimpack_paper
 
 RESULTS = Path(report.__file__).with_name("results")
 
