@@ -81,20 +81,28 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
 
 
 def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """A config of a family, with a warning about fields that the family does not have.
+    """A config of a family, with a warning about fields that change nothing.
 
     Raises:
-        ValueError: a field of another type, or sizes that contradict each other.
+        ValueError: a field of another type, sizes that contradict each other, or a field that
+            changes nothing and is called nearly as one that does. A mapping that transformers has
+            written (with its version) may have such fields.
     """
     known = {*kind().to_dict(), *kind.attribute_map, *dir(kind)}
-    for name in sorted(set(fields) - known):
-        near = get_close_matches(name, known, 1)
-        rank_zero_warn(
-            f"The config of model type {kind.model_type!r} has no field {name!r}; it changes"
-            f" nothing.{f' Is {near[0]!r} meant?' if near else ''}"
-        )
     try:
-        return kind.from_dict(fields)
+        config = kind.from_dict(copy.deepcopy(fields))
+        for name in sorted(set(fields) - known):
+            without = copy.deepcopy(fields)
+            value = without.pop(name)
+            # Some names of old are read and stored under another, such as rope_theta.
+            if kind.from_dict(without).to_dict() | {name: value} != config.to_dict():
+                continue
+            message = f"The config of model type {kind.model_type!r} has no field {name!r}"
+            near = get_close_matches(name, known, 1)
+            if near and "transformers_version" not in fields:
+                raise ValueError(f"{message}. Is {near[0]!r} meant? Else leave it out.")
+            rank_zero_warn(f"{message}; it changes nothing.")
+        return config
     except StrictDataclassError as error:
         raise ValueError(f"The config of model type {kind.model_type!r}: {error}") from error
 

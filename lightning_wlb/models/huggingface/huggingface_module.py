@@ -16,7 +16,7 @@ from lightning_wlb.models.huggingface.config_and_shape import read_config, shape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load
 from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
-from lightning_wlb.models.huggingface.safetensors_folder import resolve
+from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, resolve
 from lightning_wlb.models.language_module import LanguageModule
 
 # Fields of a config that change nothing in training.
@@ -31,26 +31,33 @@ class HuggingFaceModule(LanguageModule):
             ``PretrainedConfig``, or a mapping of a config's fields with ``model_type`` among them
             (as LightningCLI gives it).
         pretrained: start from weights: True reads them from the folder or name that ``config`` is,
-            a string from that folder or name. False: random values by the family's rules. A
-            checkpoint that the Trainer resumes from takes their place.
+            a string from that folder or name. False: random values by the family's rules. None:
+            random values, where there are no weights that could have been meant. A checkpoint that
+            the Trainer resumes from takes their place.
         lora: train low-rank adapters on a frozen model: fields of peft's ``LoraConfig``, as in
             ``{"r": 16, "lora_alpha": 32}``. None trains all parameters.
         options: those of :class:`.LanguageModule`.
 
     Raises:
         ValueError: a config that is not understood, or of a model that cannot be trained exactly
-            on packed rows; the message says why, and what can.
+            on packed rows, the message says why and what can; a config that lies beside weights (a
+            folder that holds them, or a name on the hub) without a word on ``pretrained``.
     """
 
     def __init__(
         self,
         config: str | Path | dict[str, Any] | PretrainedConfig,
         *,
-        pretrained: bool | str = False,
+        pretrained: bool | str | None = None,
         lora: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config, **options)  # type: ignore[arg-type]  # read_config takes it
+        if pretrained is None and isinstance(config, str | Path) and beside_weights(config):
+            raise ValueError(
+                f"{str(config)!r} holds weights, or names a model that has them. Say"
+                " pretrained=True to start from them, or pretrained=False for random values."
+            )
         if pretrained is True:
             if not isinstance(config, str | Path):
                 raise ValueError(

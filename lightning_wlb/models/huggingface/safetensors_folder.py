@@ -62,6 +62,12 @@ def resolve(name_or_folder: str | Path) -> Path:
         ) from error
 
 
+def beside_weights(config: str | Path) -> bool:
+    """Whether weights lie beside a config: in its folder here, or under its name on the hub."""
+    folder = Path(config).parent if Path(config).is_file() else Path(config)
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
 class Folder:
     """Tensors by name, in one file or in several with an index, as ``save_pretrained`` writes them.
 

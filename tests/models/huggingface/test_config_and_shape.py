@@ -59,8 +59,19 @@ def test_a_folder_without_a_config_is_refused(tmp_path) -> None:
 
 
 def test_a_field_that_the_family_does_not_have_is_named() -> None:
-    with pytest.warns(UserWarning, match="no field 'hidden_sizes'.*Is 'hidden_size' meant"):
+    with pytest.raises(ValueError, match=r"no field 'hidden_sizes'\. Is 'hidden_size' meant"):
         read_config({"model_type": "llama", "hidden_sizes": 8})
+    with pytest.warns(UserWarning, match="no field 'xyz'; it changes nothing"):
+        read_config({"model_type": "llama", "xyz": 8})
+    written = {"model_type": "llama", "hidden_sizes": 8, "transformers_version": "5.0"}
+    with pytest.warns(UserWarning, match="no field 'hidden_sizes'; it changes nothing"):
+        read_config(written)
+
+
+def test_a_field_that_is_read_under_another_name_is_no_mistake(recwarn) -> None:
+    config = read_config({"model_type": "llama", "rope_theta": 123.0})
+    assert config.rope_parameters["rope_theta"] == 123.0
+    assert not [str(each.message) for each in recwarn if "no field" in str(each.message)]
 
 
 def test_the_fields_of_a_checkpoint_are_known(recwarn) -> None:

@@ -38,6 +38,17 @@ def test_pretrained_needs_a_folder():
         wlb.HuggingFaceModule(tiny("llama"), pretrained=True)
 
 
+def test_weights_beside_a_config_are_not_passed_over_in_silence(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    assert wlb.HuggingFaceModule(str(tmp_path)).pretrained is None
+    (tmp_path / "model.safetensors").touch()
+    for config in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match=r"pretrained=True .* or pretrained=False"):
+            wlb.HuggingFaceModule(config)
+        assert wlb.HuggingFaceModule(config, pretrained=False).pretrained is None
+    assert wlb.HuggingFaceModule(tmp_path, pretrained=True).pretrained == str(tmp_path)
+
+
 def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
     module = wlb.HuggingFaceModule(tiny("gemma3_text"), learning_rate=1e-4, seed=3)
     path = tmp_path / "hyperparameters.pt"
@@ -189,6 +200,7 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("lightning_wlb.models.hugg")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(vars(wlb), "HuggingFaceModule", raising=False)  # kept by an earlier use
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-wlb\[hf\]'"):
         _ = wlb.HuggingFaceModule
 
