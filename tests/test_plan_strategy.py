@@ -76,7 +76,7 @@ def test_a_strategy_that_cannot_run_is_refused() -> None:
         ((UNEQUAL[0], replace(UNEQUAL[1], first=5)), "pipeline 1, .* the next free rank is 4"),
         ((replace(UNEQUAL[0], first=1), UNEQUAL[1]), "pipeline 0, .* the next free rank is 0"),
         ((UNEQUAL[0], Scheme(4, (3,))), "have 3 layers, those of pipeline 0 4"),
-        ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0, .* micro-batch 0 has 64 rows"),
+        ((Scheme(0, (4,), tensor=3), Scheme(3, (4,))), "replica 0: micro-batch 0 has 64 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(plain(), schemes=strategy).validate()
