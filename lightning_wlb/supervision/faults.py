@@ -138,7 +138,8 @@ class Faults(pl.Callback):
         """Say what has happened, and whether the ranks can go on together."""
         live_on_without_parent()
         loop = trainer._active_loop
-        if (fetcher := getattr(loop, "_data_fetcher", None)) is not None and not fetcher.iterator:
+        fetcher = getattr(loop, "_data_fetcher", None)
+        if fetcher is not None and fetcher.iterator is None:
             # A loader that could not begin: its teardown would raise over this exception.
             loop._data_fetcher = None  # type: ignore[union-attr]
         lost = isinstance(exception, StateLost) or PROGRESS.part == OPTIMISING

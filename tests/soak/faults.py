@@ -102,8 +102,24 @@ RAISED = (
     Fault("a hook of saving raises on rank 0", "saving", plants.raises, step=6, ranks=(0,)),
     # All ranks fail together, and their last save succeeds.
     Fault("writing a shard raises on rank 3", "writing", plants.raises, step=6, saves="asked"),
+    Fault(
+        "a stale file handle on rank 3", "writing", plants.finds_stale_handle, step=6, saves="asked"
+    ),
     Fault("sys.exit on rank 3", "step", plants.leaves),
     Fault("out of memory on rank 3", "forward", plants.runs_out_of_memory),
+)
+
+GOES_ON: dict[str, Any] = {"ends": "goes on", "says": "", "saves": "either"}
+DISTURBED = (
+    Fault(
+        "the clock of rank 0 goes back an hour",
+        "step",
+        plants.turns_clock(-3600),
+        ranks=(0,),
+        **GOES_ON,
+    ),
+    Fault("the clock of rank 3 goes on a day", "step", plants.turns_clock(86400), **GOES_ON),
+    Fault("rank 3 stands still for 8 seconds", "step", plants.stalls(8), **GOES_ON),
 )
 
 START_UP: dict[str, Any] = {"place": "start-up", "step": 0}
@@ -210,7 +226,9 @@ CRASHES = tuple(
 )
 
 FAULTS = {
-    each.key: each for group in (RAISED, DIED_SILENTLY, SIGNALS, NUMBERS, SAVING) for each in group
+    each.key: each
+    for group in (RAISED, DIED_SILENTLY, SIGNALS, NUMBERS, SAVING, DISTURBED)
+    for each in group
 }
 """By key; the rows of the table."""
 

@@ -67,7 +67,7 @@ def _script(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for only in (rank_zero_only, utils_rank_zero_only):
-        only.rank = int(environment.get("LOCAL_RANK", "0"))
+        only.rank = int(environment.get("RANK", environment.get("LOCAL_RANK", "0")))
     training.main()
 
 

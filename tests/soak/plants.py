@@ -12,6 +12,7 @@ function of the :class:`Plant`; of ``tokens``, of the tokens.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -287,6 +288,32 @@ def cuts_connections(plant: Plant) -> None:
                         copy.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # the listing's own, or a socket without a peer
+
+
+def turns_clock(seconds: float) -> Callable[[Plant], None]:
+    """The wall clock of this process jumps; that which only runs forwards does not."""
+
+    def act(plant: Plant) -> None:
+        real = time.time
+        time.time = lambda: real() + seconds
+
+    return act
+
+
+def stalls(seconds: int) -> Callable[[Plant], None]:
+    """Stop, as a process does that is swapped out, and go on."""
+
+    def act(plant: Plant) -> None:
+        later = f"sleep {seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", later])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return act
+
+
+def finds_stale_handle(plant: Plant) -> None:
+    """As on a network file system whose server has removed what a client has open."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), f"planted on rank {plant.rank}")
 
 
 def fills_weights(plant: Plant) -> None:

@@ -94,6 +94,8 @@ def broken(fault: Fault, mesh: str, asked: bool, folder: Path, column: str) -> N
         (home / "filler").unlink(missing_ok=True)
     if fault.ends != "goes on" and newest:
         resumes(mesh, folder, newest)
+    if fault.ends == "goes on":
+        assert (losses(folder), states(folder)) == unbroken(mesh)
     outcome = {"goes on": "goes on"}.get(fault.ends, f"{ending.seconds:.1f} s")
     table.write_outcome(fault, column, outcome + (f", saves step {newest}" if newest > 3 else ""))
 

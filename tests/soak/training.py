@@ -45,6 +45,7 @@ class Run:
         timeout: seconds that the strategy's collectives wait; None: its default.
         resume: whether to go on from the last checkpoint.
         strategy: further arguments of the strategy.
+        nodes: how many nodes the ranks are on.
     """
 
     folder: str
@@ -59,6 +60,7 @@ class Run:
     validate_every: int = 2
     repeats: int = 1
     strategy: dict[str, Any] | None = None
+    nodes: int = 1
 
 
 class Records(L.Callback):
@@ -95,7 +97,7 @@ class Records(L.Callback):
 def main() -> None:
     options = Run(**json.loads(sys.argv[1]))
     folder = Path(options.folder)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -119,7 +121,8 @@ def fit(options: Run, folder: Path, plant: Plant) -> None:
     plant.wrap(strategy)
     trainer = harness.trainer(
         strategy,
-        prod(options.mesh),
+        prod(options.mesh) // options.nodes,
+        num_nodes=options.nodes,
         max_steps=options.steps,
         max_epochs=-1,
         val_check_interval=options.validate_every,
