@@ -90,7 +90,7 @@ def plan_step(
             "plan_step needs either model=, such as '7b' or a Hugging Face config, or work=, such"
             " as lambda tokens: 24576 * tokens + tokens**2, to know what a sequence costs."
         )
-    shape = None if model is None else _shape_of(model)
+    shape = None if model is None else shape_of(model)
     costs = _work_of(tokens, Work.of(shape).total if shape else work)
     items = _items(tokens, as_integers(costs), pairs, keep_order)
     over = int(items.tokens.argmax())
@@ -136,7 +136,12 @@ def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
     return tokens.astype(np.int64)
 
 
-def _shape_of(model: Any) -> ModelShape:
+def shape_of(model: Any) -> ModelShape:
+    """The sizes of a model that is given as :func:`plan_step` takes it.
+
+    Raises:
+        ValueError: no such preset or config, or one of Hugging Face without transformers.
+    """
     model = getattr(model, "shape", model)
     if isinstance(model, ModelShape):
         return model
@@ -145,13 +150,14 @@ def _shape_of(model: Any) -> ModelShape:
     ):
         return as_config(model).shape
     try:
-        from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+        from lightning_wlb.models.huggingface.config_and_shape import read_config
+        from lightning_wlb.models.huggingface.config_and_shape import shape_of as shape_of_config
     except ImportError as error:
         raise ValueError(
             f"model={model!r:.80} is none of {', '.join(PRESETS)}. A Hugging Face config needs"
             f" {error.name}: pip install 'lightning-wlb[hf]'. Or give work=."
         ) from error
-    return shape_of(read_config(model))
+    return shape_of_config(read_config(model))
 
 
 def _work_of(tokens: NDArray[np.int64], work: Any) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from lightning_wlb.adapters.plan_step import plan_step
+from lightning_wlb.adapters.plan_step import plan_step, shape_of
 from lightning_wlb.argument_checks import flag, whole
 
 
@@ -64,6 +64,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.micro_batches = whole("micro_batches", micro_batches, 1)
         self.sequences = whole("sequences", sequences, self.ranks * self.micro_batches)
         self.seed, self.shuffle = whole("seed", seed, 0), flag("shuffle", shuffle)
+        if options.get("model") is not None:
+            options["model"] = shape_of(options["model"])  # once, and not in every step
         self.options, self.epoch, self.batches = options, 0, 0
         if len(self.lengths) < self.sequences or (self.rank or 0) >= self.ranks:
             raise ValueError(
