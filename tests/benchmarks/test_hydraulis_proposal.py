@@ -15,7 +15,7 @@ from benchmarks.hydraulis_proposal import (
     proposed_meshes,
     proposed_strategies,
 )
-from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
@@ -94,7 +94,10 @@ def test_strategies_have_whole_pipelines_the_larger_first() -> None:
     lengths = np.array([500] * 300 + [60_000] * 5 + [150_000] * 2, np.int64)
     shape = ModelShape(2048, 16, 16, 16, 128, 5504, 32_000)
     data, fixed = DataSettings(150_000, 4), {"data": 2}
-    request = MeshRequest(lengths, shape, data, Profile.load("h100"), devices=8, fixed=fixed)
+    h100 = Profile.load("h100")
+    # Messages that take next to nothing, so that some scheme is tensor-parallel.
+    profile = replace(h100, links={**h100.links, "node": Link(0.0, 4e12)})
+    request = MeshRequest(lengths, shape, data, profile, devices=8, fixed=fixed)
     found = proposed_strategies(request)
     assert len(set(found)) == len(found) > 2
     assert any(len({scheme.shape for scheme in strategy}) > 1 for strategy in found)
