@@ -96,6 +96,11 @@ MEMORY = {"H100 SXM, HBM2e of 2.4 TB/s": 2.4 / 3.35}
 """Bandwidth of a device's memory over that of the profile's."""
 
 
+FSDP_COPIES = 2 * (2 + 2) + 2 + 2
+"""Bytes of memory traffic of a parameter in a micro-batch: out of the buffer of an all-gather twice,
+and its gradient into that of a reduce-scatter, all in bfloat16."""
+
+
 @dataclass(frozen=True)
 class Theirs(LatencyModel):
     """The latency model of a run by another program than this package's.
@@ -116,7 +121,9 @@ class Theirs(LatencyModel):
         """Without the logits that this package's backward computes again."""
         again = head_flops(self.shape, rows) // self.mesh.tensor if backward else 0
         seconds = self.profile.head.seconds(again, rows, backward=True)
-        return super().head_ns(rows, backward=backward) - round(seconds * 1e9)
+        return super().head_ns(rows, backward=backward) - round(
+            seconds / self.profile.sustained * 1e9
+        )
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """Of ``"selective"`` per op: wk, wo, w3, and all that is no product."""
@@ -128,7 +135,7 @@ class Theirs(LatencyModel):
         seconds = self.profile.layer.seconds(
             2 * saved * rows // self.mesh.tensor, rows, backward=False
         )
-        return super().again_ns(rows, "full") - round(seconds * 1e9)
+        return super().again_ns(rows, "full") - round(seconds / self.profile.sustained * 1e9)
 
 
 def run_on(profile: Profile, device: str, power: int) -> Profile:
@@ -151,7 +158,6 @@ def run_on(profile: Profile, device: str, power: int) -> Profile:
         layer=products(profile.layer),
         head=products(profile.head),
         element_bytes_per_second=profile.element_bytes_per_second * MEMORY.get(device, 1.0),
-        action=replace(profile.action, parameter_ns=0.0),
     )
 
 
@@ -170,12 +176,19 @@ def _simulated(sizes: tuple[tuple[str, str], ...]) -> tuple[Predictor, Simulated
     axes = ("data", "pipeline", "context", "tensor", "virtual")
     mesh = Mesh(*(int(run[axis]) for axis in axes))
     device = run_on(Profile.load(run["profile"]), run["device"], int(run["power"]))
+    copied = FSDP_COPIES / device.element_bytes_per_second * 1e9
+    copies = copied if run["code"] != "fused" and mesh.data > 1 else 0.0
     per_op = run["recompute"] == PER_OP
     latency = Theirs(
-        replace(device, devices_per_node=int(run["per_node"])),
+        replace(
+            device,
+            devices_per_node=int(run["per_node"]),
+            action=replace(device.action, parameter_ns=copies),
+        ),
         shape_of(run["model"]),
         mesh,
         reduce_dtype="bfloat16",
+        compiled=run["code"] != "eager",
         hidden=run["hidden"] == "tensor",
         per_op=per_op,
     )

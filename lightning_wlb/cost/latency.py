@@ -194,7 +194,7 @@ class LatencyModel:
             before = np.minimum(before, window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
-        time = flops * table.inverse_rates(padded, padded + before)
+        time = flops * (table.inverse_rates(padded, padded + before) / self.profile.sustained)
         result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
         return result
 
@@ -226,7 +226,8 @@ class LatencyModel:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
         flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
         seconds = self.profile.layer.seconds((1 + backward) * flops, rows, backward=backward)
-        return round(seconds * 1e9) + self._blocks_ns(self.layer_traffic(rows, backward=backward))
+        traffic = self.layer_traffic(rows, backward=backward)
+        return round(seconds / self.profile.sustained * 1e9) + self._blocks_ns(traffic)
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """What recomputation adds to the backward of one layer, attention and its keys left out.
@@ -271,7 +272,8 @@ class LatencyModel:
         """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
         seconds = self.profile.head.seconds((1 + 2 * backward) * flops, rows, backward=backward)
-        return round(seconds * 1e9) + self._blocks_ns(self.head_traffic(rows, backward=backward))
+        traffic = self.head_traffic(rows, backward=backward)
+        return round(seconds / self.profile.sustained * 1e9) + self._blocks_ns(traffic)
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
         """Overhead of a pass through a stage with so many rows and parameters on the rank."""

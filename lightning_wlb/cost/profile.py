@@ -213,6 +213,9 @@ class Profile:
         element_bytes_per_second: memory traffic of element-wise work.
         eager_factor: how much longer a layer's and the head's element-wise work takes uncompiled;
             1 where ``element_bytes_per_second`` was measured on such work.
+        sustained: share of the rates of attention and of matrix products that whole steps reach: 1
+            where they were measured in steps, less where kernels were measured alone and briefly,
+            at clocks that the power limit lets no training hold.
         attention: one table for each head size.
         layer: matrix products of a decoder layer.
         head: the output projection and the loss; backward counts three times the forward's
@@ -251,11 +254,12 @@ class Profile:
     errors: Mapping[str, float] = field(default_factory=dict)
     kernel: str = ""
     eager_factor: float = 1.0
+    sustained: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes", "devices_per_node"):
             _check_positive(name, [getattr(self, name)])
-        for name in ("element_bytes_per_second", "eager_factor"):
+        for name in ("element_bytes_per_second", "eager_factor", "sustained"):
             _check_positive(name, [getattr(self, name)])
         if not self.attention:
             raise ValueError("device profile: attention has no table for any head size.")

@@ -33,6 +33,7 @@ FLAT = replace(
     head=LinearTable((1,), (RATE,), (RATE,)),
     action=ActionOverhead((100.0, 200.0), (1.0, 2.0), 2.5e-3),
     element_bytes_per_second=1e30,
+    sustained=1.0,
     links={"node": Link(0.0, 1e9), "network": Link(0.0, 1e8)},
 )
 
@@ -126,6 +127,19 @@ def test_the_ends_and_the_overhead() -> None:
     assert model.head_ns(1000, backward=True) == round(3 * flops / RATE * 1e9)
     assert model.action_ns(50, 10**6, backward=False) == 150
     assert model.action_ns(50, 10**6, backward=True) == 300 + 2_500
+
+
+def test_a_step_reaches_a_share_of_the_rates_of_kernels_alone() -> None:
+    alone = LatencyModel(FLAT, SHAPE)
+    step = replace(alone, profile=replace(FLAT, sustained=0.8))
+    segments = arrays((4096, 8192))
+    for backward in (False, True):
+        kernel = alone.attention_ns(*segments)[backward]
+        assert step.attention_ns(*segments)[backward] == pytest.approx(kernel / 0.8, abs=1)
+        layer = alone.linear_ns(1000, backward=backward)
+        assert step.linear_ns(1000, backward=backward) == pytest.approx(layer / 0.8, abs=1)
+        head = alone.head_ns(1000, backward=backward)
+        assert step.head_ns(1000, backward=backward) == pytest.approx(head / 0.8, abs=1)
 
 
 def test_short_micro_batches_pay_for_low_utilisation() -> None:

@@ -24,6 +24,7 @@ HEADLESS = replace(SHAPE, vocab_size=0)
 H100 = Profile.load("h100")
 BUSY = replace(H100, attention=tuple(replace(each, at_once=(1, 1)) for each in H100.attention))
 """Calls of attention last as long as their segments: ranks do not differ by their longest tile."""
+UNSUMMED = replace(H100, action=replace(H100.action, parameter_ns=0.0))
 FREE_MEMORY = replace(H100, element_bytes_per_second=1e30, action=ActionOverhead())
 
 
@@ -99,7 +100,7 @@ def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
 
 
 def test_an_action_is_the_sum_of_its_parts() -> None:
-    model = predictor(Mesh(pipeline=2))
+    model = predictor(Mesh(pipeline=2), profile=UNSUMMED)
     pieces = [Slice(0, 0, 0, 3000), Slice(1, 0, 0, 500)]
     cost = model.micro_batch(pieces, "per_sequence")
     latency, rows = model.latency, 3500
@@ -311,7 +312,7 @@ def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
     shape = ModelShape.of_layers(1024, 0, [near] * 6 + [layer] * 4)
     split = model_stages(shape, 2, 50_000)
     assert split == [range(0, 8), range(8, 10)]
-    model = Predictor(LatencyModel(H100, shape, mesh), tuple(split))
+    model = Predictor(LatencyModel(UNSUMMED, shape, mesh), tuple(split))
     pieces = [Slice(0, 0, 0, 40_000), Slice(1, 0, 0, 300)]
     cost = model.micro_batch(pieces, "per_sequence")
     alike = [

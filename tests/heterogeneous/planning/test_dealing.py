@@ -116,7 +116,7 @@ def test_a_pipeline_without_pieces_does_nothing() -> None:
 
 
 def test_pipelines_that_are_all_alike_are_arranged_as_a_mesh_of_them() -> None:
-    own = pieces(9000, 7000, *[2000] * 9)
+    own = pieces(12000, 7000, *[2000] * 9)
     made = arranged(own, *(replace(FLAT, first=first) for first in range(4)), data=AUTO)
     kind = receiver(replace(FLAT, first=0), count=4)
     packer = AUTO.packer(AUTO.rules(None, Work.of(SHAPE)))
