@@ -97,8 +97,8 @@ MEMORY = {"H100 SXM, HBM2e of 2.4 TB/s": 2.4 / 3.35}
 
 
 FSDP_COPIES = 2 * (2 + 2) + 2 + 2
-"""Bytes of memory traffic of a parameter in a micro-batch: out of the buffer of an all-gather twice,
-and its gradient into that of a reduce-scatter, all in bfloat16."""
+"""Bytes of memory traffic of a parameter in a micro-batch, in bfloat16: twice out of the buffer of
+an all-gather, and its gradient into that of a reduce-scatter."""
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,5 @@ def test_strategies_have_whole_pipelines_the_larger_first() -> None:
         assert strategy[-1].ranks.stop == 8
         assert [each.size for each in strategy] == sorted((s.size for s in strategy), reverse=True)
         assert {sum(each.stages) for each in strategy} == {16}
-    for size in (1, 2):
-        alike = proposed_strategies(replace(request, fixed={"tensor": size}))
-        assert {scheme.tensor for strategy in alike for scheme in strategy} == {size}
+    whole = proposed_strategies(replace(request, fixed={"tensor": 1}))
+    assert {scheme.tensor for strategy in whole for scheme in strategy} == {1}
