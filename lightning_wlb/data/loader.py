@@ -46,7 +46,7 @@ from lightning_wlb.data import loader_workers as workers
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.open_documents import Documents
-from lightning_wlb.data.store_checks import count_targets, samples_of
+from lightning_wlb.data.store_checks import check_has_targets, count_targets, samples_of
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.mesh import Rank
@@ -134,6 +134,7 @@ class StepDataset(IterableDataset[StepBatch]):
         if sharding == HEADS and rank.mesh.context > 1:
             for layer in shape.kinds:
                 check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
+        check_has_targets(store)
         return cls(
             store,
             data,

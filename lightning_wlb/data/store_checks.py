@@ -86,6 +86,21 @@ def count_targets(store: DocumentStore, document: int, start: int, stop: int) ->
         return operator.index(store.targets(document, start, stop))
 
 
+def check_has_targets(store: DocumentStore) -> None:
+    """Refuse a store without any target; documents are asked in turn until one has some.
+
+    Raises:
+        ValueError: no token of any document has a target, or the store fails.
+    """
+    lengths = enumerate(store.lengths.tolist())
+    if not any(count_targets(store, document, 0, length) for document, length in lengths):
+        raise ValueError(
+            f"{store!r}: no document has a target, so that nothing would be learned. The target of"
+            " a token is the document's next one, where the mask allows it: give documents of at"
+            " least 2 tokens, and a mask that leaves some."
+        )
+
+
 def check_targets(store: DocumentStore, document: int, start: int, stop: int, found: int) -> None:
     """Compare how many tokens of ``[start, stop)`` have a target with what the store counts.
 

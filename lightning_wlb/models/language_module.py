@@ -24,6 +24,7 @@ import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
@@ -249,6 +250,11 @@ class LanguageModule(L.LightningModule):
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
         loss = self.step(batch)
+        if not batch.target_tokens:
+            rank_zero_warn(
+                "A step has no token with a target: its gradient is zero, and only the optimizer's"
+                " momentum and weight decay change weights. Is the mask of targets right?"
+            )
         self.tokens_seen += batch.tokens
         self.log("train_loss", loss.detach(), prog_bar=True)
         # Filled in on the device: Lightning would copy a number to it, and wait for the device.

@@ -9,6 +9,7 @@ from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.store_checks import (
     SAMPLED_TOKENS,
+    check_has_targets,
     check_targets,
     read_mask,
     read_tokens,
@@ -21,6 +22,17 @@ from lightning_wlb.planning import DataSettings
 
 TOKENS = [[5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]
 MASKS = [None, [True, True, False, True, True, True]]
+
+
+def test_a_corpus_without_a_target_is_refused() -> None:
+    check_has_targets(InMemoryDocuments([[1], [2], [1, 2]], vocab_size=9))
+    none = [[False] * 4, [True] + [False] * 5]
+    for store in (
+        InMemoryDocuments([[1], [2]], vocab_size=9),
+        InMemoryDocuments(TOKENS, none, vocab_size=9),
+    ):
+        with pytest.raises(ValueError, match="no document has a target"):
+            check_has_targets(store)
 
 
 class Lying(InMemoryDocuments):

@@ -29,6 +29,7 @@ from lightning_wlb.models.huggingface.families import (
     CHECKED,
     check_config,
     check_family,
+    check_no_noise,
     check_parts,
     longrope_window,
 )
@@ -87,6 +88,7 @@ class HuggingFaceDecoder(Decoder):
         check_config(config)
         causal = build_family_model(config)
         check_family(causal)
+        check_no_noise(config)
         if config.model_type not in CHECKED:
             rank_zero_warn(
                 f"Model type {config.model_type!r} is not among the Hugging Face families whose"

@@ -65,13 +65,6 @@ def check_config(config: Any) -> None:
             f"{config.num_kv_shared_layers}), which pipeline stages and slices cannot pass on."
             " Choose another family (docs/families.md)."
         )
-    for field, value in config.to_dict().items():
-        if _is_random(field) and isinstance(value, int | float) and value:
-            raise ValueError(
-                f"{name}: {field}={value:g}. Dropout and noise would draw other numbers on every"
-                " mesh and where backward recomputes, so a run could not be repeated or resumed"
-                f" exactly. Set {field}=0.0 in the config."
-            )
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"{name} is quantised (quantization_config), and its weights are not numbers that can"
@@ -89,6 +82,21 @@ def check_config(config: Any) -> None:
                 f"{name}: rope type 'dynamic' turns all rows by the length of the longest document"
                 " in the batch, so a document's result would depend on its neighbours. Use 'yarn',"
                 " 'linear' or 'llama3' scaling, which are fixed."
+            )
+
+
+def check_no_noise(config: Any) -> None:
+    """Refuse dropout and noise; call it last, since setting them to 0 mends no other refusal.
+
+    Raises:
+        ValueError: naming the field of the config.
+    """
+    for field, value in config.to_dict().items():
+        if _is_random(field) and isinstance(value, int | float) and value:
+            raise ValueError(
+                f"{config.model_type!r}: {field}={value:g}. Dropout and noise would draw other"
+                " numbers on every mesh and where backward recomputes, so a run could not be"
+                f" repeated or resumed exactly. Set {field}=0.0 in the config."
             )
 
 

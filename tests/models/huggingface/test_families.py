@@ -144,10 +144,7 @@ LONGROPE = {
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set attention_dropout=0.0"),
-        ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2"),
         ("llama", {"per_layer_config": {1: {"skip": ["attention"]}}}, "Leave per_layer_config out"),
-        ("mixtral", {"router_jitter_noise": 0.01}, "Set router_jitter_noise=0.0"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'llama' is quantised"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "'dynamic'.*Use 'yarn'"),
         ("qwen2_moe", {"output_router_logits": True}, "Set output_router_logits=False"),
@@ -159,6 +156,24 @@ LONGROPE = {
 def test_a_config_that_cannot_be_exact(family, fields, said):
     with pytest.raises(ValueError, match=said):
         check_config(tiny(family, **fields))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set attention_dropout=0.0"),
+        ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "Set router_jitter_noise=0.0"),
+    ],
+)
+def test_noise_is_refused(family, fields, said):
+    with pytest.raises(ValueError, match=said):
+        HuggingFaceDecoder(tiny(family, **fields))
+
+
+def test_a_family_that_cannot_be_trained_is_said_before_its_dropout():
+    with pytest.raises(ValueError, match="Choose another family"):
+        HuggingFaceDecoder(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=2))
 
 
 def test_a_model_that_is_no_decoder_is_refused():
