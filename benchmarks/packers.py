@@ -84,7 +84,6 @@ SETTINGS = {
         ("llama3-8B", 32, "DistCA wlbllm"),
         ("llama3-8B", 32, "Generator A"),
         ("llama3-8B", 32, "standard library"),
-        ("70B", 64, "DistCA wlbllm"),
         ("70B", 64, "Generator A"),
     )
 }
@@ -138,6 +137,8 @@ def of_peer(peer: Peer, request: MeshRequest, documents: Documents,
                     steps = list(islice(packed, count))
                 except (AssertionError, ValueError):
                     return None  # its own code refuses these sizes
+                if not steps:
+                    return None  # so few documents make no step of so many
                 return simulated(predictor, steps, peer.sharding)
 
             yield Candidate(mesh, limit, run)
@@ -278,7 +279,7 @@ def compared(setting: Setting, profile: Profile, steps: int, clones: Path | None
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.settings_parser("packers", __doc__, SETTINGS, 4, "h100-fa2")
+    parser = report.settings_parser("packers", __doc__, SETTINGS, 3, "h100-fa2")
     parser.add_argument("--clones", type=Path, help="folder with Megatron-LM, slime and DistCA")
     arguments = parser.parse_args(argv)
     profile = Profile.load(arguments.profile)
