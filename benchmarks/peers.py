@@ -170,8 +170,8 @@ def slime(
         vocab_size=shape.vocab_size, num_experts=None, q_lora_rank=None,
         kv_lora_rank=None, qk_pos_emb_head_dim=None, v_head_dim=None,
     )  # fmt: skip
-    sizes = {"dp_size": mesh.data, "cp_size": mesh.context, "vpp_size": 1,
-        "microbatch_group_size_per_vp_stage": 1}  # fmt: skip
+    sizes = {"dp_size": mesh.data, "cp_size": mesh.context, "vpp_size": 1}
+    sizes["microbatch_group_size_per_vp_stage"] = 1
     count = len(lengths)
     parts, groups, *_ = module.build_dp_schedule(
         arguments, sizes, list(lengths), global_batch_size=count, rollout_indices=list(range(count))
@@ -258,14 +258,9 @@ def transformers_rebalance(
         accumulated: micro-batches of each.
         seed: of the order of documents.
     """
-    try:
-        from transformers.trainer_pt_utils import BatchRebalanceSampler
-    except ImportError:
-        raise Missing("transformers") from None
+    sampler = _transformers().BatchRebalanceSampler
     ranks = [
-        list(
-            BatchRebalanceSampler(list(lengths), batch, replicas, accumulated, seed=seed, rank=rank)
-        )
+        list(sampler(list(lengths), batch, replicas, accumulated, seed=seed, rank=rank))
         for rank in range(replicas)
     ]
     starts = range(0, len(ranks[0]), accumulated)
@@ -284,20 +279,23 @@ def transformers_grouped(
         accumulated: micro-batches of each in a step.
         seed: of the order of documents.
     """
-    try:
-        from transformers.trainer_pt_utils import LengthGroupedSampler
-    except ImportError:
-        raise Missing("transformers") from None
+    sampler = _transformers().LengthGroupedSampler
     generator = torch.Generator().manual_seed(seed)
-    order = list(
-        LengthGroupedSampler(each * accumulated, lengths=list(lengths), generator=generator)
-    )
+    order = list(sampler(each * accumulated, lengths=list(lengths), generator=generator))
     micro_batches = [order[at : at + each] for at in range(0, len(order) - each + 1, each)]
     size = replicas * accumulated
     return [
         [micro_batches[start + rank : start + size : replicas] for rank in range(replicas)]
         for start in range(0, len(micro_batches) - size + 1, size)
     ]
+
+
+def _transformers() -> Any:
+    try:
+        from transformers import trainer_pt_utils
+    except ImportError:
+        raise Missing("transformers") from None
+    return trainer_pt_utils
 
 
 # torch
@@ -312,11 +310,8 @@ def torch_chunks(lengths: Sequence[int], ranks: int, balancer: str) -> list[list
         ranks: of the context-parallel group.
         balancer: ``"head_tail"`` or ``"ptrr"``.
     """
-    try:
-        name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
-        module = importlib.import_module(name)
-    except ImportError:
-        raise Missing("torch") from None
+    name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+    module = importlib.import_module(name)
     total = sum(lengths)
     if balancer == "head_tail":
         order = module._HeadTailLoadBalancer(total, ranks, "cpu")._generate_indices()[0]
