@@ -86,6 +86,13 @@ def patient_ranks() -> Iterator[Ranks]:
         dist.destroy_process_group(group)
 
 
+def names_of_ranks(ranks: list[int]) -> str:
+    """Ranks in words, the first eight by number."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
 def text_of(error: BaseException) -> str:
     """The text of an error, also of one that raises when it is asked for it."""
     try:

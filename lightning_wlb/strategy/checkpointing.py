@@ -71,7 +71,7 @@ class Checkpointer:
     """
 
     def __init__(self, *, async_save: bool, verify: bool, timeout: timedelta | None) -> None:
-        self._async_save = flag("async_save", async_save)
+        self.async_save = flag("async_save", async_save)
         self._verify = flag("verify_checkpoints", verify)
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
@@ -110,20 +110,9 @@ class Checkpointer:
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
     def begin(self, device: torch.device) -> None:
-        """Begin a run on connected ranks; collective.
-
-        Raises:
-            MisconfigurationException: ranks do not see the same checkpoints.
-        """
+        """Begin a run on connected ranks."""
         self._begun = False
-        found = Ranks().every(lambda: bool(self._candidates))
-        if len(set(found)) > 1:
-            raise MisconfigurationException(
-                f"Ranks {[rank for rank, there in enumerate(found) if there]} see checkpoints to"
-                " resume from, the other ranks see none. All ranks must see the same files: keep"
-                " checkpoints on a file system that all nodes share."
-            )
-        if self._async_save and self._stager is None:
+        if self.async_save and self._stager is None:
             self._stager = Stager(device)
 
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
@@ -137,7 +126,7 @@ class Checkpointer:
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
                 last = local_path(each.dirpath) / f"{each.CHECKPOINT_NAME_LAST}.ckpt"
-                link = each.save_last == "link" and self._async_save
+                link = each.save_last == "link" and self.async_save
                 if link and last.is_dir() and not last.is_symlink():
                     raise MisconfigurationException(
                         f"ModelCheckpoint(save_last='link') would delete {last}, which is no link,"

@@ -10,8 +10,8 @@ the process groups of a mesh are made:
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
    as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
    ``prepare_data`` again later, which finds everything made.)
-2. Every rank says what it would choose a mesh for. Where one differs from rank 0, all end in an
-   error that names the ranks and the difference.
+2. Every rank says what it would choose a mesh for. Where ranks differ, all end in an error
+   (:mod:`.rank_agreement`).
 3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
    as for a rank that starts late, and end with rank 0's error where it has one.
 
@@ -25,12 +25,10 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.argument_checks import choice, whole
@@ -51,6 +49,7 @@ from lightning_wlb.profiling.device import shipped_profile
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.strategy.launch import RunDevices
+from lightning_wlb.strategy.rank_agreement import compare_ranks, settings_of
 from lightning_wlb.strategy.split_model import SplitModel
 from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 
@@ -119,24 +118,20 @@ class RunMesh:
     profile: Profile | None
 
 
-def choose_run_mesh(
-    options: MeshOptions, devices: RunDevices, trainer: pl.Trainer, facts: Mapping[str, str]
-) -> RunMesh:
+def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Trainer) -> RunMesh:
     """The mesh of a run; collective over all ranks.
 
-    ``facts`` is what else all ranks have to be given alike, in words.
-
     Raises:
-        MisconfigurationException: the sizes do not fit the ranks, or ranks would choose otherwise.
+        MisconfigurationException: the sizes do not fit the ranks, or ranks were not given the same.
         ValueError: no mesh fits in memory.
     """
     data, module = data_module_of(trainer), trainer.lightning_module
     known = "profile=None"
     if data is not None and (data.profile is not None or data.plans_by_work):
         known = 'profile="none"' if data.profile is None else data.profile.provenance
-    mine = {"sizes": str(options), **facts, "a device profile": known}
+    mine = {"sizes": str(options), "device profile": known}
     # Ranks that go different ways here, or to different meshes, would wait for each other.
-    compare_ranks(Ranks().every(lambda: mine))
+    compare_ranks(lambda: mine | settings_of(trainer))
     backend, earlier = "auto", None
     if isinstance(module, LanguageModule):
         backend, earlier = module.attention_backend, SplitModel.of(module)
@@ -209,15 +204,15 @@ def searched_mesh(
         ValueError: no mesh fits; the message says what would.
     """
     _prepare(module.trainer, data)
-    ranks, requests = Ranks(), []
+    requests = []
 
     def facts() -> dict[str, str]:
         requests.append(mesh_request(options, devices, data, module, profile))
         return _facts(requests[0])
 
-    compare_ranks(ranks.every(facts))
+    compare_ranks(facts)
     (request,) = requests
-    return ranks.lead(lambda: _answer(request))
+    return Ranks().lead(lambda: _answer(request))
 
 
 def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
@@ -272,34 +267,16 @@ def _facts(request: MeshRequest) -> dict[str, str]:
     return {
         "documents": f"{len(lengths):,} with {int(lengths.sum()):,} tokens"
         f" ({_digest(lengths.tobytes())})",
-        "a model": f"{shape.layers} layers of width {shape.dim} ({_digest(repr(shape).encode())})",
-        "data settings": f"{request.data}",
-        "a device profile": f"{profile.name}, {profile.memory_bytes / 1e9:.1f} GB"
+        "model": f"{shape.layers} layers of width {shape.dim} ({_digest(repr(shape).encode())})",
+        "device profile": f"{profile.name}, {profile.memory_bytes / 1e9:.1f} GB"
         f" ({_digest(repr(profile).encode())})",
-        "a mesh": f"{request.devices} devices, {request.devices_per_node} to a node,"
-        f" {request.fixed}, {request.schedule}, {request.virtual_stages} virtual stages,"
-        f" activation checkpointing {request.activation_checkpointing}, sharding {request.sharding}"
-        f" ({request.digest[:12]})",
+        "what a mesh is searched for": f"{request.devices} devices, {request.devices_per_node} to"
+        f" a node ({request.digest[:12]})",
     }
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
-
-
-def compare_ranks(everyone: Sequence[dict[str, str]]) -> None:
-    """Raise MisconfigurationException where a rank has other facts than rank 0.
-
-    ``everyone`` has each rank's facts: words, by name.
-    """
-    for name, own in everyone[0].items():
-        if others := [rank for rank, facts in enumerate(everyone) if facts[name] != own]:
-            raise MisconfigurationException(
-                f"WLBStrategy cannot choose a mesh: rank 0 sees {name} of {own}, but ranks"
-                f" {others[:8]}{' and more' if len(others) > 8 else ''} of"
-                f" {everyone[others[0]][name]}. Let all ranks see the same documents and run the"
-                " same program with the same arguments, or give WLBStrategy all four sizes."
-            )
 
 
 def _answer(request: MeshRequest) -> tuple[Mesh, str]:

@@ -33,6 +33,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Schemes
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import checked_model
+from lightning_wlb.strategy.rank_agreement import compare_ranks, training_of
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
@@ -227,6 +228,7 @@ class StepRunner:
         self._split, self._module, self._guard = split, module, guard
         # A step that has run, and its loss, until its gradients are there.
         self._ran: tuple[StepBatch, Tensor] | None = None
+        self._compared = False
         executor = split.executor
         copies = [executor.model.get_parameter(tie.head) for tie in split.tied_copies]
         pipeline = executor.pipeline
@@ -236,7 +238,8 @@ class StepRunner:
         """Run all forwards, and in training all backwards, of a step; its loss.
 
         Raises:
-            MisconfigurationException: the step before it was not finished.
+            MisconfigurationException: the step before it was not finished; or, in the run's first
+                training step, ranks have other settings or values.
         """
         module, executor = self._module, self._split.executor
         denominator = module.loss_denominator(batch.plan)
@@ -247,6 +250,9 @@ class StepRunner:
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
+            if not self._compared:
+                compare_ranks(lambda: training_of(module, executor, self._split.ties))
+                self._compared = True
             loss = executor.run(batch, denominator)
             self._ran = batch, loss
             return loss.clone()

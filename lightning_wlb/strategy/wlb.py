@@ -245,8 +245,7 @@ class WLBStrategy(ParallelStrategy):
             parameter_dtype=name_of(precision.parameter_dtype),
             reduce_dtype=name_of(self.reduce_dtype),
         )
-        facts = {"reduce_dtype": devices.reduce_dtype, "dynamic": self.planning.asked}
-        chosen = self._chosen = choose_run_mesh(self.options, devices, trainer, facts)
+        chosen = self._chosen = choose_run_mesh(self.options, devices, trainer)
         self.planning.begin(chosen.profile)
         self.schedule = chosen.schedule
         self.rank = chosen.mesh.coordinate(self.global_rank)

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_wlb.argument_checks import choice
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.distributed.collective_errors import names_of_ranks
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.supervision.faults import StateLost
 from lightning_wlb.supervision.progress import OPTIMISING, PROGRESS
-from lightning_wlb.training.executor import names_of_ranks
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.store_checks import Sample
+from lightning_wlb.distributed.collective_errors import names_of_ranks
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import (
     MeshGroups,
@@ -351,10 +352,3 @@ def _who(digests: list[int]) -> str:
         f"{f'digest {digest:016x}' if digest else 'no such step'} on {names_of_ranks(who)}"
         for digest, who in ranks.items()
     )
-
-
-def names_of_ranks(ranks: list[int]) -> str:
-    """Ranks in words, the first eight by number."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

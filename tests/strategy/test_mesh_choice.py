@@ -129,13 +129,13 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (0, "rank 0 sees documents of 2 with 48 tokens"),
-        (0, "but ranks [2, 3] of 2 with 49 tokens"),
+        (0, "documents: 2 with 48 tokens"),
+        (0, "on ranks 0, 1; 2 with 49 tokens"),
         (1, "on 0"),
-        (3, "rank 0 sees sizes of ('auto', 'auto', 'auto', 'auto'), schedule auto"),
-        (3, "but ranks [3] of (4, 'auto', 'auto', 'auto')"),
-        (4, "rank 0 sees a device profile of profile=None, but ranks [1, 2, 3]"),
-        (5, "but ranks [1] of off"),
+        (3, "sizes: ('auto', 'auto', 'auto', 'auto'), schedule auto, None virtual stages on ranks"),
+        (3, "on ranks 0, 1, 2; (4, 'auto', 'auto', 'auto'), schedule auto"),
+        (4, "device profile: profile=None on rank 0; "),
+        (5, "on ranks 0, 2, 3; off on rank 1"),
     ],
 )
 def test_ranks_that_are_given_other_things_all_end_with_the_same_error(ranks, number, said) -> None:

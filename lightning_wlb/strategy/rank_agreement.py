@@ -1,0 +1,213 @@
+"""What all ranks of a run must have alike, compared before the first step; what differs is named.
+
+A rank with another learning rate, seed or clipping would train a model that is nobody's to the end;
+one with other intervals or another precision would wait for the others, or abort. Facts are short
+texts by name, and ranks that have a fact must have the same text. They are compared as soon as the
+ranks are connected (:func:`settings_of`), and before the first step (:func:`training_of`), with
+what is made later, such as optimizers, and a checksum of values of which ranks hold copies. Data-
+and context-parallel ranks hold different parts of a parameter: the seed, and a sample of the files
+of pretrained weights, vouch for these.
+
+Not compared: paths but for their last name; progress bars, loggers and callbacks of the user's own,
+which may be there on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
+
+Cost: two exchanges of some kilobytes of each rank, some milliseconds; of parameters with copies
+the first ``SAMPLED`` values are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.strategy.checks import data_module_of
+from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.parallelize import Tie
+
+SAMPLED = 1 << 16
+"""How many values of a parameter, and bytes of a file's ends, are compared."""
+
+_TRAINER = (
+    *("max_steps", "max_epochs", "min_steps", "min_epochs", "overfit_batches", "fast_dev_run"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "num_sanity_val_steps"),
+    *("val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs"),
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision"),
+)
+_SAVING = ("save_top_k", "save_last", "save_weights_only", "save_on_exception")
+
+
+def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
+    """Compare the facts of all ranks; collective.
+
+    Raises:
+        MisconfigurationException: naming each fact that differs, with the ranks that have a value.
+    """
+    same: dict[str, list[int]] = {}
+    for rank, text in enumerate(Ranks().every(lambda: json.dumps(facts()))):
+        same.setdefault(text, []).append(rank)
+    found: dict[str, dict[str, list[int]]] = {}
+    for text, ranks in same.items():
+        for name, value in json.loads(text).items():
+            found.setdefault(name, {}).setdefault(value, []).extend(ranks)
+    differ = []
+    for name, values in found.items():
+        if len(values) > 1:
+            who = (f"{value} on {names_of_ranks(sorted(each))}" for value, each in values.items())
+            differ.append(f"{name}: {'; '.join(who)}.")
+    if differ:
+        more = f" And {len(differ) - 6} more." if len(differ) > 6 else ""
+        raise MisconfigurationException(
+            f"The ranks of this run were not given the same. {' '.join(differ[:6])}{more} Run the"
+            " same program with the same arguments, versions and files on all of them."
+        )
+
+
+def settings_of(trainer: pl.Trainer) -> dict[str, str]:
+    """The facts of what a run has been given, beside what its mesh is chosen by."""
+    module, data = trainer.lightning_module, data_module_of(trainer)
+    strategy: Any = trainer.strategy  # WLBStrategy, which imports this
+    facts: dict[str, Any] = {
+        "Python": platform.python_version(),
+        **{f"version of {each.__name__}": each.__version__ for each in (torch, pl, np)},
+        "lightning_wlb": _own_files(),
+        "reduce_dtype": strategy.reduce_dtype,
+        "dynamic": strategy.planning.asked,
+        "timeout": strategy.processes.timeout.total_seconds(),
+        "on_nonfinite": strategy.guard.on_nonfinite,
+        "async_save": strategy.checkpoints.async_save,
+        "what is run": trainer.state.fn,
+        "a checkpoint to start from": trainer.ckpt_path is not None,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        **{name: getattr(trainer, name) for name in _TRAINER},
+        "callbacks": [*_callbacks(trainer)],
+        "module": type(module).__name__,
+    }
+    if isinstance(module, LanguageModule):
+        known = signature(LanguageModule.__init__).parameters
+        facts |= {name: each for name, each in module.hparams.items() if name in known}
+        facts["seed of initial values"] = module.initial_seed
+    if folder := getattr(module, "pretrained", None):
+        facts["files of pretrained weights"] = _ends_of_files(Path(folder))
+    if data is not None:
+        facts |= {f"data {name}": each for name, each in vars(data.settings).items()}
+        facts["sharding"] = data.sharding
+    return {name: _text(each) for name, each in facts.items()}
+
+
+def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie]) -> dict[str, str]:
+    """The facts of what a run trains with: settings, optimizers, schedules, values with copies."""
+    trainer, place = module.trainer, executor.pipeline.rank
+    parameters = dict(executor.model.named_parameters())
+    # Another stage has other parameters, which may have settings of their own.
+    here = f" on pipeline rank {place.pipeline}" if place.mesh.pipeline > 1 else ""
+    facts: dict[str, Any] = {}
+    group_of: dict[int, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        of, groups = f"optimizer {number}", optimizer.param_groups
+        facts[of] = type(optimizer).__name__
+        facts |= {f"default {key} of {of}": each for key, each in optimizer.defaults.items()}
+        for key in groups[0] if groups else ():
+            given = [len(group[key]) if key == "params" else group.get(key) for group in groups]
+            facts[f"{key} of the groups of {of}{here}"] = given
+        group_of |= {id(each): group for group in groups for each in group["params"]}
+    for number, each in enumerate(trainer.lr_scheduler_configs):
+        of = f"learning rate schedule {number}"
+        facts[of] = type(each.scheduler).__name__, each.interval, each.frequency
+        facts[f"state of {of}{here}"] = each.scheduler.state_dict()
+    for tie in ties:
+        for weight in (parameters[end] for end in (tie.embedding, tie.head) if end in parameters):
+            at = place.data, place.context, place.tensor
+            settings = group_of.get(id(weight), {})
+            facts[f"settings of the tied {tie.embedding}"] = {**settings, "params": None}
+            facts[f"values of the tied {tie.embedding} at {at}"] = _checksum([weight])
+    if copies := [each for each in parameters.values() if _has_copies(each)]:
+        at = place.data, place.pipeline, place.context
+        facts[f"values that tensor-parallel ranks at {at} share"] = _checksum(copies)
+    return settings_of(trainer) | {name: _text(each) for name, each in facts.items()}
+
+
+def _callbacks(trainer: pl.Trainer) -> Iterator[str]:
+    """Those that communicate, or may: Lightning's and this package's."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        own = type(each).__module__.startswith(("lightning.", "lightning_wlb."))
+        if own and not isinstance(each, ProgressBar):
+            saving = {name: getattr(each, name) for name in _SAVING if hasattr(each, name)}
+            yield f"{each.state_key} {saving or ''}".rstrip()
+
+
+@cache
+def _own_files() -> str:
+    """The sizes of this package's files, which a version does not tell where they are edited."""
+    sizes = [path.stat().st_size for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    return f"{len(sizes)} files ({_digest(repr(sizes))})"
+
+
+def _ends_of_files(folder: Path) -> str:
+    """What the first and the last file of weights in a folder begin and end with."""
+    files, found = sorted(folder.glob("*.safetensors")), b""
+    for path in (*files[:1], *files[-1:]):
+        with path.open("rb") as file:
+            for begin in (0, max(path.stat().st_size - SAMPLED, 0)):
+                file.seek(begin)
+                found += file.read(SAMPLED)
+    return f"{len(files)} files ({zlib.crc32(found):08x})"
+
+
+def _has_copies(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = enumerate(parameter.placements)
+    return any(each.is_replicate() and parameter.device_mesh.size(dim) > 1 for dim, each in axes)
+
+
+def _checksum(parameters: Iterable[Tensor]) -> str:
+    found = 0
+    for each in parameters:
+        local = each.to_local() if isinstance(each, DTensor) else each
+        values = local.detach().reshape(-1)[:SAMPLED].cpu().view(torch.uint8)
+        found = zlib.crc32(values.numpy().data, found)
+    return f"{found:08x}"
+
+
+def _text(value: Any) -> str:
+    """A setting in words that are the same on all ranks; a digest of what is long."""
+    said = _plain(value)
+    return said if len(said) < 200 else f"{said[:150]}... ({_digest(said)})"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.tolist() if value.numel() < 9 else value.shape
+    if isinstance(value, str):
+        return os.path.basename(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plain(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    plain = isinstance(value, int | float | Enum | torch.dtype | None) or is_dataclass(value)
+    return str(value) if plain else type(value).__name__
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
