@@ -8,9 +8,9 @@ CPU ranks of one thread each over gloo, in three ways:
 * ``balanced``: ``lightning_wlb.adapters.transformers_trainer``, without padding.
 
 Documents have the lengths of the standard library's files, divided by 16 and cut at the window;
-their tokens are random. ``trl`` and ``balanced`` attend sequence by sequence (``wlb_packed``), since a
+their tokens are random. ``trl`` and ``balanced`` attend sequence by sequence (``wlb_packed``): a
 dense mask over a row would hide what balance gains. Ways run in turn, some steps each, of which the
-first does not count; each round begins further on in the documents.
+first does not count; each round takes other documents.
 
 Two times are taken for each step. *Wall* is the clock. *Processor* is the processor time of the
 busier rank, summed over steps: what steps take where each rank has a core of its own and waiting

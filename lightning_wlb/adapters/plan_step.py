@@ -7,6 +7,8 @@ when not to use it, says :mod:`lightning_wlb.planning.balanced_step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -214,42 +216,47 @@ def _timed(
     parts: list[list[list[int]]],
     lockstep: bool,
 ) -> Balance:
-    """The balance with the predicted time of the slowest rank, on one device for each rank.
+    """The balance with predicted times.
 
     What it is compared with runs equally many micro-batches of the sequences dealt in turn.
     """
     given = profile if isinstance(profile, Profile) else Profile.load(profile)
-    latency = LatencyModel(given, shape)
-    predictor = Predictor(
-        latency, tuple(model_stages(shape, 1, mean_context_of(tokens, int(tokens.max()))))
-    )
     ranks, count = len(parts), max(map(len, parts))
-    turns = [
-        [list(range(r, len(tokens), ranks))[k::count] for k in range(count)] for r in range(ranks)
+    turns = [list(range(rank, len(tokens), ranks)) for rank in range(ranks)]
+    before = [[own[k::count] for k in range(count)] for own in turns]
+    times = [milliseconds_of(each, tokens, shape, given, lockstep) for each in (before, parts)]
+    return replace(balance, milliseconds_before=times[0], milliseconds=times[1], profile=given.name)
+
+
+def milliseconds_of(
+    step: list[list[list[int]]],
+    tokens: NDArray[np.int64],
+    shape: ModelShape,
+    profile: Profile,
+    lockstep: bool = False,
+) -> float:
+    """Predicted compute of the slowest rank of a step, each rank one device of the profile.
+
+    Args:
+        step: [rank][micro-batch] -> numbers of sequences.
+        tokens: int64, of each sequence.
+        shape: of the model.
+        profile: of the device.
+        lockstep: whether ranks wait for each other in every micro-batch.
+    """
+    latency = LatencyModel(profile, shape)
+    stages = model_stages(shape, 1, mean_context_of(tokens, int(tokens.max())))
+    predictor = Predictor(latency, tuple(stages))
+    asked = [
+        UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
+        for rank in step
+        for each in rank
+        if each
     ]
-
-    def milliseconds(step: list[list[list[int]]]) -> float:
-        asked = [
-            UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
-            for rank in step
-            for each in rank
-            if each
-        ]
-        costs = iter(estimated_costs(latency, asked))
-        times = [
-            [sum(predictor.action_ns(0, next(costs))) if each else 0 for each in rank]
-            for rank in step
-        ]
-        if lockstep:
-            rows = range(max(map(len, times)))
-            return sum(max(r[k] if k < len(r) else 0 for r in times) for k in rows) / 1e6
-        return max(map(sum, times)) / 1e6
-
-    return Balance(
-        balance.imbalance_before,
-        balance.imbalance,
-        balance.lockstep_imbalance,
-        milliseconds(turns),
-        milliseconds(parts),
-        given.name,
-    )
+    costs = iter(estimated_costs(latency, asked))
+    times = [
+        [sum(predictor.action_ns(0, next(costs))) if each else 0 for each in rank] for rank in step
+    ]
+    if lockstep:
+        return sum(map(max, zip_longest(*times, fillvalue=0))) / 1e6
+    return max(map(sum, times)) / 1e6

@@ -54,6 +54,7 @@ from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import ActivationCheckpointing
+from lightning_wlb.plan.plan_files import write_plans
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
@@ -214,6 +215,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " gains most; with --mesh auto the step time on each mesh",
     )
     add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
+    add(
+        "--write",
+        type=Path,
+        metavar="PLANS.jsonl",
+        help="write the plans of the last row, one step a line (docs/planner.md says what a line"
+        " means)",
+    )
     add("--json", action="store_true", help="print one JSON object as the last line")
 
 
@@ -227,8 +235,9 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console(width=None if Console().is_terminal else 180)
     dynamic = arguments.dynamic == "auto"
     if is_searched(arguments.mesh):
-        if dynamic:
-            raise ValueError("--dynamic auto needs the sizes of a mesh: search for it first.")
+        if dynamic or arguments.write is not None:
+            asked = "--dynamic auto" if dynamic else "--write"
+            raise ValueError(f"{asked} needs the sizes of a mesh: search for it first.")
         run_search(arguments, console)
         return
     requests = comparison_of(arguments)
@@ -244,6 +253,13 @@ def run(arguments: argparse.Namespace) -> None:
     pool = None if pooled is None else chosen_pool(pooled)
     for line in pool.lines if pool else ():
         console.print(line, highlight=False)
+    if arguments.write is not None:
+        row = comparison.forecasts[-1]
+        about = report_head(arguments, request.profile, request.lengths)
+        about |= {"packing": row.packing, "sharding": row.sharding}
+        write_plans(arguments.write, (step.plan for step in row.steps), about)
+        told = f"Plans of {len(row.steps)} steps with packing {row.packing}: {arguments.write}"
+        console.print(told, soft_wrap=True, highlight=False)
     shown: dict[str, Simulation] = {}
     if arguments.picture is not None or arguments.trace is not None:
         steps = _typical_steps(comparison)

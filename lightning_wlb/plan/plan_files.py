@@ -1,0 +1,52 @@
+"""Plans as a file: JSON lines that another language can read, of a named and numbered format.
+
+The first line is the header: ``format``, ``version``, and what the writer says of the plans. Each
+further line is one step in the fields of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes
+them. ``docs/planner.md`` says what every field means. A change that old readers would misread has
+another ``version``; a field more has not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_wlb.plan.step import StepPlan
+
+FORMAT = "lightning-wlb plans"
+VERSION = 1
+
+
+def write_plans(path: Path, plans: Iterable[StepPlan], about: Mapping[str, Any]) -> None:
+    """Write plans to ``path``; ``about`` says in plain types what they were made of."""
+    with path.open("w", encoding="utf-8") as file:
+        print(json.dumps({"format": FORMAT, "version": VERSION, **about}), file=file)
+        for plan in plans:
+            print(plan.to_json(), file=file)
+
+
+def read_plans(path: Path) -> tuple[dict[str, Any], list[StepPlan]]:
+    """What :func:`write_plans` wrote: the header, and the plans, each validated.
+
+    Raises:
+        ValueError: another format or a later version, a line that is no plan, or a plan that cannot
+            run; the message names the line.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    plans: list[StepPlan] = []
+    number = 1
+    try:
+        header: dict[str, Any] = json.loads(lines[0])
+        if (header["format"], header["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"{header['format']!r} version {header['version']} is another format")
+        for text in lines[1:]:
+            number += 1
+            plans.append(StepPlan.from_json(text).validate())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number}: {error}. This version reads {FORMAT!r} version {VERSION}, as"
+            " `lightning-wlb plan --write` makes it."
+        ) from error
+    return header, plans

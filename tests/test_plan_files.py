@@ -1,0 +1,55 @@
+"""Plans as files: what is written is read, and what is not a plan is refused by its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_wlb.cli.main import main
+from lightning_wlb.plan.plan_files import FORMAT, VERSION, read_plans, write_plans
+
+
+def test_the_command_writes_what_is_read(tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.npy", tmp_path / "plans.jsonl"
+    np.save(lengths, np.random.default_rng(0).integers(16, 4000, 200))
+    command = f"plan --lengths {lengths} --model tiny --mesh 2,2,1,1 --context-window 4096"
+    assert main([*command.split(), "--profile", "h100", "--steps", "3", "--write", str(out)]) == 0
+    header, plans = read_plans(out)
+    assert (header["format"], header["version"]) == (FORMAT, VERSION)
+    assert (header["packing"], header["mesh"], header["documents"]) == ("auto", "2,2,1,1", 200)
+    assert [plan.step for plan in plans] == [0, 1, 2]
+    again = tmp_path / "again.jsonl"
+    write_plans(again, plans, {name: header[name] for name in list(header)[2:]})
+    assert again.read_text() == out.read_text()
+    # As docs/planner.md tells a reader in another language: from the JSON alone.
+    step = json.loads(out.read_text().splitlines()[1])
+    tokens = [
+        stop - start
+        for replica in step["replicas"]
+        for micro_batch in replica["forward"]
+        for document, origin, start, stop in (replica["slices"][i] for i in micro_batch["slices"])
+        if micro_batch["replicas"][0] == step["replicas"].index(replica)
+    ]
+    assert sum(tokens) == plans[0].tokens
+
+
+def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    for text, line in [
+        ("", "line 1"),
+        ('{"format": "lightning-wlb plans", "version": 2}', "line 1: .*version 2"),
+        ('{"format": "lightning-wlb plans", "version": 1}\n{"step": 0}', "line 2"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=line):
+            read_plans(path)
+
+
+def test_a_search_writes_no_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --lengths generator-a --model 7b --mesh auto --devices 2 --micro-batches 4"
+    rest = "--context-window 4096 --profile h100 --write plans.jsonl"
+    assert main([*command.split(), *rest.split()]) == 2
+    assert "--write needs the sizes of a mesh" in capsys.readouterr().err
