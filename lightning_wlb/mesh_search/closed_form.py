@@ -4,18 +4,20 @@ From a sample of global batches it takes the tokens, the attention of all pieces
 summed once for each tensor-parallel size) and the longest piece. With M micro-batches of equal
 tokens and equal work on each replica, a step takes
 
-    M · r + f + 2·(P - 1) · message + gathering and reducing parameters
+    M · r + f + 2·(P - 1) · message
 
 where r is forward and backward of one micro-batch on all stages of the busiest rank. f is the time
 in which the pipeline fills and drains: forward and backward on all stages but the slowest, divided
 by the stages of a rank. Both count matrix products at the profile's rate for so many rows,
 communication over tensor- and context-parallel ranks, and an even share of the attention. A replica
 never takes less than its longest piece, unless the packing shares pieces between replicas. M is 1,
-2, 4 and 8 times the least number that the cap allows. As few micro-batches recompute as fit in
-memory, with as many open as 1F1B opens.
+2, 4 and 8 times the least number that the cap allows. All micro-batches recompute as little as fits
+in memory, with as many open as 1F1B opens.
 
 The closed form does not know how even planning makes micro-batches. So its order among good meshes
-says next to nothing (rank correlation about 0), but a mesh that it finds slow is slow.
+says next to nothing (rank correlation about 0), but a mesh that it finds slow is slow. It keeps the
+best of all meshes on the settings of ``benchmarks/results/meshes.json``. Without so many numbers M,
+without the longest piece or without f it would lose it there (by 4 to 30 %).
 
 Cost: 1 to 2 ms for a mesh.
 """
@@ -86,17 +88,10 @@ class ClosedForm:
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
         """Time of a step with so many micro-batches and the least recomputation; 0: none fits."""
-        rows, usable = self._rows(predictor.latency.mesh, count), predictor.usable_bytes
-        least, least_held = 0, 0
+        rows = self._rows(predictor.latency.mesh, count)
         for mode in self.request.modes:
-            held = self._held(predictor, rows, count, mode)
-            step = self._step_ns(predictor, rows, count, mode)
-            if held <= usable:
-                if not least:
-                    return step
-                # Only a part of the micro-batches needs this mode; the others have the one before.
-                return least + (step - least) * (least_held - usable) // (least_held - held)
-            least, least_held = step, held
+            if self._held(predictor, rows, count, mode) <= predictor.usable_bytes:
+                return self._step_ns(predictor, rows, count, mode)
         return 0
 
     @cached_property
@@ -118,25 +113,8 @@ class ClosedForm:
         return np.sort(np.concatenate(self._pieces))
 
     @cached_property
-    def _up_to(self) -> NDArray[np.int64]:
-        """Sums of the tokens of the 0, 1, 2, ... shortest pieces."""
-        return np.concatenate(([0], np.cumsum(self._all)))
-
-    @cached_property
-    def _squares_up_to(self) -> NDArray[np.int64]:
-        """Sums of their squared tokens."""
-        return np.concatenate(([0], np.cumsum(self._all**2)))
-
-    def _longer(self, tokens: int) -> tuple[int, int]:
-        """Sums of the tokens and of the squared tokens of all pieces longer than this."""
-        at = np.searchsorted(self._all, tokens, side="right")
-        sums = self._up_to, self._squares_up_to
-        together, squares = (int(each[-1] - each[at]) for each in sums)
-        return together, squares
-
-    @property
     def _step_tokens(self) -> int:
-        return int(self._up_to[-1]) // len(self._pieces)
+        return int(self._all.sum()) // len(self._pieces)
 
     def _counts(self, mesh: Mesh) -> Iterator[int]:
         """The numbers of micro-batches of a replica that are tried."""
@@ -176,50 +154,18 @@ class ClosedForm:
             busy = max(busy, _busiest(longest, ranks))
             filling = filling if slices else max(filling, _filling(longest, mesh))
         messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + filling + messages + _exposed_ns(predictor, stages)
+        return busy + filling + messages
 
     def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
         """The cost of a micro-batch with an even share of everything."""
-        latency, mesh = predictor.latency, predictor.latency.mesh
-        context = mesh.context
-        micro_batches = len(self._pieces) * mesh.data * count
+        latency, context = predictor.latency, predictor.latency.mesh.context
         # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
-        together, _ = self._longer(rows)
-        travelling = (context - 1) * rows * together // self._step_tokens // len(self._pieces)
-        keys = rows + travelling
-        if self._slices(mesh) and mesh.pipeline > 1:
-            # A slice of s tokens of a piece of L sees (L - s) / 2 earlier keys on average.
-            tokens = rows * context
-            together, squares = self._longer(tokens)
-            earlier = (squares - tokens * together) // (2 * tokens) // micro_batches
-            travelling += (context - 1) * earlier // context
-            keys += earlier
-        each = micro_batches * context
-        kernels = []
-        for kind, (first, second) in zip(latency.kinds, self._attention(latency), strict=True):
-            waits, again = self._waiting(kind, rows)
-            kernels.append((first // each + waits, second // each + again))
-        return _cost_of(
-            latency,
-            rows,
-            kernels,
-            (travelling, keys if context > 1 or keys > rows else 0),
-            mode,
-        )
-
-    def _waiting(self, kind: LatencyModel, rows: int) -> tuple[int, int]:
-        """How long a call waits for its longest tile, where it fills with pieces of mean length.
-
-        The mean is over tokens, since most tiles are of long pieces.
-        """
-        length = int((self._all * self._all).sum() // self._all.sum())
-        part = -(-length // kind.mesh.context)
-        queries = np.full(max(rows // part, 1), part)
-        keys = np.full_like(queries, length)
-        busy = kind.segments_ps(queries, keys).sum(axis=1) // 1000
-        waits = np.array(kind.attention_ns(queries, keys)) - kind.call_ns - busy
-        forward, backward = waits.tolist()
-        return forward, backward
+        spread = int(self._all[self._all > rows].sum()) // len(self._pieces)
+        travelling = (context - 1) * rows * spread // self._step_tokens
+        share = len(self._pieces) * latency.mesh.data * count * context
+        attention = [(first // share, again // share) for first, again in self._attention(latency)]
+        keys = travelling, rows + travelling if context > 1 else 0
+        return _cost_of(latency, rows, attention, keys, mode)
 
     def _longest(self, predictor: Predictor) -> MicroBatchCost:
         """The cost of the longest piece as a micro-batch."""
@@ -276,15 +222,6 @@ def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
         if parts not in of_parts:
             of_parts[parts] = sum(predictor.action_ns(stage, cost))
     return [of_parts[parts] for parts in predictor.memory.parts]
-
-
-def _exposed_ns(predictor: Predictor, stage_ns: list[int]) -> int:
-    """The time for parameters, gradients and optimizer that no computation hides."""
-    traffic = predictor.traffic
-    backward = [each - each // 3 for each in stage_ns]
-    ends = traffic.ends({stage: [(each, each)] for stage, each in enumerate(backward)})
-    left = max(ends - max(backward), 0)
-    return traffic.begins(0, stage_ns[0] // 3) + left + traffic.optimise
 
 
 def _busiest(stage_ns: list[int], ranks: int) -> int:

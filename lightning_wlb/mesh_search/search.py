@@ -6,7 +6,7 @@
    layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. Of the others the closed form
    (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`. Because it orders
-   good meshes badly, the best of each size of an axis stays too, unless it is :data:`HOPELESS`.
+   good meshes badly, the best of each size of an axis stays too.
 3. On each mesh the first steps of the run are planned by exact work and predicted by the profile
    (:mod:`~lightning_wlb.mesh_search.evaluate`). That takes less time than planning by profile, by
    which some meshes may be far better: where memory decides the micro-batches.
@@ -39,10 +39,8 @@ VIRTUAL_STAGES = (1, 2, 4)
 """Stages of a pipeline rank that are tried."""
 
 KEPT = 16
-"""Meshes that the closed form keeps."""
-
-HOPELESS = 2
-"""Meshes that are so many times as slow as the best, by the closed form, are not simulated."""
+"""Meshes that the closed form keeps: on all settings of ``benchmarks/results/meshes.json`` the best
+mesh is one of them."""
 
 SHOWN = 5
 """Meshes that are planned by profile, beside the best of each size of an axis."""
@@ -257,8 +255,8 @@ def _pruned(
     kept = set(ordered[:KEPT])
     for axis in COMPARED_AXES if request.devices <= LARGE else ():
         seen: set[int] = set()
-        for step_ns, mesh in fit:
-            if step_ns <= HOPELESS * fit[0][0] and (size := getattr(mesh, axis)) not in seen:
+        for mesh in ordered:
+            if (size := getattr(mesh, axis)) not in seen:
                 seen.add(size)
                 kept.add(mesh)
     for mesh in ordered:
