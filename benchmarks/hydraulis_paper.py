@@ -46,15 +46,9 @@ SETTINGS = {
     "13B on 32, 32K GitHub": Setting("13B", 32, 32 * K, 100_000, GITHUB),
     "32B on 64, 32K CommonCrawl": Setting("32B", 64, 32 * K, 100_000, COMMON_CRAWL),
     "32B on 64, 32K GitHub": Setting("32B", 64, 32 * K, 100_000, GITHUB),
-    "32B on 64, 16K CommonCrawl": Setting("32B", 64, 16 * K, 100_000, COMMON_CRAWL),
     "7B on 16, 32K CommonCrawl, 200K tokens": Setting("7B", 16, 32 * K, 200_000, COMMON_CRAWL),
-    "7B on 32, 32K CommonCrawl, 200K tokens": Setting("7B", 32, 32 * K, 200_000, COMMON_CRAWL),
-    "7B on 64, 32K CommonCrawl, 200K tokens": Setting("7B", 64, 32 * K, 200_000, COMMON_CRAWL),
-    "7B on 16, 64K CommonCrawl, 200K tokens": Setting("7B", 16, 64 * K, 200_000, COMMON_CRAWL),
-    "7B on 16, 128K CommonCrawl, 200K tokens": Setting("7B", 16, 128 * K, 200_000, COMMON_CRAWL),
-    "7B on 16, 32K CommonCrawl, 400K tokens": Setting("7B", 16, 32 * K, 400_000, COMMON_CRAWL),
 }
-"""The first eight are of Figure 10, the others with the first of Figure 11."""
+"""The first seven are of Figure 10, the last with the first of Figure 11."""
 
 PARTS = ("auto", "static", "paper", "dynamic")
 
