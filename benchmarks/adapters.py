@@ -123,7 +123,7 @@ def pairs(
         ]
 
     def theirs(part: list[int]) -> Dealt:
-        module = peers._module("verl", "verl.utils.seqlen_balancing")
+        module = peers.module_of("verl", "verl.utils.seqlen_balancing")
         return partitions(module.get_seqlen_balanced_partitions)(part)
 
     def packed(part: np.ndarray) -> Dealt:

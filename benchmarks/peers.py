@@ -69,7 +69,7 @@ def verl(lengths: Sequence[int], mesh: Mesh, limit: int) -> Packs:
         mesh: its data-parallel size is looked at.
         limit: most tokens of a micro-batch.
     """
-    module = _module("verl", "verl.utils.seqlen_balancing")
+    module = module_of("verl", "verl.utils.seqlen_balancing")
     module.tu.index_select_tensor_dict = lambda batch, partition: partition
     work = module.calculate_workload(torch.tensor(lengths)).tolist()
     # Its batches divide by the ranks, each of which gets as many documents. Where these do not, the
@@ -112,7 +112,7 @@ def megatron_dp_balanced(lengths: Sequence[int], mesh: Mesh, limit: int, clones:
     """
     name = "megatron.core.datasets.data_schedule"
     utils = ("megatron.core.datasets.data_schedule_utils",)
-    scheduler = _module("megatron", name, utils, clones=clones).DpBalancedScheduler(
+    scheduler = module_of("megatron", name, utils, clones=clones).DpBalancedScheduler(
         limit // mesh.context, mesh.context, mesh.data, None
     )
     groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
@@ -135,7 +135,7 @@ def megatron_hybrid(
         rank that shares it, and groups wait for each other.
     """
     name = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
-    module = _module("megatron", name, clones=clones)
+    module = module_of("megatron", name, clones=clones)
     scheduler = module.BalancedCPScheduler(limit, SimpleNamespace(size=lambda: ranks))
     _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     return [[list(own) for own in group] for group in groups]
@@ -160,7 +160,7 @@ def slime(
             filled by first fit.
     """
     files = ("slime.utils.flops_utils", "slime.utils.seqlen_balancing")
-    module = _module("slime", "slime.utils.dp_schedule", files, clones=clones)
+    module = module_of("slime", "slime.utils.dp_schedule", files, clones=clones)
     (layer,) = shape.kinds
     arguments = SimpleNamespace(
         use_dynamic_batch_size=True, max_tokens_per_gpu=limit // mesh.context, balance_data=True,
@@ -195,7 +195,7 @@ def distca_wlb(lengths: Sequence[int], mesh: Mesh, count: int, limit: int, clone
         limit: most tokens of a micro-batch, exceeded where nothing else is left.
         clones: folder with a clone named ``DistCA``.
     """
-    module = _module("distca", "distca.planner.wlb_planner", clones=clones)
+    module = module_of("distca", "distca.planner.wlb_planner", clones=clones)
     module.rich = SimpleNamespace(print=lambda *_: None)
     _, bins = module.balance_data_for_wlbllm(
         count, 0, limit, 1, [list(lengths)], Lmax=limit, model_config=None
@@ -339,7 +339,7 @@ def torch_chunks(lengths: Sequence[int], ranks: int, balancer: str) -> list[list
 
 
 @cache
-def _module(
+def module_of(
     top: str, name: str, files: tuple[str, ...] = (), *, clones: Path | None = None
 ) -> ModuleType:
     """The module of that name, of whose package only ``files`` are read besides."""

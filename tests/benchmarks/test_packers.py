@@ -168,8 +168,8 @@ def test_a_file_runs_without_what_its_package_imports(tmp_path: Path) -> None:
         "from distca.absent import Base\nfrom distca.helper import TWO\n"
         "class Mine(Base):\n    value = TWO\n"
     )
-    module = peers._module("distca", "distca.main", ("distca.helper",), clones=tmp_path)
+    module = peers.module_of("distca", "distca.main", ("distca.helper",), clones=tmp_path)
     assert module.Mine.value == 2
     assert not [name for name in sys.modules if name.startswith("distca")]
     with pytest.raises(peers.Missing, match="DistCA"):
-        peers._module("distca", "distca.other", clones=tmp_path)
+        peers.module_of("distca", "distca.other", clones=tmp_path)
