@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 
 from lightning_wlb.checkpoints import manifest, safe_metadata
 from lightning_wlb.checkpoints.manifest import DurableFile, sync_folder
+from lightning_wlb.checkpoints.pickle_checks import load_plain
 from lightning_wlb.checkpoints.reading import read_shards
 from lightning_wlb.checkpoints.sharded import WEIGHTS
 from lightning_wlb.checkpoints.writing import OWN, REST
@@ -63,7 +64,7 @@ class StoredCheckpoint:
         if folder:
             manifest.check(path)
         try:
-            rest = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            rest = load_plain(file, mmap=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
         if not isinstance(rest, dict):

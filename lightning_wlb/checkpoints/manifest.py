@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_wlb.file_checks import open_regular, read_json
+
 NAME = "manifest.json"
 FORMAT = 2
 """1 is the same without ``by``."""
@@ -128,7 +130,7 @@ def make_folder(folder: Path) -> None:
 def checksum(path: Path) -> str:
     """CRC-32 of a file's content, in hexadecimal digits."""
     block, found = bytearray(BLOCK_BYTES), 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(block):
             found = zlib.crc32(memoryview(block)[:count], found)
     return f"{found:08x}"
@@ -198,7 +200,7 @@ def read(folder: Path) -> Manifest:
         ValueError: a newer version of lightning_wlb wrote it.
     """
     try:
-        whole = json.loads((folder / NAME).read_bytes())
+        whole = read_json(folder / NAME)
         content = whole["content"]
         if whole["crc32"] != _checksum(content):
             raise ValueError("its checksum is another")
@@ -240,8 +242,8 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     for name in names:
         try:
             same = checksum(folder / name) == manifest.files[name].crc32
-        except OSError as error:
-            raise _damage(folder, f"{name} cannot be read ({error.strerror})") from error
+        except (OSError, ValueError) as error:
+            raise _damage(folder, f"{name} cannot be read ({error})") from error
         if not same:
             raise _damage(folder, f"the content of {name} is not what was written")
 

@@ -15,11 +15,12 @@ from memory where a rank reads the shards that it wrote. Not for object stores: 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +28,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from lightning_wlb.checkpoints import atomic_folders, manifest, safe_metadata
 from lightning_wlb.checkpoints.manifest import Manifest
+from lightning_wlb.checkpoints.pickle_checks import check_archive, load_plain
 from lightning_wlb.checkpoints.writing import OWN, REST, torch_errors
 from lightning_wlb.distributed.collective_errors import Ranks
 
@@ -127,6 +130,21 @@ class _SafeReader(dcp.FileSystemReader):
         """What the folder holds, and where."""
         return self._stored
 
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """The part of a file that holds an entry, if it asks for no more than its bytes."""
+        part = cast(IO[bytes], _Entry(file, sinfo.offset, sinfo.length))
+        check_archive(part)
+        return part
+
+
+class _Entry(_ReaderView):
+    """The bytes of an entry; torch's class takes a place before the end for one behind it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self.len + offset, os.SEEK_SET
+        return super().seek(offset, whence) - self.offset
+
 
 class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
     """torch's planner, which reads entries that are not tensors as plain types only."""
@@ -172,9 +190,10 @@ def _read_rest(folder: Path, weights_only: bool | None, listed: Manifest) -> dic
     Rank 0 has compared the file's checksum; another node may still see the file of an older save.
     """
     try:
-        rest: dict[str, Any] = torch.load(
-            folder / REST, map_location="cpu", weights_only=weights_only is not False
-        )
+        if weights_only is False:
+            rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=False)
+        else:
+            rest = load_plain(folder / REST)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{folder / REST} cannot be read: it is damaged, or holds objects of"

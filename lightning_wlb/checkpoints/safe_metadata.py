@@ -1,23 +1,20 @@
 """torch's ``.metadata`` of a checkpoint, a pickle, read without running anything in it.
 
-A pickle calls what it names. Here each of the few names that the format needs becomes a record that
-only keeps its arguments, so that no function and no class of the process can be reached, called or
-changed; any other name is refused. The records are then checked like any foreign data: each field
-has its type, each chunk lies in its tensor, the chunks fill it, each entry lies in a file of the
-folder, and no two entries share bytes. So no tensor is larger than the files, whatever size is
-claimed.
+Each of the few names that the format needs becomes a record (:mod:`.pickle_checks`), and any other
+is refused. The records are then checked like any foreign data: each field has its type, each chunk
+lies in its tensor, the chunks fill it, each entry lies in a file of the folder, and no two entries
+share bytes. So no tensor is larger than the files, whatever size is claimed.
 
-Cost: about twice torch's own reading. Other storages, and entries that were transformed (as by
-compression), are not supported.
+Cost: about three times torch's own reading. Not for other storages, nor for entries that were
+transformed (as by compression).
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import re
 from pathlib import Path
+from reprlib import repr  # which ends, whatever is made up of itself
 from typing import Any
 
 import torch
@@ -32,8 +29,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.checkpoints.pickle_checks import Record, load_records
+from lightning_wlb.file_checks import check_regular, read_bytes
 
 NAME = ".metadata"
+_MOST_BYTES = 1 << 30
+"""Most bytes of ``.metadata``: several million shards."""
 SHARD = re.compile(r"__\d+_\d+\.distcp")
 """The names of files with shards."""
 
@@ -64,41 +65,16 @@ def read(folder: Path) -> Metadata:
         FileNotFoundError: there is no ``.metadata``.
         Damaged: it names what the format does not need, or does not fit the folder's files.
     """
-    stored = (folder / NAME).read_bytes()
+    (folder / NAME).lstat()  # what is not there is not damaged
     try:
-        found = _Unpickler(io.BytesIO(stored)).load()
-        return _metadata(folder, found)
+        stored = read_bytes(folder / NAME, _MOST_BYTES)
+        return _metadata(folder, load_records(stored, _RECORDS))
     except Exception as error:  # a pickle of anything else can lead to any
         raise Damaged(
             f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"
             f" than describe weights ({type(error).__name__}: {error}). Nothing in it was run. Use"
             " another checkpoint."
         ) from error
-
-
-class _Record:
-    """Stands for an object of another class, and keeps the arguments and state it was made of."""
-
-    name = ""
-    arguments: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """A record's class, a new one each time since a pickle may change it; or a dtype."""
-        if name in _RECORDS.get(module, ()):
-            return type(name, (_Record,), {"name": name})
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 # Each of the functions below returns what a record, or a plain value, stands for. It raises
@@ -109,7 +85,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
     state = _state(found, "Metadata")
     stored = {
         _text(name): _bytes(each)
-        if isinstance(each, _Record) and "Bytes" in each.name
+        if isinstance(each, Record) and "Bytes" in each.name
         else _tensor(each)
         for name, each in _dict(state["state_dict_metadata"]).items()
     }
@@ -117,7 +93,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
     paths = {_text(name): path for name, path in _dict(state["planner_data"] or {}).items()}
     for name, path in paths.items():
         if not isinstance(path, tuple) or ".".join(path) != name:
-            raise ValueError(f"{name} is said to be at {path!r}")
+            raise ValueError(f"{name} is said to be at {repr(path)}")
     for name, each in stored.items():
         for index, size in _entries(name, each):
             if index not in places:
@@ -151,16 +127,16 @@ def _check_places(folder: Path, places: list[_StorageInfo]) -> None:
             raise ValueError(f"two entries share bytes of {place.relative_path}")
         ends[place.relative_path] = place.offset + place.length
     for name, end in ends.items():
-        size = (folder / name).stat().st_size
+        size = check_regular(folder / name)
         if end > size:
             raise ValueError(f"{name} should have {end:,} bytes, and has {size:,}")
 
 
-def _tensor(found: _Record) -> TensorStorageMetadata:
+def _tensor(found: Record) -> TensorStorageMetadata:
     state = _state(found, "TensorStorageMetadata")
     dtype, layout = _record(state["properties"], "TensorProperties").state[:2]
     if not isinstance(dtype, torch.dtype) or layout.arguments != ("torch.strided",):
-        raise ValueError(f"{dtype!r} in place of a type of numbers, {layout!r} of a layout")
+        raise ValueError(f"{repr(dtype)} in place of a type of numbers, {repr(layout)} of a layout")
     size = _size(state["size"])
     fields = [_state(each, "ChunkStorageMetadata") for each in state["chunks"]]
     chunks = [ChunkStorageMetadata(_size(each["offsets"]), _size(each["sizes"])) for each in fields]
@@ -173,7 +149,7 @@ def _tensor(found: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
-def _bytes(found: _Record) -> BytesStorageMetadata:
+def _bytes(found: Record) -> BytesStorageMetadata:
     _record(found, "BytesStorageMetadata")
     return BytesStorageMetadata()
 
@@ -192,7 +168,7 @@ def _place(found: Any) -> _StorageInfo:
     if state.get("transform_descriptors") is not None:
         raise ValueError("transformed entries are not supported")
     if not all(type(each) is int and each >= 0 for each in (offset, length)):
-        raise ValueError(f"bytes from {offset!r} on, {length!r} of them")
+        raise ValueError(f"bytes from {repr(offset)} on, {repr(length)} of them")
     return _StorageInfo(name, offset, length)
 
 
@@ -200,26 +176,26 @@ def _state(found: Any, name: str) -> dict[str, Any]:
     return _dict(_record(found, name).state)
 
 
-def _record(found: Any, name: str) -> _Record:
-    if not isinstance(found, _Record) or found.name != name:
-        raise ValueError(f"{found!r} in place of {name}")
+def _record(found: Any, name: str) -> Record:
+    if not isinstance(found, Record) or found.name != name:
+        raise ValueError(f"{repr(found)} in place of {name}")
     return found
 
 
 def _size(found: Any) -> torch.Size:
     (values,) = _record(found, "Size").arguments
     if not all(type(each) is int and each >= 0 for each in values):
-        raise ValueError(f"{values!r} in place of sizes")
+        raise ValueError(f"{repr(values)} in place of sizes")
     return torch.Size(values)
 
 
 def _dict(found: Any) -> dict[Any, Any]:
     if type(found) is not dict:
-        raise ValueError(f"{found!r} in place of a dictionary")
+        raise ValueError(f"{repr(found)} in place of a dictionary")
     return found
 
 
 def _text(found: Any) -> str:
     if type(found) is not str:
-        raise ValueError(f"{found!r} in place of a name")
+        raise ValueError(f"{repr(found)} in place of a name")
     return found

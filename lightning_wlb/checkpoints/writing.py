@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import DurableFile, File
+from lightning_wlb.checkpoints.pickle_checks import load_plain
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.distributed.collective_errors import Ranks
 
@@ -184,7 +185,7 @@ def _readable(value: Any) -> bool:
     try:
         torch.save(value, written)
         written.seek(0)
-        torch.load(written, map_location="cpu", weights_only=True)
+        load_plain(written)
     except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
         return False
     return True

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.file_checks import parse_json, read_bytes
+
 Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
@@ -312,8 +314,8 @@ class Profile:
             ValueError: naming what is missing, unknown or out of range.
         """
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"{origin} is not JSON: {error}.") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(
@@ -329,7 +331,7 @@ class Profile:
             return Profile(**values | {"sources": tuple(values["sources"])})
         except KeyError as error:
             raise ValueError(f"{origin}: the entry {error} is missing.") from error
-        except (TypeError, AttributeError, ValueError) as error:
+        except (TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{origin}: {error}") from error
 
     @staticmethod
@@ -344,8 +346,8 @@ class Profile:
             return Profile.from_json(file.read_text(encoding="utf-8"), f"device profile {name!r}")
         path = Path(name)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_bytes(path).decode()
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"The device profile {str(name)!r} is neither shipped"
                 f" ({', '.join(shipped_profiles())}) nor a file that can be read: {error}."

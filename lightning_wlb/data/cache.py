@@ -1,22 +1,38 @@
 """Folders that are made of files once and kept: their names say what they were made of.
 
-A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
-one leaves nothing behind that could be taken for whole.
+They lie in the user's cache folder, or beside the file that they are made of, and are read only
+where nobody else can have put anything: the cache folder is this user's alone (mode 0700, no link),
+and one beside a file is this user's or that of the file's owner, who says what the file holds.
+Where neither can be used, each process makes them anew in a temporary folder of its own, which goes
+when the process ends.
 
-Cost: making it, once; later one look at the cache folders.
+A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
+one leaves nothing behind that could be taken for whole. A record in it holds its whole name and the
+sizes and checksums of its files, by which it is verified whenever it is found; what is damaged is
+made anew.
+
+Cost: making it, once; later a look at each file, and a checksum of those of at most 16 MB.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import json
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from platformdirs import user_cache_dir
+
+from lightning_wlb import file_checks
 
 
 class _Kept(Protocol):
@@ -27,16 +43,17 @@ class _Kept(Protocol):
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer", bound=_Kept)
-_ANSWER = "answer.json"
-
+_ANSWER, _RECORD = "answer.json", "record.json"
+_SUMMED_BYTES = 1 << 24
+"""Most bytes of a file whose content is compared too: a token store takes seconds to read."""
 
 BESIDE = ".lightning_wlb"
 """Folder beside a source in which what was made of it is kept."""
 
 
-def cache_folders() -> list[Path]:
-    """The user's cache folder, and one for temporary files where one may not write to the first."""
-    return [Path(user_cache_dir("lightning_wlb")), Path(tempfile.gettempdir(), "lightning_wlb")]
+def cache_folder() -> Path:
+    """The user's cache folder; where it cannot be written to, this process's temporary one."""
+    return next(folder for folder, _ in _places(None) if os.access(folder, os.W_OK))
 
 
 def built_once(key: str, build: Callable[[Path], None], source: Path | None = None) -> Path:
@@ -44,38 +61,112 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
 
     Args:
         key: its name, which holds whatever the content depends on.
-        build: fills an empty folder.
+        build: fills an empty folder with files.
         source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
-            write there. None, and else: in the user's cache folder, or one for temporary files.
+            write there. None, and else: in the user's cache folder, or a temporary one.
     """
-    roots = [*([] if source is None else [source.parent / BESIDE]), *cache_folders()]
-    for root in roots:
-        if (root / key).is_dir():
+    for root, owners in _places(source):
+        if _is_whole(root / key, owners):
             return root / key
-    for root in roots:
         try:
-            root.mkdir(parents=True, exist_ok=True)
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         except OSError:
             continue
         break
     else:
-        root = aside = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
+        raise OSError(f"No folder for {key} can be made, in {root} neither.")
+    replaced = aside.with_name(f"{aside.name}-replaced")
     try:
         build(aside)
-        if aside is root:
-            return aside
+        files = {path.name: _described(path) for path in aside.iterdir()}
+        (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         aside.chmod(0o755)
         try:
             aside.rename(root / key)
         except OSError:
-            # Another rank was first; anything else is an error that must be seen.
-            if not (root / key).is_dir():
-                raise
+            # Another rank was first, or what is there is damaged.
+            if not _is_whole(root / key, owners):
+                (root / key).rename(replaced)
+                aside.rename(root / key)
     finally:
-        if aside is not root:
-            shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
+        remove(replaced)
     return root / key
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or what is in its place, as far as it goes."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()  # rmtree would open a FIFO, and wait
+
+
+def _places(source: Path | None) -> Iterator[tuple[Path, list[int]]]:
+    """The folders to look in and to build in, the best first, and who else may own each."""
+    if source is not None:
+        owner = [source.stat().st_uid]
+        with suppress(OSError, ValueError):
+            yield file_checks.own_folder(source.parent / BESIDE, owner, 0o755), owner
+    folder = Path(user_cache_dir("lightning_wlb"))
+    try:
+        file_checks.own_folder(folder)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    else:
+        yield folder, []
+        problem = f"{folder} cannot be written to."
+    yield _temporary_folder(problem, os.getpid()), []
+
+
+@cache
+def _temporary_folder(problem: str, process: int) -> Path:
+    """A folder of this process alone, which is removed when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
+
+    def remove_own() -> None:
+        if os.getpid() == process:
+            remove(folder)
+
+    atexit.register(remove_own)
+    _warn(
+        f"The user's cache folder cannot be used: {problem} What would be kept there is made anew"
+        f" by every process, here in {folder}. Let XDG_CACHE_HOME name a folder of your own."
+    )
+    return folder
+
+
+def _is_whole(folder: Path, owners: Iterable[int]) -> bool:
+    """Whether a folder is there as it was built; a warning says why one is not."""
+    if not os.path.lexists(folder):
+        return False
+    try:
+        file_checks.own_folder(folder, owners, 0o755)
+        record = file_checks.read_json(folder / _RECORD, links=False)
+        there = {each.name: each for each in folder.iterdir() if each.name != _RECORD}
+        if record["key"] != folder.name or record["files"].keys() != there.keys():
+            raise ValueError("its files are not those that were made under this name.")
+        for name, path in there.items():
+            if record["files"][name] != _described(path):
+                raise ValueError(f"{name} is not what was written.")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _warn(f"{folder} is made anew: {error!s}")
+        return False
+    return True
+
+
+def _warn(text: str) -> None:
+    from lightning.pytorch.utilities import rank_zero_warn
+
+    rank_zero_warn(text)
+
+
+def _described(path: Path) -> list[Any]:
+    """A file's bytes, and the checksum of a small one's content."""
+    size = file_checks.check_regular(path, links=False)
+    small = size <= _SUMMED_BYTES
+    return [size, zlib.crc32(file_checks.read_bytes(path, links=False)) if small else None]
 
 
 def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _Answer]) -> _Answer:
@@ -94,17 +185,13 @@ def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _An
         made.append(make())
         (folder / _ANSWER).write_text(made[0].to_json())
 
-    try:
+    folder = None
+    with suppress(OSError):  # A disk that is full costs another search the next time.
         folder = built_once(f"{name}-{code}", build)
-    except OSError:  # A disk that is full costs another search the next time.
-        if not made:
-            raise
-    if made:
-        return made[0]
-    try:
-        return read((folder / _ANSWER).read_text())
-    except (OSError, ValueError):  # A crash or a clean-up has damaged the answer.
-        return make()
+    if folder is not None and not made:
+        with suppress(OSError, ValueError):  # A clean-up has just removed it.
+            return read(file_checks.read_bytes(folder / _ANSWER).decode())
+    return made[0] if made else make()
 
 
 def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:

@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import Damaged, Manifest
+from lightning_wlb.checkpoints.pickle_checks import load_plain
 from lightning_wlb.checkpoints.save_order import newest_first
 from lightning_wlb.checkpoints.writing import REST
 
@@ -238,7 +238,7 @@ def can_resume(path: Path) -> bool:
 
 def _rest(path: Path) -> dict[str, Any] | None:
     try:
-        rest = torch.load(path / REST, map_location="cpu", weights_only=True)
+        rest = load_plain(path / REST)
     except Exception:  # a damaged pickle can lead to any
         return None
     return rest if isinstance(rest, dict) else None

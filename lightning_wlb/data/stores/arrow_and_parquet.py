@@ -19,7 +19,7 @@ Parquet takes); its memory is bounded by a few million tokens, and by one docume
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
 from bisect import bisect_right
@@ -32,7 +32,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, shown
+from lightning_wlb import file_checks
+from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, remove, shown
 from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments, labels_as_mask
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
@@ -220,7 +221,12 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
             f"{name} has an indices file of an old version of datasets. Write it again with"
             " dataset.flatten_indices().save_to_disk(...)."
         )
-    listed = [path / each["filename"] for each in state.get("_data_files", [])]
+    try:
+        listed = [path / each["filename"] for each in state.get("_data_files", [])]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{name}: its state.json is damaged. Make the folder again.") from error
+    if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
+        raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
     return listed or _shards(path, ".arrow", name), facts
 
 
@@ -230,10 +236,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file that is damaged.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = file_checks.read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Make the folder again.") from error
     if not isinstance(content, dict):
@@ -261,6 +267,7 @@ class ParquetDocuments(ListDocuments):
 def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
     """The Arrow file of a Parquet file's columns, written where there is none."""
     try:
+        file_checks.check_regular(path)
         with pq.ParquetFile(path) as parquet:
             columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
             prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
@@ -275,7 +282,7 @@ def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
     if folder.parent.name == BESIDE:
         for older in folder.parent.iterdir():
             if older.name.startswith(prefix) and older != folder:
-                shutil.rmtree(older, ignore_errors=True)
+                remove(older)
     return folder / "data.arrow"
 
 
@@ -285,11 +292,18 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     if columns.attention is not None:
         kinds[-1] = columns.attention, pa.list_(pa.bool_())
     schema = pa.schema(kinds)
-    row = 0
+    row, counts = 0, _token_counts(parquet.metadata, columns.tokens)
+    needed, free = 4 * sum(counts), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"{path} unpacks to {needed:,} bytes, and where these are kept, {folder.parent}, are"
+            f" {free:,} left. Make room, or check the file."
+        )
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
+            rows = parquet.metadata.row_group(group).num_rows
             for batch in parquet.iter_batches(
-                _rows_at_once(parquet.metadata.row_group(group), columns.tokens),
+                max(1, _TOKENS_AT_ONCE * rows // max(1, rows, counts[group])),
                 row_groups=[group],
                 columns=columns.names,
             ):
@@ -301,6 +315,12 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                             f" {row + len(batch) - 1}. Every row must be a list of numbers. Mend"
                             " the source."
                         )
+                counts[group] -= len(lists[0].values)
+                if counts[group] < 0:
+                    raise ValueError(
+                        f"{path}: row group {group} unpacks to more tokens than it says. The file"
+                        " is damaged: make it again."
+                    )
                 small = [rows.cast(field.type) for rows, field in zip(lists, schema, strict=True)]
                 writer.write_batch(pa.record_batch(small, schema=schema))
                 row += len(batch)
@@ -312,8 +332,14 @@ def _small(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.int32() if value.bit_width > 32 or value == pa.uint32() else value)
 
 
-def _rows_at_once(group: Any, column: str) -> int:
-    """Rows of a row group that hold about :data:`_TOKENS_AT_ONCE` tokens."""
-    leaves = [group.column(number) for number in range(group.num_columns)]
-    own = [leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == column]
-    return max(1, _TOKENS_AT_ONCE * max(group.num_rows, 1) // max([1, *own]))
+def _token_counts(metadata: Any, column: str) -> list[int]:
+    """Values of a column in each row group, as the file says."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return [
+        sum(
+            leaf.num_values
+            for leaf in (group.column(number) for number in range(group.num_columns))
+            if leaf.path_in_schema.split(".")[0] == column
+        )
+        for group in groups
+    ]

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
 from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
+from lightning_wlb.file_checks import check_regular
 
 _BLOCK = 1 << 24
 """Tokens that are searched at once for the end of a document."""
@@ -108,11 +109,13 @@ def array_of(path: Path, kinds: str, dtype: str | None = None) -> Array:
             " needs one, such as dtype='uint16'."
         )
     try:
+        kind = np.dtype(dtype)
+        check_regular(path)
         if dtype is None:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = np.lib.format.open_memmap(path, mode="r")
         else:
-            array = np.memmap(path, np.dtype(dtype), "r")
-    except (OSError, ValueError, TypeError, EOFError) as error:
+            array = np.memmap(path, kind, "r")
+    except Exception as error:  # a header that is made up leads to many
         raise ValueError(f"{path} cannot be read: {error}. Check the file.") from error
     if array.ndim != 1 or array.dtype.kind not in kinds:
         wanted = "integers" if "b" not in kinds else "booleans or integers"
@@ -235,10 +238,7 @@ def _stem(path: Path) -> Path:
 
 
 def _index(path: Path) -> _Index:
-    try:
-        content = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Check the file.") from error
+    content = array_of(path, "u", "uint8")
     if len(content) < _HEADER.size or content[: len(_MAGIC)].tobytes() != _MAGIC:
         raise ValueError(
             f"{path} does not begin as an index of Megatron's does (MMIDIDX). Check that it is one;"

@@ -12,7 +12,8 @@ that lead outside its values are refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_wlb.data.stores.document_store import Array
+from lightning_wlb.file_checks import check_regular
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
@@ -205,14 +207,54 @@ class MappedBatch(NamedTuple):
         return MappedBatch(tokens, mask, attention), lengths
 
 
+def _messages(whole: Any, is_file: bool) -> Iterable[Any]:
+    """The messages of an Arrow stream, or of a file those with dictionaries and record batches."""
+    if not is_file:
+        return pa.ipc.MessageReader.open_stream(whole)
+    (size,) = struct.unpack_from("<i", whole, len(whole) - 10)
+    footer, found = whole[len(whole) - 10 - size :], []
+    for number in (2, 3):  # Footer.dictionaries and Footer.recordBatches, of File.fbs
+        if (blocks := _field(footer, 0, number)) is not None:
+            for at in range(struct.unpack_from("<I", footer, blocks)[0]):
+                start, head, body = struct.unpack_from("<qi4xq", footer, blocks + 4 + 24 * at)
+                found.append(pa.ipc.read_message(whole.slice(start, head + body)))
+    return found
+
+
+def _is_compressed(message: Any) -> bool:
+    """Whether a message announces compressed buffers, before the library makes room for them."""
+    if message.type not in ("record batch", "dictionary"):
+        return False
+    batch = _field(message.metadata, 0, 2)  # Message.header, of Message.fbs
+    if message.type == "dictionary" and batch is not None:
+        batch = _field(message.metadata, batch, 1)  # DictionaryBatch.data
+    return batch is not None and _field(message.metadata, batch, 3) is not None
+
+
+def _field(data: Any, table: int, number: int) -> int | None:
+    """Where what a field of a flatbuffers table refers to begins; 0 stands for the root table."""
+    table = table or struct.unpack_from("<I", data)[0]
+    fields = table - struct.unpack_from("<i", data, table)[0]
+    if 4 + 2 * number >= struct.unpack_from("<H", data, fields)[0]:
+        return None
+    at = struct.unpack_from("<H", data, fields + 4 + 2 * number)[0]
+    return table + at + struct.unpack_from("<I", data, table + at)[0] if at else None
+
+
 def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
     """The schema and the record batches of an Arrow file, as views of its memory map."""
     try:
-        if path.stat().st_size == 0:
+        if check_regular(path) == 0:
             raise ValueError(f"{path} is empty, it holds no Arrow data. Make it again.")
         mapped = pa.memory_map(str(path))
         whole = mapped.read_buffer()
-        if whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
+        is_file = whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC
+        if any(map(_is_compressed, _messages(whole, is_file))):
+            raise ValueError(
+                f"{path} is compressed, and cannot be mapped into memory. Write it without"
+                " compression, or as Parquet."
+            )
+        if is_file:
             reader = pa.ipc.open_file(whole)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
@@ -223,18 +265,12 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
                     " or its writer was not closed. Make it again."
                 )
             batches = iter(reader)
-        end = whole.address + whole.size
         found = []
         for batch in batches:
-            for buffer in (each for column in batch.columns for each in column.buffers()):
-                if buffer and buffer.size and not whole.address <= buffer.address < end:
-                    raise ValueError(
-                        f"{path} is compressed, and cannot be mapped into memory. Write it without"
-                        " compression, or as Parquet."
-                    )
+            batch.validate()  # else numpy would read behind a buffer that is too short
             found.append(batch)
         return reader.schema, found
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(
             f"{path} cannot be read as an Arrow file: {error}. It is truncated, damaged or"
             " something else. Make it again."

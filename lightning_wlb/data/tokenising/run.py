@@ -34,7 +34,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from lightning_wlb.argument_checks import choice, whole
-from lightning_wlb.data.cache import cache_folders
+from lightning_wlb.data.cache import cache_folder
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
 from lightning_wlb.data.tokenising import folder as folders
@@ -42,6 +42,7 @@ from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.folder import FORMAT, Figures
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
+from lightning_wlb.file_checks import own_folder
 
 Kind = Literal["texts", "chats"]
 Encoder = TextEncoder | ChatEncoder
@@ -147,31 +148,17 @@ def tokenised_once(request: TokeniseRequest) -> Path:
     choice, where its progress is watched.
 
     Raises:
-        ValueError: what :func:`tokenise` refuses, or no cache folder can be written to.
+        ValueError: what :func:`tokenise` refuses.
         TimeoutError: another process tokenises the same and does not get on.
     """
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
-    folder = _cache_folder() / f"{source.stem}-{key[:16]}"
+    folder = own_folder(cache_folder() / "documents") / f"{source.stem}-{key[:16]}"
     if folders.finished(folder, identity) is None:
         _say(f"Tokenising {source} into {folder}, once. {request.describe()}")
         tokenise(request, folder)
     return folder
-
-
-def _cache_folder() -> Path:
-    for folder in cache_folders():
-        try:
-            (folder / "documents").mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder / "documents", os.W_OK):
-            return folder / "documents"
-    raise ValueError(
-        f"None of the cache folders {', '.join(map(str, cache_folders()))} can be written to."
-        " Tokenise by the command (lightning-wlb tokenize) and give its folder as documents."
-    )
 
 
 def tokenise(

@@ -23,11 +23,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from lightning_wlb import file_checks
 from lightning_wlb.data.cache import fingerprint
 
 LINES = (".jsonl", ".jsonl.gz")
 TEXTS = (".txt", ".md")
 TEXT_COLUMN = "text"
+MOST_BYTES = 1 << 28
+"""Most bytes of a document: a few bytes of a compressed file may stand for a line without end."""
 
 _MOST_SHARDS = 1024
 _LEAST_SHARD_BYTES = 4 << 20
@@ -129,7 +132,7 @@ def rows(part: Part) -> Iterator[Row]:
         ValueError: naming file and line of what is no JSON object, or no UTF-8.
     """
     if not part.path.name.endswith(LINES):
-        content = part.path.read_bytes()
+        content = file_checks.read_bytes(part.path, MOST_BYTES)
         try:
             yield Row({TEXT_COLUMN: content.decode("utf-8-sig")}, part.path, 0, len(content))
         except UnicodeDecodeError as error:
@@ -143,8 +146,13 @@ def rows(part: Part) -> Iterator[Row]:
         if at:
             # The line that is under way here belongs to the part in which it begins.
             file.seek(at - 1)
-            at += len(file.readline()) - 1
-        while (compressed or at < part.stop) and (line := file.readline()):
+            at += len(file.readline(MOST_BYTES)) - 1
+        while (compressed or at < part.stop) and (line := file.readline(MOST_BYTES + 1)):
+            if len(line) > MOST_BYTES:
+                raise ValueError(
+                    f"{_place(part.path, at)} has more than {MOST_BYTES:,} bytes, and a line is one"
+                    " document. Divide it, or remove it."
+                )
             if not line.isspace():
                 yield Row(_record(line, part.path, at), part.path, at, len(line))
             at += len(line)
@@ -177,6 +185,7 @@ def _check_once(path: str, seen: dict[str, str]) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
+    file_checks.check_regular(path)
     return cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
 
 

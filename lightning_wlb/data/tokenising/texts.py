@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.file_checks import check_model, read_bytes, read_json, reason
 
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
@@ -60,7 +61,7 @@ class TextEncoder:
         if file is not None:
             self._file = _from_file(file)
             own = _eos_beside(file)
-            vocabulary, definition = self._file.get_vocab(True), file.read_bytes()
+            vocabulary, definition = self._file.get_vocab(True), read_bytes(file, 1 << 28)
         else:
             assert self._hf is not None
             own, vocabulary = self._hf.eos_token, self._hf.get_vocab()
@@ -192,9 +193,11 @@ def hugging_face_tokenizer(name: str) -> Any:
             f" {EXTRA}."
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
+        if Path(name).exists():
+            check_model(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a file that is made up leads to many
+        first = reason(error).strip().partition("\n")[0]
         raise ValueError(
             f"The tokenizer {name!r} cannot be opened: {first} Give a tokenizer.json file, or the"
             " folder or name of a Hugging Face tokenizer."
@@ -218,6 +221,7 @@ def digest_of(*parts: object) -> str:
 
 def _from_file(path: Path) -> Tokenizer:
     try:
+        check_model(path)
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing more exact.
         raise ValueError(
@@ -235,8 +239,8 @@ def _eos_beside(file: Path) -> str | None:
     if not neighbour.is_file():
         return None
     try:
-        token = json.loads(neighbour.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+        token = read_json(neighbour).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{neighbour}, which names the end-of-document token of {file.name}, cannot be read:"
             f" {error}. Mend or remove it."

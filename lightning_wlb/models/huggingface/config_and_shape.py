@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape
+from lightning_wlb.file_checks import check_model, reason
 
 
 def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
@@ -68,11 +69,13 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
         try:
-            return AutoConfig.from_pretrained(str(config))
-        except (OSError, ValueError, StrictDataclassError) as error:
+            if Path(config).exists():
+                check_model(config)
+            return AutoConfig.from_pretrained(str(config), trust_remote_code=False)
+        except Exception as error:  # a file that is made up leads to many
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
-                f" on the hub that transformers can reach: {error}"
+                f" on the hub that transformers can reach: {reason(error)}"
             ) from error
     raise ValueError(
         f"A config of type {type(config).__name__}. Give a folder with a config.json, that file, a"
@@ -123,12 +126,12 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=_PROBE, dtype=torch.float32
+                config, attn_implementation=_PROBE, dtype=torch.float32, trust_remote_code=False
             )
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"model type {config.model_type!r} cannot be built as a causal language model by"
-            f" transformers: {error}"
+            f" transformers: {reason(error)}"
         ) from error
     base = getattr(model, model.base_model_prefix)
     vocab_size, dim = model.get_output_embeddings().weight.shape

@@ -88,6 +88,7 @@ def build_family_model(config: Any) -> Any:
             # transformers' grouped product of experts has no float64.
             experts_implementation="eager" if dtype == torch.float64 else None,
             dtype=dtype,
+            trust_remote_code=False,
         )
     # Parameters that lost their memory one by one are no longer shared.
     causal.tie_weights()
@@ -98,7 +99,9 @@ def blank_model(config: Any) -> Any:
     """The family's ``ForCausalLM``, whose parameters have no memory."""
     with parameters_without_memory():
         # Whatever the folder asks for: some values of it fetch code.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
     model.tie_weights()
     return model
 

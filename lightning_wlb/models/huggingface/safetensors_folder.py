@@ -13,7 +13,7 @@ folders need any other conversion are refused; none that is checked does.
 
 from __future__ import annotations
 
-import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +30,8 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from lightning_wlb.file_checks import check_model, read_json
 
 Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the one behind the last."""
@@ -85,6 +87,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, Any] = {}
+        check_model(path)
         if (path / _INDEX).is_file():
             self._files = _weight_map(path / _INDEX)
         elif (path / _SINGLE).is_file():
@@ -98,7 +101,7 @@ class Folder:
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)."
             )
         config = path / "config.json"
-        has_more = config.is_file() and "text_config" in json.loads(config.read_text())
+        has_more = config.is_file() and "text_config" in read_json(config)
         name_of = _name_alone if has_more else str
         self._stored = {name: stored for stored in self._files if (name := name_of(stored))}
         self.names = frozenset(self._stored)
@@ -135,8 +138,10 @@ class Folder:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, from the index of a folder with several files."""
     try:
-        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        files: dict[str, str] = read_json(index)["weight_map"]
+        if outside := [name for name in files.values() if os.path.basename(name) != name]:
+            raise ValueError(f"{outside[0]!r} is not in the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index} is no index of safetensors, which is JSON with a weight_map"
             f" ({type(error).__name__}: {error}). Copy or download the folder again."

@@ -284,7 +284,7 @@ def test_requests_that_do_not_go_together_are_refused(tmp_path, options, message
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(job, "cache_folders", lambda: [Path("/dev/null/no"), tmp_path / "cache"])
+    monkeypatch.setattr(job, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "documents"
 
 
@@ -340,13 +340,6 @@ def test_a_tokenizer_must_be_named(tmp_path) -> None:
     for kind in ("texts", "chats"):
         with pytest.raises(ValueError, match=r"a.jsonl' need a tokenizer. Name a tokenizer.json"):
             lightning_wlb.documents({kind: str(tmp_path / "a.jsonl")})
-
-
-def test_where_nothing_can_be_written_the_command_is_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(job, "cache_folders", lambda: [Path("/dev/null/no")])
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}])
-    with pytest.raises(ValueError, match=r"/dev/null/no can be written to. Tokenise by the comm"):
-        tokenised_once(TokeniseRequest(source, saved(tmp_path)))
 
 
 def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:

@@ -1,0 +1,179 @@
+"""Files that somebody else may have made: a regular file, of at most so many bytes, or a sentence.
+
+A FIFO, a device, or a link to one, would let whoever opens it wait for ever or read without end;
+and a few bytes of JSON may stand for brackets within brackets that no recursion gets through. All
+that reads a cache, a manifest, a store, a profile, a tokenizer's or a model's folder asks here
+first (SECURITY.md lists who). A folder that is said to be one's own (:func:`own_folder`) is one
+into which nobody else can have put anything, and in it no link is followed.
+
+Where a library opens a file by its name, the name is looked at just before: whoever may write to
+the folder at that very moment can still exchange the file. So folders of others are read once they
+lie still.
+
+Cost: two system calls a file. Owners are not looked at on systems that have none, as Windows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SMALL_BYTES = 1 << 26
+"""Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
+_MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
+_NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def my_user() -> int:
+    """The number of the user whose process this is; 0 where the system has none."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def check_regular(path: str | Path, most: int | None = None, *, links: bool = True) -> int:
+    """Refuse what is no regular file, or has more than ``most`` bytes; returns its bytes.
+
+    Args:
+        links: whether a link to a regular file is one.
+
+    Raises:
+        OSError: there is nothing, or it may not be looked at.
+        ValueError: it is something else or larger, which the message names with the remedy.
+    """
+    return _checked(os.stat(path, follow_symlinks=links), path, most)
+
+
+def open_regular(
+    path: str | Path, most: int | None = None, *, links: bool = True
+) -> io.BufferedReader:
+    """Open a regular file to read its bytes; arguments and errors are :func:`check_regular`'s."""
+    check_regular(path, most, links=links)  # before it is opened, which a device may take for more
+    flags = os.O_RDONLY | _NOWAIT | (0 if links else getattr(os, "O_NOFOLLOW", 0))
+    file = os.fdopen(os.open(path, flags), "rb")
+    try:
+        _checked(os.fstat(file.fileno()), path, most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True) -> bytes:
+    """The content of a regular file; arguments and errors are :func:`check_regular`'s."""
+    with open_regular(path, most, links=links) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise _too_large(path, len(content), most)
+    return content
+
+
+def read_json(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True) -> Any:
+    """What a regular file of JSON says.
+
+    Raises:
+        OSError, ValueError: as :func:`check_regular`; ValueError also for what is no JSON.
+    """
+    return parse_json(read_bytes(path, most, links=links))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text of JSON says; ValueError for what is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deeply") from error
+
+
+def check_model(path: str | Path) -> None:
+    """Refuse a model's or tokenizer's folder, or its file, that no library gets through.
+
+    Raises:
+        OSError, ValueError: as :func:`check_regular`, of the files in it.
+    """
+    path = Path(path)
+    templates = path / "additional_chat_templates"
+    files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
+    for each in sorted(files):
+        if not each.is_dir():
+            check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
+
+
+def reason(error: Exception) -> str:
+    """Why transformers could not open something, and the way out where it wants code run."""
+    if "trust_remote_code" not in str(error):
+        return str(error) or type(error).__name__
+    return (
+        "It asks for Python code of its own, which is not run. If you trust that code, import its"
+        " classes yourself, and register them before (AutoConfig.register, AutoTokenizer.register,"
+        " AutoModelForCausalLM.register of transformers)."
+    )
+
+
+def own_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o700) -> Path:
+    """Make a folder, or check one, into which nobody but its owner can have put anything.
+
+    Args:
+        path: the folder. Missing parents are made too.
+        owners: users besides this process's own whose folder it may be.
+        mode: of a new folder; a folder of this user's that lets others do more is narrowed.
+
+    Raises:
+        OSError: it cannot be made or looked at.
+        ValueError: it is a link or something else, another user's, or others may write to it.
+    """
+    if not os.path.lexists(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, exist_ok=True)
+    status = path.lstat()
+    check_owner(status, path, owners)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"{path} is {_kind(status)}, not a folder. Remove it.")
+    rights = stat.S_IMODE(status.st_mode)
+    if hasattr(os, "geteuid") and rights & ~mode & 0o077:
+        if status.st_uid != my_user():
+            raise ValueError(f"{path} may be written to by others than its owner.")
+        path.chmod(rights & (mode | 0o7700))
+    return path
+
+
+def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:
+    """Refuse what belongs neither to this process's user nor to one of ``owners``."""
+    if hasattr(os, "geteuid") and status.st_uid not in {my_user(), *owners}:
+        raise ValueError(
+            f"{path} belongs to user {status.st_uid}, and this process to user {my_user()}: what"
+            " another user has put there is not read. Remove it."
+        )
+
+
+def _checked(status: os.stat_result, path: str | Path, most: int | None) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(
+            f"{path} is {_kind(status)}, not a regular file, and reading it might never end."
+            " Put the file itself there."
+        )
+    if most is not None and status.st_size > most:
+        raise _too_large(path, status.st_size, most)
+    return status.st_size
+
+
+def _too_large(path: str | Path, size: int, most: int) -> ValueError:
+    return ValueError(
+        f"{path} has {size:,} bytes, and no more than {most:,} are read of such a file. It is"
+        " damaged, or made to fill the memory: use another."
+    )
+
+
+def _kind(status: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")

@@ -1,0 +1,203 @@
+"""A few bytes of a pickle, or of the archive around it, ask for no more than a few bytes."""
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_wlb.checkpoints import safe_metadata
+from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.checkpoints.pickle_checks import load_plain, load_records
+from tests.checkpoints.small_checkpoints import list_anew, load, save
+
+pytestmark = pytest.mark.timeout(60)  # some of these would never end
+HUGE = 1 << 30
+
+
+def written(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def archive(content: bytes, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
+    """What torch writes of a value, with another pickle in it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(written(0)) as old, zipfile.ZipFile(made, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+    made.seek(0)
+    return made
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+NESTED = b"](K\x01q\x01" + b"h\x01h\x01\x86q\x01" * 60 + b"e"
+"""A list whose last item, remembered as 1, is a tuple of one twice, which is a tuple of one twice,
+and so on: its hash takes 2 ** 60 steps."""
+HEXADECIMAL = (
+    b"c_codecs\nencode\n"
+    + text("aaaaaaaaaa")
+    + text("latin1")
+    + b"\x86Rq\x00"
+    + (b"c_codecs\nencode\nh\x00" + text("hex") + b"\x86Rq\x00") * 60
+)
+ASKING = {
+    "a byte array": b"c__builtin__\nbytearray\n" + number(HUGE) + b"\x85R",
+    "a new byte array": b"c__builtin__\nbytearray\n" + number(HUGE) + b"\x85\x81",
+    "a tensor": b"ctorch\nFloatTensor\n" + number(HUGE) + b"\x85R",
+    "a storage": b"ctorch.storage\nUntypedStorage\n" + number(HUGE) + b"\x85R",
+    "a byte array of another name": b"ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\n"
+    + b"bytearray\nN("
+    + number(HUGE)
+    + b"tNtR",
+    "a text in hexadecimal of hexadecimal": HEXADECIMAL,
+    "a key": NESTED + b"}h\x01Ns\x86",
+    "keys": NESTED + b"}(K\x01Nh\x01Nu\x86",
+    "a set": b"c__builtin__\nset\n" + NESTED + b"\x85R",
+}
+
+
+@pytest.mark.parametrize("asking", ASKING.values(), ids=ASKING.keys())
+def test_nothing_is_made_by_a_number(asking: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"it calls|over and over"):
+        load_plain(archive(b"\x80\x02" + asking + b"."))
+
+
+def test_nothing_is_unpacked() -> None:
+    packed = archive(b"\x80\x02" + text("a" * 10_000_000) + b".", zipfile.ZIP_DEFLATED)
+    assert len(packed.getvalue()) < 20_000
+    with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
+        load_plain(packed)
+
+
+@pytest.mark.parametrize("spoiled", ["twice", "before", "comment", "overlapping"])
+def test_an_archive_is_what_it_seems_to_every_reader(spoiled: str) -> None:
+    stream = written({"a": torch.ones(1000)})
+    if spoiled == "before":
+        stream = io.BytesIO(bytes(64) + stream.getvalue())
+    else:
+        with zipfile.ZipFile(stream, "a") as zipped:
+            if spoiled == "twice":
+                zipped.writestr(zipped.namelist()[0].upper(), b"")
+            elif spoiled == "comment":
+                zipped.comment = b"a"
+            else:
+                data = zipped.getinfo("archive/data/0")
+                for each in range(9):
+                    again = zipfile.ZipInfo(f"archive/data/{each + 1}")
+                    again.file_size, again.compress_size = data.file_size, data.compress_size
+                    again.header_offset, again.CRC = data.header_offset, data.CRC
+                    zipped.filelist.append(again)
+                zipped._didModify = True
+    with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
+        load_plain(stream)
+
+
+class Trusted:
+    """A class that the user has told torch to trust."""
+
+    def __init__(self) -> None:
+        self.kept = 1
+
+
+def test_what_a_checkpoint_holds_is_read_as_torch_reads_it() -> None:
+    plain = {
+        "ordered": OrderedDict(a=1),
+        "counted": Counter("aab"),
+        "set": {1, 2},
+        "bytes": [b"a\xff", bytearray(b"a\xff"), bytearray()],
+        "numbers": [1 + 2j, 2**70, -3, 300, 1.5, True, None],
+        "types": [torch.float32, torch.strided, torch.device("cpu"), torch.Size([1, 2])],
+        "keys": {("a", 1): (0.9, 0.999), ((1, 2), 3): ()},
+        "generator": list(range(1000)),
+    }
+    assert load_plain(written(plain)) == plain
+    tensor = torch.ones(2)
+    tensor.note = "attributes are kept"  # type: ignore[attr-defined]
+    tensors = [
+        torch.nn.Parameter(torch.arange(3.0)),
+        torch.ones(3, dtype=torch.bfloat16).expand(2, 3),
+        torch.eye(2).to_sparse(),
+        tensor,
+    ]
+    for one, other in zip(load_plain(written(tensors)), tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    with torch.serialization.safe_globals([Trusted]):
+        assert load_plain(written(Trusted())).kept == 1
+    with pytest.raises(pickle.UnpicklingError, match=r"it calls .*Trusted"):
+        load_plain(written(Trusted()))
+
+
+MEMO = b"r" + struct.pack("<I", 30_000_000)
+
+
+@pytest.mark.parametrize(
+    ("operations", "message"),
+    [
+        (b"\x80\x04]" + MEMO + b".", "operation b'r'"),
+        (b"\x80\x02]" + b"q\x05.", "operation b'q'"),
+        (b"\x80\x04B\xff\xff\xff\x7fa.", "operation b''"),
+        (b"\x80\x04\x8e" + struct.pack("<q", 1 << 40) + b"a.", r"operation b'\\x8e'"),
+        (b"\x80\x04}K\x01\x94h\x00.", "memorises what was not made"),
+        (b"\x80\x04}K\x01\x85\x94h\x00N\x86\x94s.", "a tuple twice"),
+        (b"\x80\x04}K\x01\x85Nb\x94h\x00\x86s.", "memorises what was not made"),
+        (b"\x80\x04}K\x01\x850\x94.", "operation b'0'"),
+    ],
+)
+def test_operations_that_lead_astray_are_refused(operations: bytes, message: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        load_records(operations, {})
+
+
+def test_records_are_made_of_what_pickle_writes() -> None:
+    value = {"t": ("tt", "t" * 300), "l": [1, 300, -70_000, 2**70, 1.5, None, True, b"t"], "e": ()}
+    for protocol in (4, 5):
+        assert load_records(pickle.dumps(value, protocol), {}) == value
+
+
+def test_a_lie_about_itself_has_a_short_message(tmp_path: Path) -> None:
+    """What is made up of itself over and over would be written out in gigabytes."""
+    save(tmp_path / "run.ckpt", 1.0)
+    nested: list[Any] = []
+    for _ in range(60):
+        nested = [nested, nested]
+    (tmp_path / "run.ckpt" / ".metadata").write_bytes(pickle.dumps(nested))
+    with pytest.raises(Damaged, match=r"\[\.\.\.\].* in place of Metadata"):
+        safe_metadata.read(tmp_path / "run.ckpt")
+
+
+@pytest.mark.parametrize("name", ["meta.pt", "__0_0.distcp"])
+def test_every_way_into_a_checkpoint_is_guarded(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run.ckpt"
+    save(folder, 1.0)
+    if name == "meta.pt":
+        (folder / name).write_bytes(archive(b"\x80\x02" + ASKING["a byte array"] + b".").getvalue())
+    else:
+        stored = safe_metadata.read(folder)
+        place = next(p for index, p in stored.storage_data.items() if index.fqn.endswith("weight"))
+        entry = archive(b"\x80\x02" + ASKING["a byte array"] + b".").getvalue()
+        assert len(entry) <= place.length
+        shard = bytearray((folder / name).read_bytes())
+        # The end of an archive is at the end of the entry, and its beginning at the beginning.
+        gap = place.length - len(entry)
+        shard[place.offset : place.offset + place.length] = entry + bytes(gap)
+        (folder / name).write_bytes(shard)
+    list_anew(folder)
+    read = StoredCheckpoint if name == "meta.pt" else load
+    with pytest.raises(Exception, match=r"it calls __builtin__.bytearray|not as torch|not a zip"):
+        read(folder)

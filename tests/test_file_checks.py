@@ -1,0 +1,171 @@
+"""What may be read as a file: each reader refuses what would hang it, with a sentence."""
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_wlb import file_checks
+from lightning_wlb.checkpoints import manifest, safe_metadata
+from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.data.open_documents import documents
+from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments, ParquetDocuments
+from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments
+from lightning_wlb.data.tokenising.sources import Part, rows
+from lightning_wlb.data.tokenising.texts import TextEncoder
+from lightning_wlb.models.huggingface.config_and_shape import read_config
+from lightning_wlb.models.huggingface.safetensors_folder import Folder
+from tests.checkpoints.small_checkpoints import list_anew, save
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "manifest.json": lambda path: manifest.read(path.parent),
+    "meta.pt": load_plain,
+    ".metadata": lambda path: safe_metadata.read(path.parent),
+    "profile.json": Profile.load,
+    "tokens.npy": lambda path: FlatDocuments(path, end_of_document=0),
+    "tokens.bin": lambda path: FlatDocuments(path, end_of_document=0, dtype="uint16"),
+    "a.idx": MegatronDocuments,
+    "a.parquet": ParquetDocuments,
+    "a.arrow": ArrowDocuments,
+    "state.json": lambda path: ArrowDocuments(path.parent),
+    "a.jsonl": lambda path: list(rows(Part(path, 0, 1))),
+    "a.jsonl.gz": lambda path: list(rows(Part(path, 0, 1))),
+    "a.txt": lambda path: list(rows(Part(path, 0, 1))),
+    "tokenizer.json": lambda path: TextEncoder(str(path.parent), "text"),
+    "tokenizer_config.json": lambda path: TextEncoder(str(path.parent), "text"),
+    "config.json": lambda path: read_config(path.parent),
+    "model.safetensors": lambda path: Folder(path.parent),
+}
+
+
+@pytest.mark.parametrize("make", [fifo, endless], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_refuses_what_never_ends(name: str, make: Any, tmp_path: Path) -> None:
+    make(tmp_path / name)
+    (tmp_path / "tokenizer_config.json").touch()  # so that a folder is one of transformers
+    with pytest.raises(ValueError, match=r"is a (FIFO|device), not a regular file, and reading"):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt"])
+def test_nor_does_a_listed_file_of_a_checkpoint_hang(name: str, tmp_path: Path) -> None:
+    """Its manifest says that there are no bytes in it, and a FIFO has none."""
+    folder = tmp_path / "run.ckpt"
+    save(folder, 1.0)
+    (folder / name).write_bytes(b"")
+    list_anew(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(manifest.Damaged, match=f"{name} .*is a FIFO"):
+        manifest.check(folder)
+
+
+def test_links_to_a_users_own_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    assert [row.record for row in rows(Part(tmp_path / "link.jsonl", 0, 5))] == [{"text": "a"}]
+    with pytest.raises(ValueError, match="is a link, not a regular file"):
+        file_checks.check_regular(tmp_path / "link.jsonl", links=False)
+    with pytest.raises(FileNotFoundError):
+        file_checks.open_regular(tmp_path / "none")
+
+
+def test_what_is_no_file_is_called_by_its_name(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "socket"))
+        for path, name in ((tmp_path, "folder"), (Path("/dev/null"), "device")):
+            with pytest.raises(ValueError, match=f"{path} is a {name}, not a regular"):
+                file_checks.open_regular(path)
+        with pytest.raises(ValueError, match="is a socket"):
+            file_checks.check_regular(tmp_path / "socket")
+
+
+def test_no_more_than_so_many_bytes_are_read(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert file_checks.read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="has 5 bytes, and no more than 4 are read"):
+        file_checks.read_bytes(tmp_path / "a", 4)
+    # A file that grows while it is read, as those of /proc seem to.
+    monkeypatch.setattr(file_checks, "_checked", lambda status, path, most: 0)
+    with pytest.raises(ValueError, match="has 5 bytes, and no more than 4 are read"):
+        file_checks.read_bytes(tmp_path / "a", 4)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: manifest.read(path.parent),
+        Profile.load,
+        lambda path: ArrowDocuments(path.parent),
+        lambda path: read_config(path.parent),
+    ],
+)
+def test_brackets_without_end_are_a_sentence(read: Any, tmp_path: Path) -> None:
+    for name in ("manifest.json", "state.json", "config.json"):
+        (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"nested too deeply|recursion depth"):
+        read(tmp_path / "manifest.json")
+
+
+class TestOwnFolder:
+    @staticmethod
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    def test_it_is_made_for_this_user_alone(self, tmp_path: Path) -> None:
+        made = file_checks.own_folder(tmp_path / "a" / "b")
+        assert made.is_dir()
+        assert self.mode(made) == 0o700
+
+    def test_what_others_may_do_in_it_is_taken_back(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o777)
+        assert self.mode(file_checks.own_folder(tmp_path, mode=0o755)) == 0o755
+        assert self.mode(file_checks.own_folder(tmp_path)) == 0o700
+
+    def test_another_users_is_refused_unless_that_user_is_named(self, tmp_path, monkeypatch):
+        mine = os.geteuid()
+        tmp_path.chmod(0o755)
+        monkeypatch.setattr(file_checks, "my_user", lambda: mine + 1)
+        with pytest.raises(ValueError, match=f"belongs to user {mine}, and this process to user"):
+            file_checks.own_folder(tmp_path)
+        assert file_checks.own_folder(tmp_path, [mine], 0o755) == tmp_path
+        tmp_path.chmod(0o775)
+        with pytest.raises(ValueError, match="may be written to by others"):
+            file_checks.own_folder(tmp_path, [mine], 0o755)
+
+    def test_nothing_takes_its_place(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "link").symlink_to(tmp_path)
+        for name, kind in (("fifo", "a FIFO"), ("link", "a link")):
+            with pytest.raises(ValueError, match=f"{name} is {kind}, not a folder"):
+                file_checks.own_folder(tmp_path / name)
+
+
+def test_a_folder_names_no_file_outside_of_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out.arrow").touch()
+    for name in ("../out.arrow", str(tmp_path / "out.arrow")):
+        (tmp_path / "in/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        with pytest.raises(ValueError, match="which is not in it"):
+            documents(tmp_path / "in")
+        weights = {"weight_map": {"a": name}}
+        (tmp_path / "in/model.safetensors.index.json").write_text(json.dumps(weights))
+        with pytest.raises(ValueError, match="is not in the folder"):
+            Folder(tmp_path / "in")
