@@ -6,10 +6,13 @@ Shapes of Hugging Face decoders against torch's FLOP counter, and real sizes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("transformers")
 
 import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from lightning_wlb.cost.flops import Work, attention_flops, causal_pairs, linear_flops
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.models.huggingface.config_and_shape import (
-    read_config,
-    shape_of,
-)
+from lightning_wlb.data.tokenising.texts import hugging_face_tokenizer
+from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 from tests.models.huggingface.configs import WINDOW, tiny
 
 
@@ -164,3 +166,58 @@ def test_a_shape_leaves_the_config_as_it_was() -> None:
 def test_families_without_one_attention_a_layer_are_refused(family: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shape_of(tiny(family))
+
+
+def foreign(folder: Path, made: Path) -> Path:
+    """A folder whose config and tokenizer are of classes that are in the folder."""
+    folder.mkdir()
+    code = f"import pathlib\npathlib.Path({str(made)!r}).touch()\n"
+    (folder / "configuration_own.py").write_text(
+        code + "from transformers import PretrainedConfig\n"
+        "class OwnConfig(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    (folder / "tokenization_own.py").write_text(
+        code + "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    auto = {"AutoConfig": "configuration_own.OwnConfig"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    auto = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto})
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def refusals(folder: Path) -> list[str]:
+    """What is answered where whoever is asked whether to run the code says yes."""
+
+    def answer(read: Callable[[str], Any]) -> str:
+        try:
+            return str(read(str(folder)))
+        except ValueError as error:
+            return str(error)
+
+    with mock.patch("builtins.input", return_value="y"):
+        return [answer(read_config), answer(hugging_face_tokenizer)]
+
+
+def test_the_code_of_a_folder_is_not_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    folder, made = foreign(tmp_path / "folder", tmp_path / "made"), tmp_path / "made"
+    alone = refusals(folder)
+    for said in alone:
+        assert "asks for Python code of its own, which is not run" in said
+        assert "register them before (AutoConfig.register, AutoTokenizer.register" in said
+    with multiprocessing.get_context("fork").Pool(2) as ranks:
+        assert ranks.map_async(refusals, [folder, folder], 1).get(30) == [alone, alone]
+    assert not made.exists()
+
+
+def test_a_class_that_is_registered_is_taken_though_the_folder_has_code(tmp_path) -> None:
+    folder = foreign(tmp_path / "folder", tmp_path / "made")
+    with mock.patch.dict(CONFIG_MAPPING._extra_content):
+        AutoConfig.register("own", type("Own", (LlamaConfig,), {"model_type": "own"}))
+        assert read_config(folder).model_type == "own"
+    assert not (tmp_path / "made").exists()
