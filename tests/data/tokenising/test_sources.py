@@ -137,6 +137,14 @@ def test_lines_that_cannot_be_read_are_named(folder, content, message) -> None:
         list(rows(Source.open(folder).shards()[0][0]))
 
 
+def test_a_line_without_end_is_not_unpacked(folder, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' + b" " * 1001))
+    parts = Source.open(folder).shards()[0]
+    with pytest.raises(ValueError, match=r"a.jsonl.gz:2 has more than 1,000 bytes, and a line is"):
+        list(rows(parts[0]))
+
+
 def test_what_is_no_source_is_answered(folder) -> None:
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         Source.open(folder / "missing")
