@@ -428,6 +428,6 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
     with pytest.raises(ValueError, match=r"unpacks to 4,000,000 bytes, and .* are 3,999,999 left"):
         documents(path)
     monkeypatch.undo()
-    monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999_999])
+    monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999] * 1000)
     with pytest.raises(ValueError, match="row group 0 unpacks to more tokens than it says"):
         documents(path)
