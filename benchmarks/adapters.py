@@ -78,15 +78,23 @@ def figures(steps: list[Dealt], lengths: list[np.ndarray], profile: Profile) -> 
     }
 
 
-def of_groups(groups: Groups, lengths: np.ndarray) -> dict[str, float]:
+def of_groups(groups: Groups, lengths: np.ndarray) -> dict[str, Any]:
     """The same of context groups, which wait for each other, by work alone."""
-    waited, shared = 0.0, []
+    waited, shared = 0.0, {}
     for group in groups:
         sizes = {i: sum(i in own for own in group) for own in group for i in own}
-        shared += sizes.values()
+        shared |= sizes
         waited += max(sum(WORK(int(lengths[i])) / sizes[i] for i in own) for own in group)
     even = sum(WORK(int(each)) for each in lengths) / len(groups[0])
-    return {"imbalance": waited / even, "groups": len(groups), "most_ranks": max(shared)}
+    by_length: dict[str, list[int]] = {}
+    for i, count in sorted(shared.items()):
+        start = 1 << (int(lengths[i]) - 1).bit_length() - 1
+        by_length.setdefault(f"{start + 1} to {2 * start}", []).append(count)
+    return {
+        "imbalance": waited / even,
+        "groups": len(groups),
+        "ranks_by_length": {name: [min(each), max(each)] for name, each in by_length.items()},
+    }
 
 
 class Packing(PlannedPacking):
@@ -227,7 +235,7 @@ def picture(path: Path, lengths: np.ndarray) -> None:
         axis.set(title=f"{title}: {longest:.2f} times the mean", yticks=range(RANKS))
         axis.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
         axis.invert_yaxis()
-        axis.set_xlabel("work of the rank, over the mean's; one colour a micro-batch")
+        axis.set_xlabel("work over the mean rank's; one colour a micro-batch")
     figure.savefig(path, dpi=110)
 
 

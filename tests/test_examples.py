@@ -278,3 +278,17 @@ def test_the_mesh_of_the_llama_3_8b_example_is_the_one_that_is_planned():
     packing = re.search(r"Take packing (\w+) ", command)
     assert packing is not None
     assert data["packing"] == packing[1]
+
+
+def run_transformers_trainer(rank: int) -> str:
+    sys.argv = ["transformers_trainer.py", "--longest=64", "--steps=2"]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / "transformers_trainer.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_balanced_steps_in_transformers_trainer():
+    pytest.importorskip("accelerate")
+    printed, other = run_ranks(run_transformers_trainer, 2, process_group=False)
+    assert re.search(r"In random order \d+\.\d\d times as long as balanced", printed)
+    assert "In random order" not in other

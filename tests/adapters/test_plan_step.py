@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,3 +150,11 @@ def test_what_is_wrong_is_named() -> None:
     later = json.loads(plan_step([3], work=cost).to_json()) | {"version": 2}
     with pytest.raises(ValueError, match="read it with its writer"):
         BalancedStep.from_json(json.dumps(later))
+
+
+def test_the_first_lines_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)[:2]
+    with redirect_stdout(io.StringIO()) as said:
+        exec(code, {})
+    assert said.getvalue() == printed

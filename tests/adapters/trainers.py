@@ -106,6 +106,14 @@ def train(
     return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
+def train_and_resume(
+    rank: int, folder: str, kind: str, attention: str, steps: int
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """A run, and of transformers' Trainer one more from its checkpoint."""
+    runs = [False, True] if kind == "transformers" else [False]
+    return [train(rank, folder, kind, attention, steps, resume) for resume in runs]
+
+
 def loss_of_step(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
