@@ -231,7 +231,7 @@ def predict(fact: Fact) -> float:
 
 
 def held_bytes(fact: Fact) -> float:
-    """What FSDP2 holds at the start of the loss's backward: one stage, one micro-batch.
+    """What FSDP2 holds at the start of the loss's backward, without a pipeline.
 
     Shards of parameters, gradients and two moments; two layers and the output matrix gathered, and
     its gradient; what the layers saved, as this package counts it; and of each logit what
@@ -256,6 +256,8 @@ def held_bytes(fact: Fact) -> float:
         saved += count * rows * (2 * widths + 4 * layer.heads)
     words = shape.vocab_size * shape.dim
     gathered = 2 * 2 * one + 2 * 2 * words if data > 1 else 0
+    if fact.number("micro_batches") > 1 and data > 1:
+        gathered += 2 * whole  # gradients of earlier micro-batches, not yet reduced
     transient = int(model.transient_bytes(StageParts((count,)), rows, rows, mode))
     return 4 * each * whole / data + gathered + saved + max(12 * rows * shape.vocab_size, transient)
 
