@@ -110,7 +110,7 @@ def check_model(path: str | Path) -> None:
             check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Why transformers could not open something, and the way out where it wants code run."""
     if "trust_remote_code" not in str(error):
         return str(error) or type(error).__name__

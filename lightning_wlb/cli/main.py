@@ -29,7 +29,8 @@ TRAINING = {
 }
 """LightningCLI's subcommands, and a line about each."""
 
-_MISTAKES = ValueError, ModuleNotFoundError, FileNotFoundError, argparse.ArgumentError
+_PATHS = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError
+_MISTAKES = ValueError, ModuleNotFoundError, argparse.ArgumentError, *_PATHS
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -115,6 +116,10 @@ def _paragraph(error: BaseException) -> str:
     ):
         error = error.__cause__
     text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}."
+    if isinstance(error, UnicodeDecodeError):
+        text = f"one of the files that were given is no text in UTF-8 ({text})."
     if isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += ". It comes with pip install 'lightning-wlb[train]', or [hf] for Hugging Face."
     if "Original Traceback" in text:  # from a loader worker

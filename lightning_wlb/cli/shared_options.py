@@ -274,7 +274,7 @@ def _lengths_in_file(path: Path) -> Lengths:
             values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
     except OSError as error:
         raise ValueError(f"--lengths {path}: {error.strerror or error}. {known}.") from error
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, EOFError) as error:
         raise ValueError(
             f"--lengths {path} is not a list of lengths: {error}. {known}: integers, in .npy or"
             " as text with one per line."

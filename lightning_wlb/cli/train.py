@@ -24,12 +24,15 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
 
 from lightning_wlb.cli.main import TRAINING
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -77,6 +80,25 @@ class WLBCLI(LightningCLI):
         LightningCLI would replace what is configured by the arguments in a checkpoint's file, and
         import whatever classes they name.
         """
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """LightningCLI's; a checkpoint that ``torch.load`` would stumble over is refused by name.
+
+        Raises:
+            ValueError: a folder, under a strategy that reads files, or no file of ``torch.save``.
+        """
+        given: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
+        path = Path(str(given.get("ckpt_path")))
+        # Not where a strategy has folders of its own, as DeepSpeed's.
+        if type(self.trainer.strategy).load_checkpoint is Strategy.load_checkpoint:
+            if path.is_dir():
+                raise ValueError(
+                    f"{path} is a folder. Only trainer.strategy: wlb goes on from one;"
+                    " lightning-wlb consolidate makes it a file."
+                )
+            if path.is_file() and not zipfile.is_zipfile(path):
+                raise ValueError(f"{path} is no file that torch.save has written, or is damaged.")
+        return given
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with the strategy that the section ``wlb`` describes."""

@@ -69,6 +69,22 @@ def test_a_mistake_is_said_once_a_node(monkeypatch, capsys):
     assert answer(capsys, wrong) == ""
 
 
+def test_a_path_or_a_text_that_cannot_be_used_is_named(tmp_path, capsys) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")
+    (tmp_path / "empty.npy").touch()
+    model = ["--model=tiny", "--mesh=1,1,1,1", "--profile=cpu", "--steps=1"]
+    plan = ["plan", *model, "--context-window=64", "--long-documents=split"]
+    for arguments, message in (
+        ([*plan, "--lengths=generator-a", f"--trace={tmp_path}"], f"{tmp_path}: Is a directory."),
+        ([*plan, f"--lengths={tmp_path / 'empty.npy'}"], "empty.npy is not a list of lengths"),
+        (["fit", f"--config={tmp_path / 'latin.yaml'}"], "is no text in UTF-8"),
+    ):
+        assert command.main(arguments) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"lightning-wlb {arguments[0]}: ")
+        assert message in said
+
+
 def test_other_errors_keep_their_traceback() -> None:
     def fail() -> None:
         raise ZeroDivisionError

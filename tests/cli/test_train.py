@@ -124,6 +124,19 @@ def test_the_configuration_and_no_checkpoint_says_what_the_model_is(tmp_path, mo
     assert "stranger" not in sys.modules
 
 
+def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, capsys):
+    """Without the strategy; torch.load answers with a KeyError, an IndexError or an EOFError."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("hello world\n")
+    for name, message in (("folder", "Only trainer.strategy: wlb goes on"), ("text", "is no file")):
+        path = f"--ckpt_path={tmp_path / name}"
+        sizes = "--model.config=tiny", "--trainer.max_steps=0", "--trainer.accelerator=cpu"
+        assert main(["fit", *DATA, *QUIET, *sizes, path]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"lightning-wlb fit: {tmp_path / name} is ")
+        assert message in said
+
+
 def test_documents_must_be_named(capsys):
     assert main(["fit", "--model=lightning_wlb.LanguageModule", *DATA[1:]]) == 2
     assert "required: fit.data.documents" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def check_whole(folder: Path, endings: list[Ending]) -> None:
 
 
 class Cut:
-    """Cuts the network once three steps are done, until ``seconds`` have passed."""
+    """Cuts the network for ``seconds``, once a step after the first checkpoint is done."""
 
     def __init__(
         self, wire: Network, folder: Path, senders: frozenset[int], seconds: float
@@ -57,7 +57,7 @@ class Cut:
     def __call__(self) -> bool:
         if self.since is None:
             path = self.folder / "losses"
-            if not path.exists() or len(losses(self.folder)) < 3:
+            if not path.exists() or len(losses(self.folder)) < 4:
                 return False
             self.since, self.wire.cut = time.monotonic(), self.senders
         elif time.monotonic() > self.since + self.seconds:

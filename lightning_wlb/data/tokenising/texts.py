@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ class TextEncoder:
             assert self._hf is not None
             own, vocabulary = self._hf.eos_token, self._hf.get_vocab()
             definition = self._hf.backend_tokenizer.to_str().encode()
+        if not vocabulary:
+            raise ValueError(f"The tokenizer {name!r} has no tokens. Give one that was trained.")
         self.vocab_size = max(vocabulary.values()) + 1
         end = own if eos is True else None if eos is False else eos
         if end is not None and end not in vocabulary:
@@ -118,7 +121,8 @@ class TextEncoder:
                 return_token_type_ids=False,
                 verbose=False,
             )["input_ids"]
-        encoded = self._file.encode_batch_fast(texts, add_special_tokens=special)
+        with _explained("The tokenizer fails at these texts"):
+            encoded = self._file.encode_batch_fast(texts, add_special_tokens=special)
         return [each.ids for each in encoded]
 
     def _added(self) -> str:
@@ -192,22 +196,31 @@ def hugging_face_tokenizer(name: str) -> Any:
             f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
             f" {EXTRA}."
         ) from error
-    try:
+    with _explained(f"The tokenizer {name!r} cannot be opened"):
         if Path(name).exists():
             check_model(name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # a file that is made up leads to many
-        first = reason(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"The tokenizer {name!r} cannot be opened: {first} Give a tokenizer.json file, or the"
-            " folder or name of a Hugging Face tokenizer."
-        ) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
             " Convert it with the tokenizers library first."
         )
     return tokenizer
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise as a ValueError whatever a tokenizer's library raises, a panic of Rust's too."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first = reason(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{what}: {first}. Give a tokenizer.json file, or the folder or name of a Hugging Face"
+            " tokenizer."
+        ) from error
 
 
 def digest_of(*parts: object) -> str:
@@ -220,14 +233,9 @@ def digest_of(*parts: object) -> str:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    try:
+    with _explained(f"{path} is no tokenizer of the tokenizers library"):
         check_model(path)
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing more exact.
-        raise ValueError(
-            f"{path} is no tokenizer of the tokenizers library: {error}. Give a tokenizer.json"
-            " file, or the folder or name of a Hugging Face tokenizer."
-        ) from error
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -109,6 +109,21 @@ def test_rows_without_a_text_are_named(tmp_path) -> None:
             encoder.documents([Row(record, path, 3, 3)])
 
 
+def test_what_a_tokenizer_s_library_panics_at_is_one_sentence(tmp_path) -> None:
+    """A panic of Rust is no Exception, and ends a program that catches those."""
+    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    for name, content, message in (
+        ("panics", {"normalizer": panics, "model": model}, "is no tokenizer of the tokenizers"),
+        ("unknown", {"model": model}, "fails at these texts: .*Missing"),
+        ("empty", {"model": model | {"vocab": {}}}, "has no tokens"),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"version": "1.0", "added_tokens": [], **content}))
+        with pytest.raises(ValueError, match=message):
+            TextEncoder(str(path), "text", eos=False).documents([Row({"text": "b"}, path, 1, 1)])
+
+
 def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
