@@ -84,10 +84,9 @@ def test_a_strategy_that_cannot_run_is_refused() -> None:
 
 def test_rows_hold_every_token_of_the_scheme() -> None:
     first, second = plain().replicas
-    short = replace(second.forward[0], rows=24)
     plan = replace(
         plain(),
-        replicas=(first, replace(second, forward=(short, second.forward[1]))),
+        replicas=(first, second.changed(lambda each: replace(each, rows=24))),
         schemes=UNEQUAL,
     )
     with pytest.raises(ValueError, match=r"micro-batch 0 has 24 rows .* for 50 tokens"):

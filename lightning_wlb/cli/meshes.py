@@ -96,17 +96,6 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if arguments.picture is not None:
-        from lightning_wlb.cli.pictures import draw_meshes
-
-        draw_meshes(
-            arguments.picture,
-            found,
-            reference,
-            f"{arguments.model}, {request.devices} devices: {request.data.packing_choice.method} on"
-            f" each mesh, simulated\n{request.profile.provenance}",
-        )
-        console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.json:
         print(json.dumps(_report(arguments, searched)))
 

@@ -212,7 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture",
         type=Path,
         help="PNG: a typical step of each row as a timeline; with --dynamic auto also the step that"
-        " gains most; with --mesh auto the step time on each mesh",
+        " gains most",
     )
     add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     add(

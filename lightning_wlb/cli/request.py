@@ -113,8 +113,10 @@ def search_of(arguments: argparse.Namespace) -> MeshRequest:
     ):
         if getattr(arguments, option) is None:
             raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
-    if arguments.trace is not None:
-        raise ValueError("--trace shows one mesh: give --mesh the sizes that this search finds.")
+    if arguments.trace is not None or arguments.picture is not None:
+        raise ValueError(
+            "--picture and --trace show one mesh: give --mesh the sizes that this search finds."
+        )
     packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
     shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
     for option, names in (("--packing", packings), ("--sharding", shardings)):

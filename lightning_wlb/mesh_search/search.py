@@ -10,9 +10,9 @@
 3. On each mesh the first steps of the run are planned by exact work and predicted by the profile
    (:mod:`~lightning_wlb.mesh_search.evaluate`). That takes less time than planning by profile, by
    which some meshes may be far better: where memory decides the micro-batches.
-4. So the best meshes, the best of each size of an axis, and the first of the closed form are
-   planned again by profile, and ordered by their times then. (With a packing that tries one plan
-   of a step, meshes are planned once.)
+4. So the best meshes and the first of the closed form are planned again by profile, and ordered by
+   their times then. On the settings of ``benchmarks/results/meshes.json`` the best of all meshes is
+   among them. (With a packing that tries one plan of a step, meshes are planned once.)
 
 On more than :data:`LARGE` devices, where planning takes seconds for a mesh, less is simulated.
 
@@ -43,13 +43,14 @@ KEPT = 16
 mesh is one of them."""
 
 SHOWN = 5
-"""Meshes that are planned by profile, beside the best of each size of an axis."""
+"""Meshes that are planned by profile, as the fastest by work."""
 
 COMPARED_AXES = ("pipeline", "virtual_stages", "context", "tensor")
-"""The best mesh with each size of these is simulated, and planned by profile."""
+"""The best mesh with each size of these is simulated."""
 
 FIRST = 3
-"""How many of the closed form's best are planned by profile, whatever planning by work says."""
+"""How many of the closed form's best are planned by profile, whatever planning by work says. It is
+what finds the best mesh on three settings of ``benchmarks/results/meshes.json``."""
 
 LARGE = 256
 """On more devices meshes are simulated by work on one step, which has many documents there, and
@@ -215,10 +216,9 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
 def _worth_planning(by_work: list[Evaluation], large: bool) -> list[Mesh]:
     """The meshes to plan by profile, of those planned by work (the closed form's best first).
 
-    These are the fastest that fit. Unless it takes too long, they are also the fastest of each size
-    of an axis, and the first by the closed form, which errs in other ways than planning by work.
-    Last come the fastest of those that do not fit: planned by profile, which knows the memory, they
-    may fit.
+    These are the fastest that fit, and the first by the closed form, which errs in other ways than
+    planning by work. Last come the fastest of those that do not fit: planned by profile, which
+    knows the memory, they may fit.
     """
     ordered = sorted(by_work, key=lambda each: each.order)
     fit = [each for each in ordered if each.fits]
@@ -226,8 +226,6 @@ def _worth_planning(by_work: list[Evaluation], large: bool) -> list[Mesh]:
     most = SHOWN_LARGE if large else SHOWN
     chosen = fit[:most]
     if not large:
-        for axis in COMPARED_AXES:
-            chosen += {getattr(each.row.mesh, axis): each for each in reversed(fit)}.values()
         chosen += [each for each in by_work if each.fits][:FIRST]
     if fit:
         too_large = [each for each in too_large if each.row.steps_ns < fit[0].row.steps_ns]

@@ -18,7 +18,7 @@ from typing import NoReturn
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
@@ -295,11 +295,10 @@ def _refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
 
 
 class WholeModelSummary(pl.Callback):
-    """Describes the whole model when training starts, and mends the progress bar.
+    """Describes the whole model when training starts.
 
-    With ``max_epochs=-1`` Lightning's bar of the rich library says ``Epoch 0/-2``; here ``Epoch
-    0``. ``copies`` are parameters of the module that another stage has, too: the head that is tied
-    to it.
+    ``copies`` are parameters of the module that another stage has, too: the head that is tied to
+    it.
     """
 
     def __init__(self, rank: Rank, copies: Collection[str], describes: bool) -> None:
@@ -344,15 +343,3 @@ class WholeModelSummary(pl.Callback):
                 f" and {work.backward(window):.3g} backward"
             )
         return f"{said}."
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the number of epochs out of the bar if there is no last one."""
-        bar = trainer.progress_bar_callback
-        if (
-            isinstance(bar, RichProgressBar)
-            and trainer.max_epochs == -1
-            and bar.progress is not None
-            and bar.train_progress_bar_id is not None
-        ):
-            task = bar.progress.tasks[bar.train_progress_bar_id]
-            bar.progress.update(task.id, description=task.description.replace("/-2", ""))
