@@ -153,6 +153,8 @@ class Checkpointer:
             renamed: names in checkpoints by names of parameters in the module, where they differ.
         """
         weights_only = "optimizer_states" not in checkpoint
+        if not optimizers:  # outside of a fit: nothing to resume from, which "last" passes over
+            checkpoint.pop(RESUMABLE, None)
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:

@@ -121,7 +121,8 @@ def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie])
     parameters = dict(executor.model.named_parameters())
     # Another stage has other parameters, which may have settings of their own.
     here = f" on pipeline rank {place.pipeline}" if place.mesh.pipeline > 1 else ""
-    facts: dict[str, Any] = {}
+    own = [(name, each.shape, each.requires_grad) for name, each in parameters.items()]
+    facts: dict[str, Any] = {f"parameters{here}": own}
     group_of: dict[int, Any] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         of, groups = f"optimizer {number}", optimizer.param_groups
@@ -198,7 +199,7 @@ def _text(value: Any) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, Tensor):
-        value = value.tolist() if value.numel() < 9 else value.shape
+        value = value.tolist() if value.numel() < 9 else [*value.shape]
     if isinstance(value, str):
         return os.path.basename(value)
     if isinstance(value, Mapping):

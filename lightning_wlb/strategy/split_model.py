@@ -228,7 +228,7 @@ class StepRunner:
         self._split, self._module, self._guard = split, module, guard
         # A step that has run, and its loss, until its gradients are there.
         self._ran: tuple[StepBatch, Tensor] | None = None
-        self._compared = False
+        self._compared: set[bool] = set()  # before the first evaluation, and the first training
         executor = split.executor
         copies = [executor.model.get_parameter(tie.head) for tie in split.tied_copies]
         pipeline = executor.pipeline
@@ -238,21 +238,21 @@ class StepRunner:
         """Run all forwards, and in training all backwards, of a step; its loss.
 
         Raises:
-            MisconfigurationException: the step before it was not finished; or, in the run's first
-                training step, ranks have other settings or values.
+            MisconfigurationException: the step before it was not finished; or ranks have other
+                settings or values in the first step of an evaluation or of training.
         """
         module, executor = self._module, self._split.executor
         denominator = module.loss_denominator(batch.plan)
-        if torch.is_grad_enabled():
+        if (training := torch.is_grad_enabled()) not in self._compared:
+            compare_ranks(lambda: training_of(module, executor, self._split.ties))
+            self._compared.add(training)
+        if training:
             if self._ran is not None:
                 raise MisconfigurationException(
                     f"{type(module).__name__}.training_step called self.step more than once, or"
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
-            if not self._compared:
-                compare_ranks(lambda: training_of(module, executor, self._split.ties))
-                self._compared = True
             loss = executor.run(batch, denominator)
             self._ran = batch, loss
             return loss.clone()

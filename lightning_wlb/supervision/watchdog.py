@@ -59,6 +59,20 @@ FRAMES = 8
 """The innermost frames that a rank shows of where its main thread is."""
 
 
+_watching: list[Watchdog] = []  # the watchdog of this process, while it watches
+
+
+def _before_fork() -> None:
+    """Stop the timer: a forked child would wait for the timer's thread for ever when it ends."""
+    if _watching:
+        faulthandler.cancel_dump_traceback_later()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=lambda: [each._arm() for each in _watching]
+)
+
+
 class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
@@ -79,7 +93,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="wlb-watchdog", daemon=True)
         self._rank, self._link, self._stalled_after = rank, link, stalled_after
-        self._timeout = max(timeout, GRACE)
+        self._timeout = min(max(timeout, GRACE), 1e8)
         self._stderr = _stderr_that_never_blocks()
         self._interval = heartbeat_seconds(world_size)
         self._verdict = ""
@@ -102,6 +116,7 @@ class Watchdog(threading.Thread):
                 self._waker.fileno(), warn_on_full_buffer=False
             )
         link.send(rank=rank, token=token)
+        _watching.append(self)
         self._arm()
 
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
@@ -134,6 +149,7 @@ class Watchdog(threading.Thread):
         with suppress(OSError):
             self._waker.send(b"\0")
         self.join(2.0)
+        _watching.clear()
         faulthandler.cancel_dump_traceback_later()
         if self._stderr != 2:
             os.close(self._stderr)

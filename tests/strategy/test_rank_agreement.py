@@ -28,6 +28,7 @@ class Change(L.Callback):
         (optimizer,) = trainer.optimizers
         if self.what == "lr":
             optimizer.param_groups[0]["lr"] = 0.5
+            next(pl_module.parameters()).requires_grad = False
         elif self.what == "optimizer":
             trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=1e-2)]
         elif self.what == "values":
@@ -75,7 +76,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "lr": (
         {"callbacks": [Change("lr")]},
         {},
-        ["lr of the groups of optimizer 0: [0.01, 0.01] on rank 0; [0.5, 0.01] on rank 1."],
+        [
+            "lr of the groups of optimizer 0: [0.01, 0.01] on rank 0; [0.5, 0.01] on rank 1.",
+            "same. parameters: [[embed.weight, [64, 32], True], ",
+            "on rank 0; [[embed.weight, [64, 32], False], ",
+        ],
     ),
     "optimizer": (
         {"callbacks": [Change("optimizer")]},

@@ -234,14 +234,18 @@ def three_attempts(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
             runner.fit(module(SMALL), data(SMALL), ckpt_path="last")
         clocks = [str(each.message) for each in said if "clock said" in str(each.message)]
         found.append((Path(runner.ckpt_path or "").name, clocks))
-    return found
+    runner = trainer(WLBStrategy(), 1, default_root_dir=folder)
+    runner.validate(module(SMALL), data(SMALL, validation_documents=4), verbose=False)
+    runner.save_checkpoint(folder / "evaluated.ckpt")
+    return [*found, (resuming.candidates_in(folder, True)[0].name, [])]
 
 
 def test_the_clock_is_not_believed_where_a_run_knows_better(tmp_path):
-    [[first, second, third]] = run_ranks(three_attempts, 1, tmp_path, process_group=False)
+    [[first, second, third, after]] = run_ranks(three_attempts, 1, tmp_path, process_group=False)
     assert first[1] == []
     assert second == ("epoch=0-step=2.ckpt", [])
     assert third[0] == "epoch=0-step=4.ckpt"
+    assert after[0] == "epoch=1-step=6.ckpt", "an evaluation has nothing to resume from"
     (said,) = third[1]
     assert "step=4.ckpt is the newest: the run that saved it knew of " in said
     assert "step=2.ckpt, although the clock said 3,600 s less. A clock was or is wrong." in said

@@ -147,6 +147,12 @@ def watched(rank: int) -> str:
     faults = Faults()
     faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
     assert faults._watchdog is not None
+    if (child := os.fork()) == 0:
+        faulthandler.cancel_dump_traceback_later()  # as at its end: the timer's thread is not here
+        os._exit(0)
+    signal.alarm(20)
+    assert os.waitpid(child, 0)[1] == 0
+    signal.alarm(0)
     with mock.patch.object(watchdog, "faulthandler") as timer:
         faults._watchdog._end_in(60.0)  # in the last moment of the run
         faults.end()
@@ -172,6 +178,7 @@ def test_a_ctrl_c_that_a_forked_child_tells_of_too_is_one(monkeypatch):
         thread._count_interrupts()
     assert thread._end_at < float("inf"), "the second one"
     faulthandler.cancel_dump_traceback_later()
+    watchdog._watching.clear()
     for end in (one, other, thread._woken, thread._waker):
         end.close()
 
