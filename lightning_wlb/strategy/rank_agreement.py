@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
+from lightning_wlb.file_checks import open_regular
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.training.executor import Executor
@@ -168,7 +169,7 @@ def _ends_of_files(folder: Path) -> str:
     """What the first and the last file of weights in a folder begin and end with."""
     files, found = sorted(folder.glob("*.safetensors")), b""
     for path in (*files[:1], *files[-1:]):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for begin in (0, max(path.stat().st_size - SAMPLED, 0)):
                 file.seek(begin)
                 found += file.read(SAMPLED)

@@ -245,7 +245,7 @@ def test_the_clock_is_not_believed_where_a_run_knows_better(tmp_path):
     assert first[1] == []
     assert second == ("epoch=0-step=2.ckpt", [])
     assert third[0] == "epoch=0-step=4.ckpt"
-    assert after[0] == "epoch=1-step=6.ckpt", "an evaluation has nothing to resume from"
+    assert after[0] == "epoch=0-step=6.ckpt", "an evaluation has nothing to resume from"
     (said,) = third[1]
     assert "step=4.ckpt is the newest: the run that saved it knew of " in said
     assert "step=2.ckpt, although the clock said 3,600 s less. A clock was or is wrong." in said
