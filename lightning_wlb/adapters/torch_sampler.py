@@ -1,9 +1,8 @@
 """A batch sampler for any torch ``DataLoader``, and so for Accelerate: steps of equal work.
 
-Every step takes the next ``sequences`` of the epoch's order, the same that a plain sampler would
-take, and :func:`.plan_step` says which rank runs which of them in which micro-batch. So what enters
-an optimiser step does not change, and neither does its gradient where the loss is divided by the
-tokens of the whole step.
+Every step takes the next ``sequences`` of the epoch's order, whatever the number of ranks, and
+:func:`.plan_step` says which rank runs which in which micro-batch. So a step's gradient does not
+depend on the plan where the loss is divided by the tokens of the whole step.
 
 Under a torchdata ``StatefulDataLoader`` the loader's state holds the position. Elsewhere
 :meth:`BalancedBatchSampler.state_dict` counts the batches that were asked for, which workers of a

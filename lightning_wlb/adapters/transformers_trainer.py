@@ -6,11 +6,10 @@
 
     trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=packed_collator())
 
-An optimiser step has the sequences that it would have without this class: as many as the batch size
-says for each rank and accumulation step. Which rank runs which of them, and when, follows from
-their work under the model. A micro-batch is one row without padding. The ``Trainer`` divides the
-loss by the targets of the whole step, so loss and gradient do not depend on the plan; resuming is
-its own.
+An optimiser step has as many sequences as the batch size says, in an order of the run's seed; which
+rank runs which, and when, follows from their work. A micro-batch is one row without padding. The
+``Trainer`` divides the loss by the targets of the whole step, so loss and gradient do not depend on
+the plan. Resuming is its own.
 
 ``SFTTrainer`` brings its own collator: give ``SFTConfig(padding_free=True, packing=False)``.
 
