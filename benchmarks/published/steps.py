@@ -108,10 +108,21 @@ class Theirs(LatencyModel):
     Args:
         hidden: whether tensor-parallel messages are hidden behind products.
         per_op: whether ``"selective"`` saves every second product.
+        plain: width of a feed-forward network without a gate, 0 where it has one. These models
+            (MPT, GPT) have no rotary embedding either.
     """
 
     hidden: bool = False
     per_op: bool = False
+    plain: int = 0
+
+    def layer_traffic(self, rows: int, *, backward: bool) -> int:
+        """Without gate and rotation: the activation function reads its input and writes once."""
+        if not self.plain:
+            return super().layer_traffic(rows, backward=backward)
+        residual, activation = 10 * self.shape.dim, 2 * self.plain
+        each = 2 * (residual + activation) // self.mesh.tensor
+        return (1 + backward) * rows * each
 
     def tensor_parallel_ns(self, rows: int) -> int:
         """Nothing, where it is hidden."""
@@ -179,6 +190,7 @@ def _simulated(sizes: tuple[tuple[str, str], ...]) -> tuple[Predictor, Simulated
     copied = FSDP_COPIES / device.element_bytes_per_second * 1e9
     copies = copied if run["code"] != "fused" and mesh.data > 1 else 0.0
     per_op = run["recompute"] == PER_OP
+    *_, hidden, matrices, _ = MODELS[run["model"]]
     latency = Theirs(
         replace(
             device,
@@ -191,6 +203,7 @@ def _simulated(sizes: tuple[tuple[str, str], ...]) -> tuple[Predictor, Simulated
         compiled=run["code"] != "eager",
         hidden=run["hidden"] == "tensor",
         per_op=per_op,
+        plain=hidden if matrices == PLAIN else 0,
     )
     tokens, each, count = (int(run[name]) for name in ("sequence", "sequences", "micro_batches"))
     predictor = Predictor(

@@ -1,4 +1,4 @@
-"""The arithmetic by which published collectives, steps and memory are compared; no error is held."""
+"""The arithmetic by which published collectives, steps and memory are compared, not the errors."""
 
 from __future__ import annotations
 

@@ -164,9 +164,9 @@ def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
     assert selective == (none[0], none[1] + latency.again_ns(rows, "selective"))
     # Without it backward puts the keys together again, with it the forward in backward does.
     rest = latency.again_ns(rows, "full")
-    # The ranks of a group differ by a nanosecond in which pass is the slower one.
+    # The ranks of a group differ by nanoseconds in which pass is the slower one.
     assert full[0] == none[0]
-    assert full[1] == pytest.approx(none[1] + later.attention_ns[0] + rest, abs=1)
+    assert full[1] == pytest.approx(none[1] + later.attention_ns[0] + rest, abs=2)
     kernel = later._replace(recompute="full").attention_ns
     assert kernel == pytest.approx((later.attention_ns[0], sum(later.attention_ns)), abs=1)
 
