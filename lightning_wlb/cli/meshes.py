@@ -1,9 +1,12 @@
-"""`lightning-wlb plan --mesh auto`: which mesh to take, what it gains, and what was left out.
+"""`lightning-wlb plan --mesh auto` and `--dynamic auto`: the mesh, and what gains by leaving it.
 
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, once with the packing asked
 for and once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything
 is simulated from the device profile. Each row that is printed comes out the same when its mesh is
 given (:func:`again`).
+
+With the sizes of a mesh ``--dynamic auto`` says whether steps should leave it
+(:func:`~lightning_wlb.heterogeneous.planning.pool_search.choose_pool`).
 
 Cost: seconds for 16 devices, a minute or two for 1,024.
 """
@@ -23,6 +26,13 @@ from rich.table import Table
 from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
 from lightning_wlb.cli.request import PRECISIONS, REFERENCE, search_of, settings_of
 from lightning_wlb.cli.shared_options import report_head
+from lightning_wlb.heterogeneous.planning.pool_search import (
+    SAMPLE,
+    WORTH,
+    PoolChoice,
+    choose_pool,
+    described,
+)
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -249,4 +259,56 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
             "trainer": trainer_lines(arguments, searched),
             "again": again(arguments, searched),
         },
+    }
+
+
+def pool_request(requests: Sequence[MeshRequest]) -> MeshRequest:
+    """What a pool is chosen for: the first packing of the comparison that it can be used with.
+
+    Args:
+        requests: those of the comparison, with the sizes of one mesh.
+
+    Raises:
+        ValueError: there is none, there is one step only, or the mesh has virtual stages.
+    """
+    able = [each for each in requests if each.data.packer.arranges]
+    if not able:
+        names = ", ".join(name for name, packer in PACKINGS.items() if packer.arranges)
+        raise ValueError(
+            "--dynamic auto: no packing that is compared can deal to pipelines that differ. Give"
+            f" --packing one of {names}."
+        )
+    request = able[0]
+    if request.mesh.virtual_stages > 1:
+        raise ValueError(
+            f"--dynamic auto: the mesh has {request.mesh.virtual_stages} virtual stages, and"
+            " pipelines that differ have none. Give --schedule 1f1b."
+        )
+    if request.steps < 2:
+        raise ValueError("--dynamic auto needs --steps 2 or more.")
+    return replace(request, steps=min(request.steps, SAMPLE))
+
+
+def chosen_pool(request: MeshRequest) -> PoolChoice:
+    """The pool for the mesh of a comparison; ``request`` is what :func:`pool_request` gave."""
+    with progress_bar() as tell:
+        # The pipelines of a pool may have any sizes.
+        return choose_pool(replace(request, fixed={}), request.mesh, progress=tell)
+
+
+def pool_report(choice: PoolChoice) -> dict[str, Any]:
+    """The figures as plain data."""
+    return {
+        "pays": bool(choice.schemes),
+        "gain": choice.gain,
+        "asked": WORTH,
+        "steps": choice.steps,
+        "mesh_ms": choice.mesh_ns / 1e6,
+        "pool_ms": choice.pool_ns / 1e6,
+        "proposed": choice.proposed,
+        "strategies": [
+            {"pipelines": described(strategy), "chosen": count}
+            for strategy, count in zip(choice.tried, choice.chosen, strict=True)
+        ],
+        "text": choice.lines,
     }

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -28,9 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.dynamic import best_step, chosen_pool, pool_report, pool_request
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
-from lightning_wlb.cli.meshes import run_search
+from lightning_wlb.cli.meshes import chosen_pool, pool_report, pool_request, run_search
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
@@ -211,8 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--picture",
         type=Path,
-        help="PNG: a typical step of each row as a timeline; with --dynamic auto also the step that"
-        " gains most",
+        help="PNG: a typical step of each row as a timeline",
     )
     add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     add(
@@ -262,10 +260,7 @@ def run(arguments: argparse.Namespace) -> None:
         console.print(told, soft_wrap=True, highlight=False)
     shown: dict[str, Simulation] = {}
     if arguments.picture is not None or arguments.trace is not None:
-        steps = _typical_steps(comparison)
-        if pooled is not None and pool is not None:
-            steps |= best_step(pooled, pool)
-        shown = {name: _last_to_end(each) for name, each in steps.items()}
+        shown = _typical_steps(comparison)
     if arguments.picture is not None:
         from lightning_wlb.cli.pictures import draw_gantt
 
@@ -286,22 +281,19 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
 
 
-def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
-    """The replicas of a typical step of each row, by the row's name."""
-    steps = [(row, row.typical_step) for row in comparison.forecasts]
-    return {
-        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
-        for row, step in steps
-    }
-
-
-def _last_to_end(simulations: Sequence[Simulation]) -> Simulation:
-    """The replica whose last action ends last."""
+def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
+    """Of a typical step of each row, by the row's name, the replica whose last action ends last."""
 
     def end(simulation: Simulation) -> int:
         return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
 
-    return max(simulations, key=end)
+    steps = [(row, row.typical_step) for row in comparison.forecasts]
+    return {
+        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": max(
+            step.simulations, key=end
+        )
+        for row, step in steps
+    }
 
 
 def _table(comparison: Comparison) -> Table:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from lightning_wlb.cli.main import main
 from tests.heterogeneous.planning.test_pool_search import MIXED
@@ -24,9 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[
 
 
 def test_it_prints_the_pool_its_gain_and_how_often_each_is_chosen(capsys, tmp_path: Path) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
-    options = "--json", "--trace", str(trace), "--picture", str(picture)
-    code, out, _ = run(capsys, tmp_path, *options)
+    code, out, _ = run(capsys, tmp_path, "--json")
     assert code == 0
     report = json.loads(out.splitlines()[-1])["dynamic"]
     assert report["pays"] is True
@@ -40,25 +37,6 @@ def test_it_prints_the_pool_its_gain_and_how_often_each_is_chosen(capsys, tmp_pa
         assert " ".join(line.split()) in words
     assert "0 of 3 steps stay on the mesh." in words
     assert "All of them do, so rather take the mesh 4,1,1,1." in words
-    check_best_step(json.loads(trace.read_text())["traceEvents"])
-    assert imread(picture).shape[0] > 900
-
-
-def check_best_step(events: list[dict]) -> None:
-    """A timeline of a step that leaves the mesh there, and one of its pipelines, the latest."""
-    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    there, elsewhere = list(names)[-2:]
-    step = names[there].split()[1].rstrip(",")
-    assert names[there] == f"step {step}, which gains most by leaving the mesh: on the mesh"
-    assert names[elsewhere] == (
-        f"step {step} on ranks [0, 1): context 1 × tensor 1, layers 4, the latest of 4 alike"
-    )
-    bars = [each for each in events if each["ph"] == "X"]
-    ends = {
-        pid: max(each["ts"] + each["dur"] for each in bars if each["pid"] == pid)
-        for pid in (there, elsewhere)
-    }
-    assert ends[there] > 1.02 * ends[elsewhere] > 0
 
 
 @pytest.mark.parametrize(
