@@ -1,5 +1,10 @@
 """Predictions of the package's own models beside what others measured, by class and role.
 
+A run that is not comparable (``unlike`` says why) stands in a group of its own. With ``--output``
+the figures from before anything was mended stay as the file has them. ``--profiles`` writes the
+median errors of comparable facts that no fit used into the shipped profiles, by the device's name:
+``lightning-wlb plan`` says them in its verdict.
+
 Run ``python -m benchmarks.published --help``. Prints a table and, last, one JSON object.
 """
 
@@ -7,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -17,7 +23,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.published import CLASSES, Fact, facts
+from benchmarks.published import CLASSES, Fact, facts, fits
+from lightning_wlb.cost.profile import Profile
 
 HEADINGS = (
     "class, role",
@@ -39,7 +46,7 @@ def compare(kind: str) -> list[dict[str, Any]]:
         sizes = {name: value for name, value in fact.sizes.items() if value}
         rows.append(
             {
-                "class": kind,
+                "class": "memory" if fact.unit in ("GiB", "GB") else kind,
                 "source": fact.source.id,
                 "role": fact.role,
                 **sizes,
@@ -79,11 +86,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """:func:`summary` of each class and role that has facts, facts of fits apart."""
+    """:func:`summary` of each class and role that has facts."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(f"{row['class']}, {row['role']}", []).append(row)
+        unlike = ", not comparable" if "unlike" in row else ""
+        groups.setdefault(f"{row['class']}, {row['role']}{unlike}", []).append(row)
     return {name: summary(group) for name, group in groups.items()}
+
+
+WORDS = {
+    "attention": "attention kernels",
+    "kernels": "other kernels",
+    "collectives": "collectives",
+    "steps": "whole steps",
+    "memory": "memory",
+}
+"""What a verdict calls the classes."""
+
+
+def errors(rows: list[dict[str, Any]], profile: str) -> dict[str, float]:
+    """Median error of each class on the device of a profile, fits and unlike runs left out."""
+    device = profile.split("-")[0]
+    used = [row for row in rows if row["role"] != "fit" and "unlike" not in row]
+    result = {}
+    for kind, words in WORDS.items():
+        each = [row for row in used if row["class"] == kind and row["profile"].startswith(device)]
+        if each:
+            result[words] = summary(each)["median_error"]
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -91,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.parser("published", __doc__)
     parser.add_argument("--classes", nargs="*", default=CLASSES, choices=CLASSES)
     parser.add_argument("--output", type=Path, help="a .json; .md and .png are written beside it")
+    parser.add_argument("--profiles", action="store_true", help="write errors into the profiles")
     arguments = parser.parse_args(argv)
     rows = [row for kind in arguments.classes for row in compare(kind)]
     result = {
@@ -100,11 +131,14 @@ def main(argv: list[str] | None = None) -> None:
         "rows": rows,
     }
     Console().print(report.table("predicted / published time", HEADINGS, lines(result["summary"])))
+    for name in fits.AT_ONCE if arguments.profiles else ():
+        for other in (name, name.replace("h100", "h200")):
+            fits.write(replace(Profile.load(other), errors=errors(rows, other)))
     if arguments.output:
         picture(rows, arguments.output.with_suffix(".png"))
         path = arguments.output.with_suffix(".json")
-        before = json.loads(path.read_text()).get("before") if path.exists() else None
-        result["before"] = before or result["summary"]
+        before = json.loads(path.read_text()) if path.exists() else {}
+        result["before"] = before.get("before", {})
     report.finish(result, arguments.output, page)
 
 
@@ -144,7 +178,7 @@ def page(result: dict[str, Any]) -> str:
             "",
             *report.markdown_table(HEADINGS, lines(result["summary"])),
             "",
-            "The same before anything was mended:",
+            "The same facts, predicted by the package before anything was mended:",
             "",
             *report.markdown_table(HEADINGS, lines(result["before"])),
             "",

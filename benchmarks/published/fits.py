@@ -3,7 +3,7 @@
 A segment of n tiles of 128 queries takes, for each head, ``unit`` times the key tiles that they
 read, 1 + 2 + ... + n where it is causal and n² without a mask, and ``overhead`` of them for each
 tile of queries besides. The device works on :data:`AT_ONCE` tiles at the same time; a call ends
-as :meth:`lightning_wlb.cost.latency.LatencyModel.calls_ps` says. Overhead and unit are the least
+as :meth:`lightning_wlb.cost.attention_tiles.last_tiles_end` says. Overhead and unit are the least
 squares of the relative errors over published times of the role ``fit``.
 
 ``python -m benchmarks.published.fits --write`` puts the rates into the shipped profiles. Prints a
@@ -24,7 +24,8 @@ from benchmarks import report
 from benchmarks.published import facts
 from benchmarks.published.attention import WORK
 from lightning_wlb.cost import profile as profiles
-from lightning_wlb.cost.profile import AttentionTable, Profile
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import AttentionTable
 
 TILE = 128
 QUERIES = tuple(2**power for power in range(7, 16))
@@ -131,6 +132,12 @@ def tables(profile: str) -> tuple[tuple[AttentionTable, ...], dict[str, Fit]]:
     return tuple(made), fits
 
 
+def write(changed: Profile) -> None:
+    """Put a shipped profile in the place of the one of its name."""
+    folder = Path(profiles.__file__).with_name("profiles")
+    (folder / f"{changed.name}.json").write_text(changed.to_json())
+
+
 def main(argv: list[str] | None = None) -> None:
     """Fit, print, and write if asked to."""
     parser = report.parser("published.fits", __doc__)
@@ -141,8 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         attention, fits = tables(name)
         every |= fits
         for other in (name, name.replace("h100", "h200")) if arguments.write else ():
-            path = Path(profiles.__file__).with_name("profiles") / f"{other}.json"
-            path.write_text(replace(Profile.load(other), attention=attention).to_json())
+            write(replace(Profile.load(other), attention=attention))
     rows = [
         (
             name,

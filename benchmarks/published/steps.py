@@ -26,7 +26,8 @@ from benchmarks.published import Fact
 from lightning_wlb.cost.flops import head_flops
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
-from lightning_wlb.cost.profile import AttentionTable, LinearTable, Profile
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import AttentionTable, LinearTable
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice

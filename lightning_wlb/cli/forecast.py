@@ -307,8 +307,8 @@ class Verdict:
     def lines(self) -> list[str]:
         """The words, each a line."""
         name, chosen, other = self.profile.name, self.chosen, self.reference
-        kind = "" if self.profile.measured else ", which is not measured"
-        title = f"Verdict, simulated with profile {name}{kind}:"
+        accuracy = self.profile.accuracy
+        title = f"Verdict, simulated with profile {name}{accuracy and f', {accuracy}'}:"
         share = f"Attention is {self.attention:.0%} of these documents' model FLOPs."
         if self.searched and chosen.packing == REFERENCE:
             return [title, f"Of {REFERENCE}, mesh {chosen.mesh} is the fastest. {share}"]

@@ -11,7 +11,8 @@ its key/value tiles in the cache with no other, so they cost a quarter more:
 Costs are whole quarters of a key/value tile, so that every rank predicts alike. The overhead fits
 the published throughput of FlashAttention-3 over short sequences; this project measured nothing of
 it. Forward and backward have the same shape in this cost, so it stands for their sum up to a
-factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the rates of a device.
+factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the rates of a device,
+and by :func:`last_tiles_end` what a device waits for that has more processors than tiles.
 """
 
 from __future__ import annotations
@@ -87,3 +88,24 @@ def layers_kernel_cost(
         for window, weight in windows.items()
     )
     return sum(costs, np.zeros_like(queries))
+
+
+def last_tiles_end(
+    busy: Integers, tiles: Integers, longest: Integers, at_once: Integers
+) -> Integers:
+    """When a device that works on ``at_once`` tiles at a time has ended the last one of a call.
+
+    A forward deals tiles of queries of each head to the processors, a backward tiles of keys. A
+    call ends no sooner than its longest tile. Otherwise the processors wait at the end for half of
+    what the longest tile takes more than the mean one: so long it lasts on average from any moment
+    of the last turn.
+
+    Args:
+        busy: how long the call would take if all processors were busy to its end.
+        tiles: of all heads; 0 in an empty call.
+        longest: how long the longest tile takes on its processor, in the unit of ``busy``.
+        at_once: tiles in progress at a time.
+    """
+    mean = busy * at_once // np.maximum(tiles, 1)
+    result: Integers = np.maximum(longest, busy + np.maximum(longest - mean, 0) // 2)
+    return result

@@ -4,7 +4,7 @@ Every time is that of one rank, forward and backward apart:
 
 * attention: FLOPs of each segment in whole tiles of the kernel, over the achieved FLOP/s that the
   profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments; a call ends no
-  sooner than its longest tile (:meth:`LatencyModel.calls_ps`);
+  sooner than its longest tile (:func:`.last_tiles_end`);
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
@@ -34,9 +34,11 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
+from lightning_wlb.cost.attention_tiles import last_tiles_end
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
-from lightning_wlb.cost.profile import AttentionTable, Integers, Profile
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import AttentionTable, Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute
@@ -140,12 +142,7 @@ class LatencyModel:
     def calls_ps(
         self, busy: Integers, tiles: Integers, longest: Integers, head_split: int = 1
     ) -> Integers:
-        """Picoseconds of calls whose tiles the device works on ``at_once`` at a time.
-
-        The forward deals tiles of queries of each head to the device's processors, the backward
-        tiles of keys. A call ends no sooner than its longest tile. Otherwise processors wait at the
-        end for half of what the longest tile takes more than the mean one, which is what a tile
-        that starts at any moment of the last turn leaves them to wait on average.
+        """Picoseconds of calls until :func:`.last_tiles_end`, int64 [2 (forward, backward), ...].
 
         Args:
             busy: what the segments take together on a busy device, int64 [2, ...].
@@ -154,12 +151,10 @@ class LatencyModel:
                 and of the tile of keys that the most queries see, int64 [2, ...].
             head_split: context-parallel ranks that split the heads.
         """
-        heads = max(self._layer.heads // self.mesh.tensor, 1)
         once = np.array(self._table.at_once).reshape(2, *[1] * (busy.ndim - 1))
+        heads = max(self._layer.heads // self.mesh.tensor, 1)
         alone = longest * once // heads
-        mean = busy * once // np.maximum(tiles * (heads // head_split), 1)
-        result: Integers = np.maximum(alone, busy + np.maximum(alone - mean, 0) // 2)
-        return result
+        return last_tiles_end(busy, tiles * (heads // head_split), alone, once)
 
     @property
     def attention_tile(self) -> int:

@@ -36,7 +36,8 @@ import numpy as np
 
 from lightning_wlb.cost.communication import COMMUNICATOR_BYTES, communicators
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.profile import Integers, Profile
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.cost.rates import Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import Recompute

@@ -30,7 +30,8 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
 from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
-from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, LinearTable, Profile
+from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.cost.rates import AttentionTable, LinearTable
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer

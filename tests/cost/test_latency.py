@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import attention_flops, layer_linear_flops
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import (
-    ActionOverhead,
-    AttentionTable,
-    LinearTable,
-    Link,
-    Profile,
-)
+from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
+from lightning_wlb.cost.rates import AttentionTable, LinearTable
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import (
-    AttentionTable,
-    Profile,
-    shipped_profiles,
-)
+from lightning_wlb.cost.profile import Profile, shipped_profiles
+from lightning_wlb.cost.rates import AttentionTable
 from lightning_wlb.cost.shape import ModelShape
 
 

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.cost.communication import COMMUNICATOR_BYTES
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import ActionOverhead, AttentionTable, Profile
+from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.cost.rates import AttentionTable
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
 from lightning_wlb.heterogeneous.planning.pool import Pool
