@@ -90,6 +90,39 @@ def layers_kernel_cost(
     return sum(costs, np.zeros_like(queries))
 
 
+def padded_pairs(
+    queries: Integers, keys: Integers, tile: int, sliding_window: int | None
+) -> tuple[Integers, Integers, Integers]:
+    """(query, key) pairs of segments whose queries a kernel pads to its tile.
+
+    Rows of padding see no keys behind those of the last query.
+
+    Args:
+        queries: int64 [segments].
+        keys: int64 [segments], at least the queries.
+        tile: queries of a tile.
+        sliding_window: most keys that a query sees; None for no bound.
+
+    Returns:
+        The pairs, the padded queries and the keys that they see, int64 [segments] each.
+    """
+    tiles = -(-queries // tile)
+    padded = tiles * tile
+    # What the last tile reads less than if it were full, taken from all tiles alike.
+    before = np.maximum(keys - queries - (padded - queries) // tiles, 0)
+    pairs = _pairs(padded + before) - _pairs(before)
+    if sliding_window is not None:
+        pairs += _pairs(np.maximum(before - sliding_window, 0))
+        pairs -= _pairs(np.maximum(padded + before - sliding_window, 0))
+        before = np.minimum(before, sliding_window)
+    return pairs, padded, padded + before
+
+
+def _pairs(tokens: Integers) -> Integers:
+    """(query, key) pairs of whole pieces."""
+    return tokens * (tokens + 1) // 2
+
+
 def last_tiles_end(
     busy: Integers, tiles: Integers, longest: Integers, at_once: Integers
 ) -> Integers:

@@ -10,8 +10,7 @@ Every time is that of one rank, forward and backward apart:
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
 * communication of all axes (:mod:`~lightning_wlb.cost.communication`), which overlaps with nothing.
 
-:mod:`lightning_wlb.prediction.micro_batch` adds up what a micro-batch takes, recomputation
-included.
+:mod:`lightning_wlb.prediction.micro_batch` adds them up, recomputation included.
 
 Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), which
 answers what concerns one layer. Decoders of other families are taken to do as much beside matrix
@@ -21,8 +20,6 @@ sent to it, so mixtures are predicted too fast where micro-batches are short.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
-
-A call is vectorised over segments.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from lightning_wlb.cost.attention_tiles import last_tiles_end
+from lightning_wlb.cost.attention_tiles import last_tiles_end, padded_pairs
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
 from lightning_wlb.cost.profile import Profile
@@ -158,10 +155,7 @@ class LatencyModel:
 
     @property
     def attention_tile(self) -> int:
-        """Rows of the attention kernel's tiles, of which a call may have too few for the device.
-
-        It is 1 where the profile says that a call takes as long as its segments together.
-        """
+        """Rows of the kernel's tiles; 1 where a call takes as long as its segments together."""
         return 1 if self._table.at_once == (1, 1) else self._table.tile
 
     @property
@@ -173,25 +167,14 @@ class LatencyModel:
     def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
         """Picoseconds of forward and backward of each segment, int64 [2, segments].
 
-        FLOPs count the queries padded to the tile, and the keys that are read: rows of padding at
-        the end of the last tile see no further keys. Arguments are those of :meth:`attention_ns`.
+        FLOPs count :func:`.padded_pairs`. Arguments are those of :meth:`attention_ns`.
         """
         table, layer = self._table, self._layer
-        tiles = -(-queries // table.tile)
-        padded = tiles * table.tile
-        # What the last tile reads less than if it were full, taken from all tiles alike.
-        before = np.maximum(keys - queries - (padded - queries) // tiles, 0)
-        pairs = _pairs(padded + before) - _pairs(before)
-        window = layer.sliding_window
-        if window is not None:
-            pairs += _pairs(np.maximum(before - window, 0))
-            pairs -= _pairs(np.maximum(padded + before - window, 0))
-            before = np.minimum(before, window)
+        pairs, padded, seen = padded_pairs(queries, keys, table.tile, layer.sliding_window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
-        time = flops * (table.inverse_rates(padded, padded + before) / self.profile.sustained)
-        result: Integers = np.rint(time * _PICOSECONDS).astype(np.int64)
-        return result
+        time = flops * (table.inverse_rates(padded, seen) / self.profile.sustained)
+        return np.rint(time * _PICOSECONDS).astype(np.int64)
 
     def segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         """Forward + backward time of each segment in ps, by which a sharding is chosen.
@@ -415,8 +398,3 @@ class LatencyModel:
 
     def _traffic_ns(self, size: int) -> int:
         return round(size * 1e9 / self.profile.element_bytes_per_second)
-
-
-def _pairs(tokens: Integers) -> Integers:
-    """(query, key) pairs of whole pieces."""
-    return tokens * (tokens + 1) // 2

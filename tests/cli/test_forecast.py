@@ -9,6 +9,7 @@ import pytest
 from lightning_wlb.cli.forecast import Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import comparison_of
+from lightning_wlb.cost.profile import Profile
 
 
 def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdict:
@@ -32,7 +33,10 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     speeds = [each.tokens_per_second for each in (verdict.chosen, verdict.reference)]
     assert verdict.gain == pytest.approx(speeds[0] / speeds[1])
     title, advice = verdict.lines
-    assert title == "Verdict, simulated with profile h100, which is not measured:"
+    accuracy = Profile.load("h100").accuracy
+    assert title == f"Verdict, simulated with profile h100, {accuracy}:"
+    assert accuracy.startswith("which is not measured: others' published figures of such devices")
+    assert accuracy.endswith("in the median, none of this package (docs/accuracy.md)")
     assert f"{verdict.gain:.2f} times the tokens/s of best_fit" in advice
     assert "Take packing wlb with sharding adaptive on mesh 2,2,1,1" in advice
     assert f"Tokens wait {verdict.chosen.delay:.2f} steps on average." in advice
