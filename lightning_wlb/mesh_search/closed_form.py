@@ -163,9 +163,23 @@ class ClosedForm:
         spread = int(self._all[self._all > rows].sum()) // len(self._pieces)
         travelling = (context - 1) * rows * spread // self._step_tokens
         share = len(self._pieces) * latency.mesh.data * count * context
-        attention = [(first // share, again // share) for first, again in self._attention(latency)]
+        attention = [
+            (first // share + waits, again // share + wait_again)
+            for kind, (first, again) in zip(latency.kinds, self._attention(latency), strict=True)
+            for waits, wait_again in [self._waiting(kind, rows)]
+        ]
         keys = travelling, rows + travelling if context > 1 else 0
         return _cost_of(latency, rows, attention, keys, mode)
+
+    def _waiting(self, kind: LatencyModel, rows: int) -> tuple[int, int]:
+        """How long a call on pieces of the mean length, over tokens, waits for its last tiles."""
+        length = int((self._all * self._all).sum() // self._all.sum())
+        part = -(-length // kind.mesh.context)
+        queries = np.full(max(rows // part, 1), part)
+        keys = np.full_like(queries, length)
+        busy = kind.segments_ps(queries, keys).sum(axis=1) // 1000
+        forward, backward = np.array(kind.attention_ns(queries, keys)) - kind.call_ns - busy
+        return int(forward), int(backward)
 
     def _longest(self, predictor: Predictor) -> MicroBatchCost:
         """The cost of the longest piece as a micro-batch."""
