@@ -191,11 +191,11 @@ def page(result: dict[str, Any]) -> str:
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw predicted against published time of each class, on logarithmic axes."""
     kinds = list(dict.fromkeys(row["class"] for row in rows))
-    figure = Figure(figsize=(4 * len(kinds), 4), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     colours = {"fit": "tab:grey", "judge": "tab:blue", "lot": "tab:orange"}
     for at, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), at + 1)
+        axes = figure.add_subplot(2, 3, at + 1)
         own = [row for row in rows if row["class"] == kind]
         for role, colour in colours.items():
             points = [row for row in own if row["role"] == role]
@@ -207,7 +207,8 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(ends, ends, color="black", linewidth=0.8)
         axes.fill_between(ends, [0.8 * e for e in ends], [1.2 * e for e in ends], alpha=0.15)
         axes.set(xscale="log", yscale="log", title=kind, xlabel="published", ylabel="predicted")
-        axes.legend(title="in the rows' units")
+        if not at:
+            axes.legend(title="in the rows' units")
     figure.savefig(path, dpi=100)
 
 

@@ -63,7 +63,7 @@ def test_errors_are_of_times() -> None:
     assert found["median_error"] == pytest.approx(0.1)
     assert found["worst_error"] == pytest.approx(0.2)
     # The standard deviation of -0.105, 0 and 0.182.
-    assert found["spread"] == pytest.approx(0.1191, abs=1e-4)
+    assert found["spread"] == pytest.approx(0.1188, abs=1e-4)
     fitted = {**rows[0], "role": "fit", "ratio": 3.0}
     unlike = {**rows[0], "unlike": "another kernel", "ratio": 0.1}
     every = [*rows, fitted, unlike]
