@@ -1,13 +1,12 @@
 """Which of several checkpoints was saved last, without believing a clock.
 
-A manifest says which run saved the folder, as how manyth of that run, and which runs the run knew
-of: those of the checkpoints that it loaded, or found beside its first save, and those that they
-knew of. So whatever the clocks of nodes say, a checkpoint is newer than those that its run saved
-before it, and than all of a run that its run knew of. A run is a process: it keeps its name where
-it is set back to an earlier step, and what it saves then is newer. Clocks decide between runs that
-do not know of each other, as those of a folder that was copied in, or of two launchers. This is the
-order of ``git log --date-order``. A checkpoint of a version that did not name the run is a run of
-its own.
+A manifest says which run saved the folder, as how manyth, and which runs that one knew of: those of
+the checkpoints that it loaded or found beside its first save, and those that they knew of. So a
+checkpoint is newer than those that its run saved before it, and than all of runs that its run knew
+of. A run is a process: set back to an earlier step it keeps its name, and what it saves then is
+newer. Clocks decide between runs that do not know of each other, as of a folder that was copied in,
+or of two launchers (the order of ``git log --date-order``). A checkpoint of a version that did not
+name the run is a run of its own.
 
 Cost: of the first save into a folder, one small file for each checkpoint there. Sorting n
 checkpoints of r runs takes O(n r + r²).

@@ -9,7 +9,7 @@ killed; the supervision of the run tells the others.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,11 +86,27 @@ def patient_ranks() -> Iterator[Ranks]:
         dist.destroy_process_group(group)
 
 
-def names_of_ranks(ranks: list[int]) -> str:
+def names_of_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words, the first eight by number."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def differences(everyone: Iterable[Mapping[str, str]]) -> list[str]:
+    """What ranks have otherwise, each with its values and their ranks in words.
+
+    ``everyone`` has each rank's texts by name; a rank need not have every name.
+    """
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, texts in enumerate(everyone):
+        for name, text in texts.items():
+            found.setdefault(name, {}).setdefault(text, []).append(rank)
+    return [
+        f"{name}: {'; '.join(f'{text} on {names_of_ranks(who)}' for text, who in values.items())}."
+        for name, values in found.items()
+        if len(values) > 1
+    ]
 
 
 def text_of(error: BaseException) -> str:

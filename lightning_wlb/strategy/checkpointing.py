@@ -199,11 +199,7 @@ class Checkpointer:
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing is saved, not even on an exception.
-
-        Before training a model may have its initial values although it was to resume, and has no
-        optimizer state; as the newest checkpoint that would make a run begin anew.
-        """
+        """Why nothing is saved on an exception: initial values would be the newest checkpoint."""
         early = not self._begun and sys.exc_info()[1] is not None
         return "training had not begun" if early else None
 

@@ -8,8 +8,8 @@ what is made later, such as optimizers, and a checksum of values of which ranks 
 and context-parallel ranks hold different parts of a parameter: the seed, and a sample of the files
 of pretrained weights, vouch for these.
 
-Not compared: paths but for their last name; progress bars, loggers and callbacks of the user's own,
-which may be there on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
+Not compared: paths but for their last name; progress bars, monitors, loggers and callbacks of the
+user's own, which may be there on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
 
 Cost: two exchanges of some kilobytes of each rank, some milliseconds; of parameters with copies
 the first ``SAMPLED`` values are read.
@@ -27,6 +27,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from inspect import signature
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
+from lightning_wlb.distributed.collective_errors import Ranks, differences
 from lightning_wlb.file_checks import open_regular
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.checks import data_module_of
@@ -63,18 +64,9 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
     Raises:
         MisconfigurationException: naming each fact that differs, with the ranks that have a value.
     """
-    same: dict[str, list[int]] = {}
-    for rank, text in enumerate(Ranks().every(lambda: json.dumps(facts()))):
-        same.setdefault(text, []).append(rank)
-    found: dict[str, dict[str, list[int]]] = {}
-    for text, ranks in same.items():
-        for name, value in json.loads(text).items():
-            found.setdefault(name, {}).setdefault(value, []).extend(ranks)
-    differ = []
-    for name, values in found.items():
-        if len(values) > 1:
-            who = (f"{value} on {names_of_ranks(sorted(each))}" for value, each in values.items())
-            differ.append(f"{name}: {'; '.join(who)}.")
+    # As text: of thousands of ranks most say the same, which is read once.
+    read = cache(json.loads)
+    differ = differences(map(read, Ranks().every(lambda: json.dumps(facts()))))
     if differ:
         more = f" And {len(differ) - 6} more." if len(differ) > 6 else ""
         raise MisconfigurationException(
@@ -143,24 +135,26 @@ def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie])
             settings = group_of.get(id(weight), {})
             facts[f"settings of the tied {tie.embedding}"] = {**settings, "params": None}
             facts[f"values of the tied {tie.embedding} at {at}"] = _checksum([weight])
-    if copies := [each for each in parameters.values() if _has_copies(each)]:
+    shards = [each for each in parameters.values() if isinstance(each, DTensor)]
+    if copies := [each for each in shards if any(at.is_replicate() for at in each.placements[1:])]:
         at = place.data, place.pipeline, place.context
         facts[f"values that tensor-parallel ranks at {at} share"] = _checksum(copies)
     return settings_of(trainer) | {name: _text(each) for name, each in facts.items()}
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterator[str]:
-    """Those that communicate, or may: Lightning's and this package's."""
+    """Those that may communicate: this package's, and Lightning's but for what only shows."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]
-        own = type(each).__module__.startswith(("lightning.", "lightning_wlb."))
-        if own and not isinstance(each, ProgressBar):
+        room, _, _ = type(each).__module__.partition(".")
+        shows = isinstance(each, ProgressBar) or type(each).__name__.endswith("Monitor")
+        if room == "lightning_wlb" or (room == "lightning" and not shows):
             saving = {name: getattr(each, name) for name in _SAVING if hasattr(each, name)}
             yield f"{each.state_key} {saving or ''}".rstrip()
 
 
 @cache
 def _own_files() -> str:
-    """The sizes of this package's files, which a version does not tell where they are edited."""
+    """The version of this package, by the sizes of its files."""
     sizes = [path.stat().st_size for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return f"{len(sizes)} files ({_digest(repr(sizes))})"
 
@@ -174,13 +168,6 @@ def _ends_of_files(folder: Path) -> str:
                 file.seek(begin)
                 found += file.read(SAMPLED)
     return f"{len(files)} files ({zlib.crc32(found):08x})"
-
-
-def _has_copies(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    axes = enumerate(parameter.placements)
-    return any(each.is_replicate() and parameter.device_mesh.size(dim) > 1 for dim, each in axes)
 
 
 def _checksum(parameters: Iterable[Tensor]) -> str:
@@ -207,7 +194,7 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{key}={_plain(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_plain, value))}]"
-    plain = isinstance(value, int | float | Enum | torch.dtype | None) or is_dataclass(value)
+    plain = isinstance(value, Number | Enum | torch.dtype | None) or is_dataclass(value)
     return str(value) if plain else type(value).__name__
 
 

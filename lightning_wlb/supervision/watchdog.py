@@ -62,15 +62,13 @@ FRAMES = 8
 _watching: list[Watchdog] = []  # the watchdog of this process, while it watches
 
 
-def _before_fork() -> None:
-    """Stop the timer: a forked child would wait for the timer's thread for ever when it ends."""
-    if _watching:
-        faulthandler.cancel_dump_traceback_later()
+def _at_fork(arm: bool) -> None:
+    """Stop the timer for a fork: the child would wait for the timer's thread when it ends."""
+    for each in _watching:
+        each._arm() if arm else faulthandler.cancel_dump_traceback_later()
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=lambda: [each._arm() for each in _watching]
-)
+os.register_at_fork(before=partial(_at_fork, False), after_in_parent=partial(_at_fork, True))
 
 
 class Watchdog(threading.Thread):

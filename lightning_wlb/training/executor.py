@@ -17,13 +17,12 @@ from functools import reduce
 from operator import or_
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
 from lightning_wlb.data.store_checks import Sample
-from lightning_wlb.distributed.collective_errors import names_of_ranks
+from lightning_wlb.distributed.collective_errors import Ranks, differences
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import (
     MeshGroups,
@@ -321,34 +320,23 @@ def check_digests(digests: list[int], what: str) -> None:
     Raises:
         RuntimeError: naming the ranks and digests, if they differ.
     """
-    if len(set(digests)) > 1:
+    held = (f"digest {each:016x}" if each else "no such step" for each in digests)
+    if differ := differences({f"The ranks hold different plans for {what}": each} for each in held):
         raise RuntimeError(
-            f"The ranks hold different plans for {what}: {_who(digests)}. Every rank must see the"
-            " same document lengths, seed and data settings: check that all nodes read the same"
-            " data, use the same software versions, and pass the same arguments."
+            f"{differ[0]} Every rank must see the same document lengths, seed and data settings:"
+            " check that all nodes read the same data, use the same software versions, and pass the"
+            " same arguments."
         )
 
 
 def _refuse_samples(mine: tuple[Sample, ...]) -> None:
     """Raise RuntimeError that names a store and the ranks that read it differently; collective."""
-    everyone: list[tuple[Sample, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for stores in zip(*everyone, strict=True):
-        digests = [each.digest for each in stores]
-        if len(set(digests)) > 1:
-            raise RuntimeError(
-                f"The ranks read different tokens or masks from {stores[0].store}:"
-                f" {_who(digests)}. Every node must have the same documents, made with the same"
-                " tokenizer: compare the files, and copy them again."
-            )
-
-
-def _who(digests: list[int]) -> str:
-    """Which ranks have which digest, in words."""
-    ranks: dict[int, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        ranks.setdefault(digest, []).append(rank)
-    return "; ".join(
-        f"{f'digest {digest:016x}' if digest else 'no such step'} on {names_of_ranks(who)}"
-        for digest, who in ranks.items()
+    everyone = Ranks().every(lambda: mine)
+    # A store may have another name on another rank.
+    whats = [f"The ranks read different tokens or masks from {each.store}" for each in everyone[0]]
+    digests = ((f"digest {each.digest:016x}" for each in samples) for samples in everyone)
+    differ = differences(dict(zip(whats, each, strict=True)) for each in digests)
+    raise RuntimeError(
+        f"{differ[0]} Every node must have the same documents, made with the same tokenizer:"
+        " compare the files, and copy them again."
     )
