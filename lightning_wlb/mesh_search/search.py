@@ -1,8 +1,7 @@
 """The search for a mesh: enumerate, prune, simulate by work, plan the best again by profile.
 
-1. Every legal mesh is enumerated (:func:`legal_meshes`). Pipeline, context and tensor sizes that
-   are not given are powers of two; the number of replicas is what is left, any number (24 devices:
-   3, 6, 12 or 24 replicas). Tensor-parallel ranks share a node, because they communicate in every
+1. Every legal mesh is enumerated (:func:`legal_meshes`): every divisor of the number of devices as
+   the size of an axis that is not given. Tensor-parallel ranks share a node, because they communicate in every
    layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. Of the others the closed form
    (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`. Because it orders
@@ -122,10 +121,10 @@ def legal_meshes(request: MeshRequest, reasons: Reasons) -> list[Mesh]:
 def _meshes(request: MeshRequest) -> Iterator[Mesh]:
     """All sizes whose product is the number of devices, with numbers of virtual stages."""
     fixed, devices = request.fixed, request.devices
-    powers = [1 << power for power in range(devices.bit_length())]
-    for tensor in [fixed["tensor"]] if "tensor" in fixed else powers:
-        for context in [fixed["context"]] if "context" in fixed else powers:
-            for pipeline in [fixed["pipeline"]] if "pipeline" in fixed else powers:
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    for tensor in [fixed["tensor"]] if "tensor" in fixed else sizes:
+        for context in [fixed["context"]] if "context" in fixed else sizes:
+            for pipeline in [fixed["pipeline"]] if "pipeline" in fixed else sizes:
                 data, rest = divmod(devices, pipeline * context * tensor)
                 if rest or data == 0 or fixed.get("data", data) != data:
                     continue
@@ -281,15 +280,19 @@ def _nothing(request: MeshRequest, found: MeshChoice) -> str:
 
 
 def _smallest(request: MeshRequest) -> int | None:
-    """The least number of devices on which a mesh fits: twice, four times, ... those given."""
+    """The least number of devices on which a mesh fits: twice, four times, ... those given.
+
+    Virtual stages save no memory and take long to simulate, so meshes with them are not asked.
+    """
     devices = 2 * request.devices
     while devices <= LARGEST:
-        larger = replace(request, devices=devices)
+        larger = replace(request, devices=devices, steps=1)
         try:
             kept = _pruned(larger, legal_meshes(larger, reasons := Reasons()), reasons, _silent)
         except ValueError:  # The profile knows no link between so many.
             return None
-        if any(evaluate(larger, mesh).fits for mesh in kept[:SHOWN]):
+        plain = [mesh for mesh in kept if mesh.virtual_stages == 1 or request.virtual_stages]
+        if any(evaluate(larger, mesh).fits for mesh in plain[:SHOWN]):
             return devices
         devices *= 2
     return None

@@ -178,8 +178,10 @@ def test_four_devices_have_every_product_of_powers_of_two() -> None:
     assert {each[4] for each in meshes() if each[1] == 1} == {1}
 
 
-def test_replicas_need_not_be_a_power_of_two() -> None:
-    assert {each[0] for each in meshes(devices=24)} == {3, 6, 12, 24}
+def test_sizes_are_every_divisor_that_model_and_nodes_allow() -> None:
+    assert {each[0] for each in meshes(devices=24)} == {1, 2, 3, 4, 6, 8, 12, 24}
+    assert {each[1] for each in meshes(devices=7)} == {1, 7}
+    assert {each[3] for each in meshes(devices=24)} == {1, 2, 4, 8}
 
 
 def test_given_sizes_stay() -> None:
