@@ -1,8 +1,8 @@
 """The search for a mesh: enumerate, prune, simulate by work, plan the best again by profile.
 
 1. Every legal mesh is enumerated (:func:`legal_meshes`): every divisor of the number of devices as
-   the size of an axis that is not given. Tensor-parallel ranks share a node, because they communicate in every
-   layer. A pipeline rank has 1, 2 or 4 stages.
+   the size of an axis that is not given. Tensor-parallel ranks share a node, because they
+   communicate in every layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. Of the others the closed form
    (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`. Because it orders
    good meshes badly, the best of each size of an axis stays too.
