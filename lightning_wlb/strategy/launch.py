@@ -311,7 +311,8 @@ def _find_rank_0(host: str, port: int, where: str) -> None:
     """Wait until rank 0 answers, which may come late, but not for another program on its port.
 
     Raises:
-        MisconfigurationException: something listens there that is not rank 0.
+        MisconfigurationException: something listens there that is not rank 0, or nothing did for
+            ``RENDEZVOUS``.
     """
     end = time.monotonic() + RENDEZVOUS.total_seconds()
     while time.monotonic() < end:
@@ -319,6 +320,11 @@ def _find_rank_0(host: str, port: int, where: str) -> None:
             socket.create_connection((host, port), ANSWER_SECONDS).close()
             break
         time.sleep(0.1)
+    else:
+        raise MisconfigurationException(
+            f"{where} was not reached for {RENDEZVOUS}. Look whether rank 0 has started, and"
+            " whether its node lets this one connect to that port."
+        )
     answered = threading.Event()
 
     def ask() -> None:

@@ -151,8 +151,9 @@ def heed_requeue(environment: Any) -> None:
     number = _requeue_signal(environment)
     if number is not None and signal.getsignal(number) == signal.SIG_DFL:
         _SignalConnector._register_signal(number, _requeue)
-    if number is not None and threading.current_thread() is threading.main_thread():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    slurm = isinstance(environment, SLURMEnvironment)
+    if slurm and threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number or signal.SIGUSR1])
 
 
 def _requeue(number: int, _: FrameType | None) -> None:

@@ -252,7 +252,7 @@ class Watchdog(threading.Thread):
 
     def _end(self) -> NoReturn:
         say(self._rank, f"this process ends, since {self._cause}. It was at {PROGRESS}.")
-        _briefly(sys.stdout.flush)
+        _briefly(partial(print, end="", flush=True))
         os._exit(1)
 
 

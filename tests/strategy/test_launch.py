@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -124,3 +125,9 @@ def test_where_another_program_listens_no_rank_waits():
             assert said.startswith(
                 f"Port {port} of 127.0.0.1, where ranks meet, belongs to another"
             )
+
+
+def test_where_nobody_listens_a_rank_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "RENDEZVOUS", timedelta(seconds=0.3))
+    with pytest.raises(MisconfigurationException, match=r"Port 1 was not reached for 0:00:00\.3"):
+        module._find_rank_0("127.0.0.1", 1, "Port 1")
