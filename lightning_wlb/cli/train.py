@@ -82,22 +82,20 @@ class WLBCLI(LightningCLI):
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """LightningCLI's; a checkpoint that ``torch.load`` would stumble over is refused by name.
+        """LightningCLI's; refuses by name what ``torch.load`` would stumble over.
 
         Raises:
-            ValueError: a folder, under a strategy that reads files, or no file of ``torch.save``.
+            ValueError: a checkpoint that is a folder, or no file of ``torch.save``.
         """
         given: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         path = Path(str(given.get("ckpt_path")))
-        # Not where a strategy has folders of its own, as DeepSpeed's.
-        if type(self.trainer.strategy).load_checkpoint is Strategy.load_checkpoint:
-            if path.is_dir():
-                raise ValueError(
-                    f"{path} is a folder. Only trainer.strategy: wlb goes on from one;"
-                    " lightning-wlb consolidate makes it a file."
-                )
-            if path.is_file() and not zipfile.is_zipfile(path):
-                raise ValueError(f"{path} is no file that torch.save has written, or is damaged.")
+        # Some strategies, as DeepSpeed's, have folders of their own.
+        reads_files = type(self.trainer.strategy).load_checkpoint is Strategy.load_checkpoint
+        if reads_files and path.exists() and not zipfile.is_zipfile(path):
+            raise ValueError(
+                f"{path} is no file that torch.save has written, or is damaged. A folder is what"
+                " trainer.strategy: wlb goes on from; lightning-wlb consolidate makes it a file."
+            )
         return given
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -153,17 +153,13 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
             raise
         refused = error
     everyone = Ranks().every(lambda: (trained, refused is not None))
-    name = type(module).__name__
-    if not any(trained for trained, _ in everyone):
+    empty = [rank for rank, (_, refused) in enumerate(everyone) if refused]
+    if empty or not any(trained for trained, _ in everyone):
+        where = f"the pipeline stages on ranks {empty[:8]}" if empty else type(module).__name__
         raise MisconfigurationException(
-            f"All parameters of {name} are frozen, so that a fit would train nothing. Leave"
-            " requires_grad of some as it is."
-        )
-    if empty := [rank for rank, (_, refused) in enumerate(everyone) if refused]:
-        raise MisconfigurationException(
-            f"All parameters of the pipeline stages on ranks {empty[:8]} are frozen, and"
-            f" {name}.configure_optimizers makes an optimizer without any there, which torch"
-            " refuses. Give it a group, which may be empty: AdamW([{'params': [...]}])."
+            f"All parameters of {where} are frozen. Leave requires_grad of some as it is, or, if"
+            " other stages train, let configure_optimizers give this one's optimizer a group, which"
+            " may be empty: AdamW([{'params': [...]}])."
         ) from refused
 
 

@@ -60,7 +60,7 @@ than what rank 0 does alone. A rank whose process ends is noticed at once, whate
 RENDEZVOUS = timedelta(minutes=30)
 """How long a rank waits for the others to start, where a node may come late."""
 
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 15.0
 """How long whoever listens where the ranks meet may take to answer as rank 0 does."""
 
 
@@ -217,21 +217,18 @@ class Processes:
             # Its launcher limits threads in the first process only. The other ranks would have a
             # thread per core each, and crowd each other out.
             _set_num_threads_if_needed(per_node)
-        where = f"Port {environment.main_port} of {environment.main_address}, where ranks meet,"
+        where = environment.main_address, environment.main_port
         if rank > 0 and "TORCHELASTIC_RUN_ID" not in os.environ and not dist.is_initialized():
-            _find_rank_0(environment.main_address, environment.main_port, where)
+            _find_rank_0(*where)
+        given = {"device_id": bound_device(backend, device), **_store_of_restart()}
         try:
             _init_dist_connection(
-                environment,
-                backend,
-                timeout=max(self.timeout, RENDEZVOUS),
-                device_id=bound_device(backend, device),
-                **_store_of_restart(),
+                environment, backend, timeout=max(self.timeout, RENDEZVOUS), **given
             )
         except dist.DistNetworkError as error:
             if rank > 0 or "EADDRINUSE" not in str(error):
                 raise
-            raise _taken(where) from error
+            raise _no_rank_0(*where) from error
         self._faults.begin(rank, environment.world_size(), device, self.timeout)
 
     def check_connected(self, world_size: int) -> None:
@@ -307,24 +304,12 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
     return device if parts.get(device.type, parts.get("")) == "nccl" else None
 
 
-def _find_rank_0(host: str, port: int, where: str) -> None:
+def _find_rank_0(host: str, port: int) -> None:
     """Wait until rank 0 answers, which may come late, but not for another program on its port.
 
     Raises:
-        MisconfigurationException: something listens there that is not rank 0, or nothing did for
-            ``RENDEZVOUS``.
+        MisconfigurationException: something else listens there, or nothing did for ``RENDEZVOUS``.
     """
-    end = time.monotonic() + RENDEZVOUS.total_seconds()
-    while time.monotonic() < end:
-        with suppress(OSError):
-            socket.create_connection((host, port), ANSWER_SECONDS).close()
-            break
-        time.sleep(0.1)
-    else:
-        raise MisconfigurationException(
-            f"{where} was not reached for {RENDEZVOUS}. Look whether rank 0 has started, and"
-            " whether its node lets this one connect to that port."
-        )
     answered = threading.Event()
 
     def ask() -> None:
@@ -335,14 +320,19 @@ def _find_rank_0(host: str, port: int, where: str) -> None:
     # In a thread: torch has no time-out for who takes the connection and never answers.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(ANSWER_SECONDS)
+    while asking.is_alive() and not answered.wait(ANSWER_SECONDS):
+        with suppress(OSError):
+            socket.create_connection((host, port), ANSWER_SECONDS).close()
+            asking.join(ANSWER_SECONDS)  # it may have come between the two
+            break
     if not answered.is_set():
-        raise _taken(where)
+        raise _no_rank_0(host, port)
 
 
-def _taken(where: str) -> MisconfigurationException:
+def _no_rank_0(host: str, port: int) -> MisconfigurationException:
     return MisconfigurationException(
-        f"{where} belongs to another program. Set MASTER_PORT to a free port, the same for all"
+        f"Rank 0 does not answer on port {port} of {host}, where ranks meet: another program has"
+        " the port, or rank 0 has not started. Set MASTER_PORT to a free port, the same for all"
         " ranks."
     )
 

@@ -270,11 +270,8 @@ def _briefly(write: Callable[[], object]) -> None:
             write()
 
     thread = threading.Thread(target=attempt, daemon=True)
-    try:
+    with suppress(RuntimeError):  # an interpreter that ends starts no thread
         thread.start()
-    except RuntimeError:  # no thread can be started: the interpreter ends, or too many run
-        attempt()
-    else:
         thread.join(READ_SECONDS)
 
 

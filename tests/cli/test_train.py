@@ -128,13 +128,12 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, capsys):
     """Without the strategy; torch.load answers with a KeyError, an IndexError or an EOFError."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("hello world\n")
-    for name, message in (("folder", "Only trainer.strategy: wlb goes on"), ("text", "is no file")):
+    for name in ("folder", "text"):
         path = f"--ckpt_path={tmp_path / name}"
         sizes = "--model.config=tiny", "--trainer.max_steps=0", "--trainer.accelerator=cpu"
         assert main(["fit", *DATA, *QUIET, *sizes, path]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"lightning-wlb fit: {tmp_path / name} is ")
-        assert message in said
+        assert said.startswith(f"lightning-wlb fit: {tmp_path / name} is no file that torch.save")
 
 
 def test_documents_must_be_named(capsys):
