@@ -213,6 +213,14 @@ def _simulated(sizes: tuple[tuple[str, str], ...]) -> tuple[Predictor, Simulated
         "interleaved" if mesh.virtual_stages > 1 else "1f1b",
     )
     recompute: Recompute = "selective" if per_op else run["recompute"]  # type: ignore[assignment]
+    replica = equal_documents(tokens, each, count, mesh, recompute)
+    return predictor, predictor.simulate([replica])
+
+
+def equal_documents(
+    tokens: int, each: int, count: int, mesh: Mesh, recompute: Recompute
+) -> ReplicaPlan:
+    """A replica's ``count`` micro-batches of ``each`` documents of so many tokens."""
     micro = tuple(
         MicroBatch(
             tuple(range(at * each, (at + 1) * each)),
@@ -224,7 +232,7 @@ def _simulated(sizes: tuple[tuple[str, str], ...]) -> tuple[Predictor, Simulated
         for at in range(count)
     )
     documents = tuple(Slice(number, 0, 0, tokens) for number in range(each * count))
-    return predictor, predictor.simulate([ReplicaPlan(documents, micro, micro)])
+    return ReplicaPlan(documents, micro, micro)
 
 
 def predict(fact: Fact) -> float:

@@ -41,7 +41,8 @@ def run_predictor(
     """
     dtype = str(pipeline.dtype).removeprefix("torch.")
     profile.check(device_type=pipeline.device.type, dtype=dtype)
-    latency = LatencyModel(profile, module.model_shape, mesh, str(reduced).removeprefix("torch."))
+    sums, compiled = str(reduced).removeprefix("torch."), module.compiles_blocks
+    latency = LatencyModel(profile, module.model_shape, mesh, sums, compiled)
     return Predictor(latency, pipeline.stages, pipeline.schedule)
 
 

@@ -154,7 +154,8 @@ def trainer_lines(arguments: argparse.Namespace, searched: Searched) -> list[str
     others = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     return [
         f'Trainer({count}, precision="{precision}", strategy=WLBStrategy({sizes}{pipeline}))',
-        f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}")',
+        f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}"'
+        f"{', compile=True' * request.compiled})",
         f"WLBDataModule(..., context_window={data.context_window},"
         f" micro_batches={data.micro_batches}, packing={packing!r}{others},"
         f" profile={arguments.profile!r})",

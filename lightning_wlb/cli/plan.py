@@ -152,6 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype in which tensor- and context-parallel ranks send what they add up (default:"
         " float32 or wider)",
     )
+    add("--compile", action="store_true", help="predict runs of LanguageModule(compile=True)")
     add("--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device")
     add(
         "--activation-checkpointing",

@@ -185,6 +185,7 @@ def run_of(
         "activation_checkpointing": arguments.activation_checkpointing,
         "rest_dtype": rest,
         "reduce_dtype": arguments.reduce_dtype or "float32",
+        "compiled": arguments.compile,
         "steps": steps,
     }
 

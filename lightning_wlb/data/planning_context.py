@@ -42,6 +42,7 @@ class PlanningContext:
             sequence of schemes on consecutive ranks.
         chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
         activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
+        compiled: whether blocks of the model are compiled.
     """
 
     shape: ModelShape
@@ -54,6 +55,7 @@ class PlanningContext:
     schemes: tuple[tuple[Scheme, ...], ...]
     chooser: StepChooser | None
     activation_checkpointing: ActivationCheckpointing
+    compiled: bool = False
 
     @staticmethod
     def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:
@@ -84,7 +86,7 @@ class PlanningContext:
         mesh, per_node = self.rank.mesh, self.profile.devices_per_node
         elsewhere = heterogeneous_communicators(self.schemes, per_node)
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
+            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype, self.compiled),
             self.stages,
             self.schedule,
             self.parameter_dtype,

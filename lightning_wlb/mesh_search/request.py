@@ -59,6 +59,7 @@ class MeshRequest:
             each the least that fits.
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
+        compiled: whether blocks of the model are compiled.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
         mixture: what is taken of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
@@ -80,6 +81,7 @@ class MeshRequest:
     activation_checkpointing: ActivationCheckpointing = "auto"
     rest_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    compiled: bool = False
     sharding: str = ADAPTIVE
     mixture: tuple[StoreShare, ...] = ()
     steps: int = 3
@@ -126,6 +128,7 @@ class MeshRequest:
             "activation_checkpointing": self.activation_checkpointing,
             "rest_dtype": self.rest_dtype,
             "reduce_dtype": self.reduce_dtype,
+            "compiled": self.compiled,
             "sharding": self.sharding,
             "mixture": [list(share) for share in self.mixture],
             "steps": self.steps,
@@ -161,7 +164,7 @@ class MeshRequest:
             ValueError: a mesh that the model or the schedule cannot run on.
         """
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype),
+            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype, self.compiled),
             self._stages_of(mesh.stages),
             self.schedule_of(mesh),
             self.rest_dtype,

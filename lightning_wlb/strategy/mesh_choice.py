@@ -246,6 +246,7 @@ def mesh_request(
         activation_checkpointing=module.checkpointing_with(model),
         rest_dtype=devices.parameter_dtype,
         reduce_dtype=devices.reduce_dtype,
+        compiled=module.compiles_blocks,
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )

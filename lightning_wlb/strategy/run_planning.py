@@ -136,4 +136,5 @@ class RunPlanning:
             schemes=self.schemes,
             chooser=self._chooser,
             activation_checkpointing=module.planned_checkpointing,
+            compiled=module.compiles_blocks,
         )

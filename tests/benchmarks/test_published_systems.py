@@ -12,6 +12,8 @@ from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.planning import DataSettings
 
 
 def fact_of(kind: str, unit: str, **changes: str) -> Fact:
@@ -116,3 +118,27 @@ def test_memory_is_shards_and_what_the_loss_holds() -> None:
     # Of each logit 12 bytes, of each of 32 layers a token's input and nothing else.
     more = held(sequences="4", recompute="full") - held(recompute="full")
     assert more == pytest.approx(8192 * (12 * 128256 + 32 * 2 * 4096), rel=0.02)
+
+
+def test_plan_and_the_comparison_make_one_prediction() -> None:
+    """They differ by nothing but the times that :class:`.Theirs` says another program spares."""
+    mesh, shape = Mesh(data=8), steps.shape_of("llama-3.1-8b")
+    profile = Profile.load("h100-fa2")
+    request = MeshRequest(
+        np.full(64, 8192),
+        shape,
+        DataSettings(8192, 2),
+        profile,
+        devices=8,
+        reduce_dtype="bfloat16",
+        compiled=True,
+    )
+    own = request.predictor(mesh)
+    assert own.latency == LatencyModel(profile, shape, mesh, "bfloat16", compiled=True)
+    theirs, _ = steps.simulated(step(profile="h100-fa2", sequence="8192", code="compiled"))
+    plan = steps.equal_documents(8192, 2, 1, mesh, "selective")
+    alike = replace(theirs, latency=own.latency).simulate([plan])
+    simulated = own.simulate([plan])
+    assert simulated.costs == alike.costs
+    assert simulated.simulations[0].total_ns == alike.simulations[0].total_ns
+    assert simulated.peak_bytes == alike.peak_bytes

@@ -76,8 +76,9 @@ def test_the_report_and_its_rows_planned_again(capsys, lengths):
 def test_the_lines_to_paste_make_that_strategy(capsys, lengths):
     report = searched(
         capsys, lengths, "--steps", "1", "--packing", "best_fit", "--mesh", "auto,2,auto,1",
-        "--reduce-dtype", "bfloat16",
+        "--reduce-dtype", "bfloat16", "--compile",
     )  # fmt: skip
+    assert report["verdict"]["trainer"][1].endswith(", compile=True)")
     trainer = report["verdict"]["trainer"][0]
     start = 'Trainer(devices=4, precision="bf16-mixed", strategy=WLBStrategy('
     assert trainer.startswith(start)

@@ -112,6 +112,8 @@ def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[s
     assert reports[0] == reports[1]
     wide, narrow = (json.loads(each)["rows"][0]["step_ms_mean"] for each in reports[1:])
     assert narrow < wide
+    compiled = answer(capsys, "--json", "--reduce-dtype", "bfloat16", "--compile")[1]
+    assert json.loads(compiled.splitlines()[-1])["rows"][0]["step_ms_mean"] < narrow
 
 
 def test_the_standard_library_needs_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:

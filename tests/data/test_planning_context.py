@@ -90,6 +90,15 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
         data(profile="h1000")
 
 
+def test_compiled_blocks_are_predicted_so() -> None:
+    documents = data(profile="h100")
+    for compiled in (False, True):
+        context = PlanningContext.of_one_rank(MODULE, SHAPE, documents.profile)
+        predictor = replace(context, compiled=compiled).predictor
+        assert predictor is not None
+        assert predictor.latency.compiled is compiled
+
+
 def test_process_groups_of_strategies_take_room_of_every_step() -> None:
     """On a GPU that is too small for them; with the mesh's own, and of all strategies."""
     small = replace(Profile.load("h100"), memory_bytes=10**10, device_type="cuda")

@@ -40,6 +40,7 @@ def test_equal_requests_have_equal_digests() -> None:
         {"activation_checkpointing": "full"},
         {"rest_dtype": "bfloat16"},
         {"reduce_dtype": "bfloat16"},
+        {"compiled": True},
         {"sharding": "hybrid"},
         {"mixture": (StoreShare("a", 30, 1.0), StoreShare("b", 30, 2.0))},
         {"steps": 3},
