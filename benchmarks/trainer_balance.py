@@ -1,7 +1,8 @@
 """transformers' Trainer on two ranks: TRL's packing, grouping by length, and balanced steps.
 
-The same small Llama in float32 trains on the same documents through TRL's ``SFTTrainer``, on two
-CPU ranks of one thread each over gloo, in three ways:
+The same small Llama in float32 trains on the same documents through TRL's ``SFTTrainer``, or with
+``--loop transformers`` through ``Trainer`` with TRL's collator, on two CPU ranks of one thread
+each over gloo, in three ways:
 
 * ``trl``: TRL's own packing (``bfd``) into rows of a window, one row for each micro-batch;
 * ``grouped``: transformers' ``group_by_length``, padded, with torch's masked attention;
@@ -80,11 +81,14 @@ def flops_of(inputs: dict[str, Any], shape: Any) -> tuple[int, int]:
     return sum(sizes), sum(map(work, sizes))
 
 
-def turn(way: str, folder: str, window: int, width: int, steps: int, seed: int) -> dict[str, Any]:
+def turn(
+    way: str, loop: str, folder: str, window: int, width: int, steps: int, seed: int
+) -> dict[str, Any]:
     """Some steps of one way on this rank: seconds, tokens and FLOPs of each."""
     from datasets import Dataset, disable_progress_bars
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
     from trl import SFTConfig, SFTTrainer, pack_dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     from lightning_wlb.adapters.plan_step import shape_of
     from lightning_wlb.adapters.transformers_trainer import BalancedTraining
@@ -99,7 +103,9 @@ def turn(way: str, folder: str, window: int, width: int, steps: int, seed: int) 
         rows = pack_dataset(rows, window, "bfd")
     seen: list[list[float]] = []
 
-    class Timed(SFTTrainer):
+    base: Any = SFTTrainer if loop == "trl" else Trainer
+
+    class Timed(base):
         def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
             tokens, flops = flops_of(inputs, shape)
             seen[-1][2] += tokens
@@ -118,19 +124,19 @@ def turn(way: str, folder: str, window: int, width: int, steps: int, seed: int) 
             seen[-1][0] += time.perf_counter()
             seen[-1][1] += time.process_time()
 
+    own: dict[str, Any] = {"max_length": window if packed else None, "packing": packed}
+    own |= {"padding_free": way != "grouped", "dataset_kwargs": {"skip_prepare_dataset": True}}
+    own |= {"gradient_checkpointing": False}
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=way != "grouped")
     trainer = (Balanced if way == "balanced" else Timed)(
         model,
-        SFTConfig(
+        (SFTConfig if loop == "trl" else TrainingArguments)(
+            **(own if loop == "trl" else {}),
             output_dir=folder,
             per_device_train_batch_size=1 if packed else EACH,
             gradient_accumulation_steps=ACCUMULATED,
             max_steps=min(steps, len(rows) // (RANKS * ACCUMULATED)) if packed else steps,
-            packing=packed,
-            padding_free=way != "grouped",
             train_sampling_strategy="group_by_length" if way == "grouped" else "random",
-            max_length=None if not packed else window,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            gradient_checkpointing=False,
             save_strategy="no",
             logging_strategy="no",
             report_to=[],
@@ -141,18 +147,18 @@ def turn(way: str, folder: str, window: int, width: int, steps: int, seed: int) 
             seed=seed,
         ),
         train_dataset=rows,
-        processing_class=tokenizer(),
+        **({"processing_class": tokenizer()} if loop == "trl" else {"data_collator": collator}),
         callbacks=[Watch()],
     )
     trainer.train()
     return {"steps": seen[1:]}
 
 
-def rank_of(rank: int, rounds: int, window: int, width: int, steps: int) -> list[Any]:
+def rank_of(rank: int, loop: str, rounds: int, window: int, width: int, steps: int) -> list[Any]:
     """All rounds on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         return [
-            {way: turn(way, folder, window, width, steps, number) for way in WAYS}
+            {way: turn(way, loop, folder, window, width, steps, number) for way in WAYS}
             for number in range(rounds)
         ]
 
@@ -178,13 +184,14 @@ def main(argv: list[str] | None = None) -> None:
     from rich.console import Console
 
     made = report.parser("trainer_balance", __doc__)
+    made.add_argument("--loop", choices=("trl", "transformers"), default="trl")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--steps", type=int, default=4)
     made.add_argument("--window", type=int, default=4096)
     made.add_argument("--width", type=int, default=64)
     made.add_argument("--output", type=Path)
     given = made.parse_args(argv)
-    sizes = (given.rounds, given.window, given.width, given.steps)
+    sizes = (given.loop, given.rounds, given.window, given.width, given.steps)
     ranks = run_ranks(rank_of, RANKS, *sizes, process_group=False, timeout=3600)
     rounds = [
         {way: of_way([rank[number][way] for rank in ranks]) for way in WAYS}
@@ -203,6 +210,7 @@ def main(argv: list[str] | None = None) -> None:
             }  # fmt: skip
     result = {
         "script": "trainer_balance",
+        "loop": given.loop,
         "rounds": given.rounds,
         "steps": given.steps - 1,
         "window": given.window,
