@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.planning.dealing import documents_ns
+from lightning_wlb.heterogeneous.planning.dealing import document_ns
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
@@ -183,7 +183,7 @@ def _proposed(request: MeshRequest, legal: Sequence[Mesh]) -> tuple[list[Mesh], 
             fit = [m for m, limit in zip(request.modes, longest, strict=True) if limit >= top]
             if not fit:
                 break
-            (time,) = documents_ns(predictor, tokens // number, fit[:1])
+            time = document_ns(predictor, tokens // number, fit[0])
             of_scheme.append(time * number * mesh.devices / mesh.data)
         most.append(len(of_scheme))
         times.append(of_scheme + [np.inf] * (len(intervals) - len(of_scheme)))

@@ -7,8 +7,9 @@ copy with its own fields.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,21 @@ from torch import Tensor
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.sharding import RankIndices
 from lightning_wlb.sharding.sliced_indices import Run
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Holder = TypeVar("_Holder", bound="DataclassInstance")
+
+
+def with_tensors(holder: _Holder, change: Callable[[Tensor], Tensor]) -> _Holder:
+    """A copy of a dataclass with every field that is a tensor changed."""
+    tensors: dict[str, Any] = {
+        field.name: change(value)
+        for field in fields(holder)
+        if isinstance(value := getattr(holder, field.name), Tensor)
+    }
+    return replace(holder, **tensors)
 
 
 @dataclass(frozen=True)
@@ -83,14 +99,9 @@ class AttentionMetadata:
             return self.key_index.shape[0]
         return self.queries if self.slices is None else self.slices.rows
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> AttentionMetadata:
+    def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same metadata with its tensors on ``device``."""
-        moved: dict[str, Any] = {
-            each.name: value.to(device, non_blocking=non_blocking)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor)
-        }
-        return replace(self, **moved)
+        return with_tensors(self, lambda tensor: tensor.to(device))
 
     def for_layer(self, layer: int, recomputed: bool = False) -> AttentionMetadata:
         """The metadata for attention in one layer, by its global number.

@@ -20,16 +20,16 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
-from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata, with_tensors
 from lightning_wlb.data.store_checks import Sample, check_targets, read_mask, read_tokens
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
@@ -40,8 +40,6 @@ from lightning_wlb.sharding.sliced_indices import SlicedIndices, SlicedReplica
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
-
-_Fields = TypeVar("_Fields", "MicroBatchTensors", AttentionMetadata)
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,14 @@ class MicroBatchTensors:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
-        moved = _with_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        return replace(moved, attention=self.attention.to(device, non_blocking=non_blocking))
+        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatchTensors:
         """A copy in page-locked host memory."""
-        pinned = _with_tensors(self, Tensor.pin_memory)
-        return replace(pinned, attention=_with_tensors(self.attention, Tensor.pin_memory))
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatchTensors:
+        return replace(with_tensors(self, change), attention=with_tensors(self.attention, change))
 
 
 class StepBatch:
@@ -180,16 +179,6 @@ class _ByValue(pickle.Pickler):
 
 def _from_values(data: bytes) -> StepBatch:
     return StepBatch(**pickle.loads(data))
-
-
-def _with_tensors(holder: _Fields, change: Callable[[Tensor], Tensor]) -> _Fields:
-    """A copy of the dataclass with every field that is a tensor changed."""
-    tensors: dict[str, Any] = {
-        field.name: change(value)
-        for field in fields(holder)
-        if isinstance(value := getattr(holder, field.name), Tensor)
-    }
-    return replace(holder, **tensors)
 
 
 def make_step_batch(

@@ -6,9 +6,9 @@ number of pipelines of each kind, which together use the ranks.
 
 The estimate of a step gives its pieces, longest first, each to the kind that finishes it first, as
 if all pipelines of a kind worked on each piece together. A piece that is too long for one pipeline
-is shared by several, where the packing shares pieces; these take as long as one pipeline with as
-many times the context ranks. In a pipeline of P stages, which gets about six micro-batches a stage,
-everything takes 1 + (P - 1) / 6P times as long.
+is shared by several, where the packing shares pieces, and each of them does its part. In a pipeline
+of P stages, which gets about six micro-batches a stage, everything takes 1 + (P - 1) / 6P times as
+long.
 
 Choices are of one kind, or of some pipelines of one kind with those of another on all other ranks.
 Of choices with the same kinds only the best stays for a step.
@@ -16,7 +16,7 @@ Of choices with the same kinds only the best stays for a step.
 The estimate leaves out imbalance, the exchange of parameters, and whether micro-batches fit in
 memory beside each other. So it only prunes; simulations choose.
 
-Cost: about twenty predictions of a micro-batch for each legal kind, and for each step some tens of
+Cost: about thirty predictions of a micro-batch for each legal kind, and for each step some tens of
 milliseconds in compiled loops.
 """
 
@@ -29,11 +29,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.heterogeneous.planning.dealing import documents_ns
+from lightning_wlb.heterogeneous.planning.dealing import PipelineKind
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Reasons, legal_meshes
-from lightning_wlb.plan import Piece, Recompute, Scheme, Schemes, Shape, schemes_of
-from lightning_wlb.prediction.predictor import Predictor
+from lightning_wlb.plan import Piece, Scheme, Schemes, schemes_of
 
 SHORTEST = 9
 """Binary logarithm of tokens; shorter pieces take as long for each token."""
@@ -94,64 +93,20 @@ def estimated(counts: Integers, times: Floats, shared: Integers) -> Floats:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
-    """A kind of pipeline, and how long pieces take on it.
-
-    Args:
-        scheme: such a pipeline on the first ranks.
-        predictor: predicts steps on a mesh of such pipelines.
-        modes: what micro-batches may recompute, least first.
-        window: tokens of the longest piece.
-    """
-
-    scheme: Scheme
-    predictor: Predictor
-    modes: Sequence[Recompute]
-    window: int
-
-    @cached_property
-    def longest(self) -> Integers:
-        """Tokens of the longest piece that fits, in each mode."""
-        predictor = self.predictor
-        return np.array([predictor.longest_micro_batch(1, mode) for mode in self.modes])
-
-    @cached_property
-    def _per_token(self) -> tuple[Integers, Floats]:
-        """Lengths of pieces, and ns per token of a piece of each length: [modes, lengths]."""
-        grid = [1 << power for power in range(SHORTEST, self.window.bit_length())]
-        grid.append(self.window)
-        times = [documents_ns(self.predictor, tokens, self.modes) for tokens in grid]
-        return np.array(grid), np.array(times).T / grid
-
-    def times(self, lengths: Integers, longest: Integers | None = None) -> Floats:
-        """The ns of pieces of these lengths, each in the least mode that fits; inf where none does.
-
-        ``longest`` stands in for :attr:`longest`, where pipelines hold more together.
-        """
-        limits = self.longest if longest is None else longest
-        grid, per_token = self._per_token
-        found = np.full(len(lengths), np.inf)
-        for limit, each in zip(limits.tolist(), per_token, strict=True):
-            fits = np.isinf(found) & (lengths <= limit)
-            found[fits] = lengths[fits] * np.interp(lengths[fits], grid, each)
-        return found
-
-
-@dataclass(frozen=True, eq=False)
 class _Kinds:
     """All kinds of pipelines that are legal for a request."""
 
     request: MeshRequest
 
     @cached_property
-    def legal(self) -> list[_Kind]:
-        made = []
-        for mesh in legal_meshes(self.request, Reasons()):
-            predictor = self.request.predictor(mesh)
+    def legal(self) -> list[PipelineKind]:
+        request, made = self.request, []
+        for mesh in legal_meshes(request, Reasons()):
+            predictor = request.predictor(mesh)
             (scheme, *_) = schemes_of(mesh, predictor.stages)
-            window = self.request.data.context_window
-            made.append(_Kind(scheme, predictor, self.request.modes, window))
-        return made
+            given = request.activation_checkpointing, request.sharding, mesh.data
+            made.append(PipelineKind(scheme, predictor, *given))
+        return [kind for kind in made if kind.longest]
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
         """Choices for a step, best first; only the best of those with the same kinds."""
@@ -177,7 +132,7 @@ class _Kinds:
         return tuple(made)
 
     @cached_property
-    def _kept(self) -> list[_Kind]:
+    def _kept(self) -> list[PipelineKind]:
         """The kinds that are the fastest of their size for some length."""
         window = self.request.data.context_window
         edges = np.array([1 << power for power in range(SHORTEST, window.bit_length())] + [window])
@@ -211,25 +166,13 @@ class _Kinds:
     def _counts(self, given: dict[int, int]) -> Counts:
         return tuple(given.get(kind, 0) for kind in range(len(self._kept)))
 
-    def _together(self, kind: _Kind, lengths: Integers) -> tuple[Floats, Integers]:
+    def _together(self, kind: PipelineKind, lengths: Integers) -> tuple[Floats, Integers]:
         """The time of pieces on pipelines of a kind, and how many pipelines share each piece.
 
         The time is that of one pipeline which does the work of all that share.
         """
-        stages, context, tensor = kind.scheme.shape
-        times, sharers = np.full(len(lengths), np.inf), np.ones(len(lengths), np.int64)
-        ranks, shares = 1, self.request.data.packer.compares_plans
-        while other := self._by_shape.get((stages, context * ranks, tensor)):
-            # Pipelines that share a piece hold more together, and so may recompute less.
-            each = ranks * other.times(lengths, ranks * kind.longest)
-            less = each < times
-            times[less], sharers[less] = each[less], ranks
-            if not shares:
-                break
-            ranks *= 2
-        filling = 1 + (len(stages) - 1) / (MICRO_BATCHES * len(stages))
-        return times * filling, sharers
-
-    @cached_property
-    def _by_shape(self) -> dict[Shape, _Kind]:
-        return {each.scheme.shape: each for each in self.legal}
+        stages, packer = len(kind.scheme.stages), self.request.data.packer
+        filling = 1 + (stages - 1) / (MICRO_BATCHES * stages)
+        times = filling * np.array(kind.costs(lengths.tolist()))
+        sharers = 2 ** np.ceil(np.log2(np.maximum(lengths / kind.longest, 1))).astype(np.int64)
+        return np.where(lengths <= kind.longest_shared(packer), times, np.inf), sharers

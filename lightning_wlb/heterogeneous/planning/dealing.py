@@ -49,7 +49,7 @@ UTILISED = 4096
 """Tokens on a context rank that use its device well: shorter documents share a micro-batch."""
 
 
-def documents_ns(predictor: Predictor, tokens: int, modes: Sequence[Recompute]) -> list[float]:
+def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
     """Forward and backward of one document on the slowest stage in ns: Hydraulis' T (B.2).
 
     Of short documents as many as fill a micro-batch are predicted together, and the time is divided
@@ -58,10 +58,7 @@ def documents_ns(predictor: Predictor, tokens: int, modes: Sequence[Recompute]) 
     Args:
         predictor: predicts steps of the model on the pipeline's mesh.
         tokens: length of the document.
-        modes: what its micro-batch recomputes; several take hardly longer to predict than one.
-
-    Returns:
-        The time in each mode.
+        mode: what its micro-batches recompute.
     """
     mesh = predictor.latency.mesh
     copies = max(UTILISED * mesh.context // tokens, 1)
@@ -69,10 +66,8 @@ def documents_ns(predictor: Predictor, tokens: int, modes: Sequence[Recompute]) 
     slices = [Slice(number, 0, 0, tokens) for number in range(copies)]
     cost = predictor.micro_batch(slices, name)
     stages = {parts: stage for stage, parts in enumerate(predictor.memory.parts)}.values()
-    costs = [cost._replace(recompute=mode) for mode in modes]
-    return [
-        max(sum(predictor.action_ns(stage, each)) for stage in stages) / copies for each in costs
-    ]
+    cost = cost._replace(recompute=mode)
+    return max(sum(predictor.action_ns(stage, cost)) for stage in stages) / copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +105,7 @@ class PipelineKind:
         """Tokens of the longest piece that a pipeline can hold; 0 if none."""
         return max(self.scorer.longest, default=0)
 
-    def longest_shared(self, packer: Packer) -> int:
+    def longest_shared(self, packer: Packer | type[Packer]) -> int:
         """Tokens of the longest piece that the pipelines hold, together if the packing shares."""
         shares = packer.compares_plans and self.place.slices
         return self.longest << (self.count.bit_length() - 1 if shares else 0)
@@ -139,7 +134,7 @@ class PipelineKind:
         times: list[float] = []
         for length in grid.tolist():
             mode = next((mode for most, mode in limits if most >= length), modes[-1])
-            times += documents_ns(self.predictor, length, [mode])
+            times.append(document_ns(self.predictor, length, mode))
         return grid, np.array(times)
 
     def plan(self, pieces: Sequence[Piece], packer: Packer) -> list[ReplicaPlan]:

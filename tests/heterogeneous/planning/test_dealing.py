@@ -16,7 +16,7 @@ from lightning_wlb.heterogeneous.planning.dealing import (
     UTILISED,
     PipelineKind,
     arrange,
-    documents_ns,
+    document_ns,
 )
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
@@ -158,10 +158,10 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_a_long_document_takes_what_its_step_keeps_the_busiest_rank_busy() -> None:
     model = predictor(Mesh(pipeline=2))
     (simulation,) = model.predict(plan_of([[[2 * UTILISED]]])).simulations
-    assert documents_ns(model, 2 * UTILISED, ["none"]) == [max(simulation.busy_ns)]
+    assert document_ns(model, 2 * UTILISED, "none") == max(simulation.busy_ns)
 
 
 def test_short_documents_divide_the_time_of_as_many_as_fill_a_micro_batch() -> None:
     model = predictor(Mesh(pipeline=2))
     (simulation,) = model.predict(plan_of([[[UTILISED // 4] * 4]])).simulations
-    assert documents_ns(model, UTILISED // 4, ["none"]) == [max(simulation.busy_ns) / 4]
+    assert document_ns(model, UTILISED // 4, "none") == max(simulation.busy_ns) / 4
