@@ -1,14 +1,10 @@
 """Files that somebody else may have made: a regular file, of at most so many bytes, or a sentence.
 
-A FIFO, a device, or a link to one, would let whoever opens it wait for ever or read without end;
-and a few bytes of JSON may stand for brackets within brackets that no recursion gets through. All
+A FIFO, a device, or a link to one, lets whoever opens it wait for ever or read without end. All
 that reads a cache, a manifest, a store, a profile, a tokenizer's or a model's folder asks here
-first (SECURITY.md lists who). A folder that is said to be one's own (:func:`own_folder`) is one
-into which nobody else can have put anything, and in it no link is followed.
-
-Where a library opens a file by its name, the name is looked at just before: whoever may write to
-the folder at that very moment can still exchange the file. So folders of others are read once they
-lie still.
+first (SECURITY.md lists who). Nobody else can have put anything into a folder of one's own
+(:func:`own_folder`), and in it no link is followed. Where a library opens a file by its name, the
+name is looked at just before: who may write to the folder can still exchange the file then.
 
 Cost: two system calls a file. Owners are not looked at on systems that have none, as Windows.
 """

@@ -13,6 +13,7 @@ import pytest
 from lightning_wlb import file_checks
 from lightning_wlb.checkpoints import manifest, safe_metadata
 from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.cli.shared_options import load_lengths
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments, ParquetDocuments
@@ -122,6 +123,14 @@ def test_brackets_without_end_are_a_sentence(read: Any, tmp_path: Path) -> None:
         (tmp_path / name).write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"nested too deeply|recursion depth"):
         read(tmp_path / "manifest.json")
+
+
+def test_lengths_of_a_size_that_is_claimed_are_not_made_room_for(tmp_path: Path) -> None:
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999,)}\n"
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    (tmp_path / "a.npy").write_bytes(start + header)
+    with pytest.raises(ValueError, match="is not a list of lengths: mmap length is greater"):
+        load_lengths(str(tmp_path / "a.npy"), context_window=1, micro_batches=1, steps=1, seed=0)
 
 
 class TestOwnFolder:

@@ -269,7 +269,7 @@ def _lengths_in_file(path: Path) -> Lengths:
     known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            values = np.lib.format.open_memmap(path, mode="r")  # whatever size is claimed
         else:
             values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
     except OSError as error:

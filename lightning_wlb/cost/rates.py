@@ -136,9 +136,9 @@ def _check_axis(name: str, values: Sequence[float]) -> None:
 
 
 def check_positive(name: str, values: Sequence[float]) -> None:
-    """Refuse values of a profile's field that are 0 or less."""
-    if not all(value > 0 for value in values):
-        raise ValueError(f"device profile: {name}={values} must be above 0.")
+    """Refuse values of a profile's field that are 0 or less, or infinite."""
+    if not all(0 < value < float("inf") for value in values):
+        raise ValueError(f"device profile: {name}={values} must be above 0, and finite.")
 
 
 def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:

@@ -334,12 +334,9 @@ def _small(kind: pa.DataType) -> pa.DataType:
 
 def _token_counts(metadata: Any, column: str) -> list[int]:
     """Values of a column in each row group, as the file says."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    leaves = [map(group.column, range(group.num_columns)) for group in groups]
     return [
-        sum(
-            leaf.num_values
-            for leaf in (group.column(number) for number in range(group.num_columns))
-            if leaf.path_in_schema.split(".")[0] == column
-        )
-        for group in groups
+        sum(leaf.num_values for leaf in own if leaf.path_in_schema.split(".")[0] == column)
+        for own in leaves
     ]

@@ -35,6 +35,9 @@ from transformers import (
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.file_checks import check_model, reason
 
+_MOST_PARTS = 100_000
+"""Most layers, heads or experts of a model: few bytes can ask for any number of them."""
+
 
 def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
     """The config that is given, named or described; its text part, where it has others.
@@ -48,6 +51,12 @@ def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pr
     """
     understood = _read(config)
     text = understood.get_text_config()
+    for name, count in text.to_dict().items():
+        if name.startswith("num_") and type(count) is int and count > _MOST_PARTS:
+            raise ValueError(
+                f"The config has {name}={count:,}: building {_MOST_PARTS:,} parts would take all"
+                " memory already. Mend it, or use another."
+            )
     if text is not understood:
         rank_zero_warn(
             f"Model type {understood.model_type!r} takes more than text. Only its language model,"
@@ -128,7 +137,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=_PROBE, dtype=torch.float32, trust_remote_code=False
             )
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"model type {config.model_type!r} cannot be built as a causal language model by"
             f" transformers: {reason(error)}"

@@ -215,6 +215,12 @@ def test_the_code_of_a_folder_is_not_run(tmp_path, monkeypatch) -> None:
     assert not made.exists()
 
 
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**7}, {"vocab_size": 10**15}])
+def test_sizes_without_bounds_are_refused(fields) -> None:
+    with pytest.raises(ValueError, match=r"num_hidden_layers=10,000,000: building|cannot be built"):
+        shape_of(read_config({"model_type": "llama", **fields}))
+
+
 def test_a_class_that_is_registered_is_taken_though_the_folder_has_code(tmp_path) -> None:
     folder = foreign(tmp_path / "folder", tmp_path / "made")
     with mock.patch.dict(CONFIG_MAPPING._extra_content):
