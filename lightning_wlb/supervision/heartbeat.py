@@ -254,7 +254,8 @@ class HeartbeatServer(threading.Thread):
             for peer in self._peers.values()
             if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size)
         )
-        return f"rank {self._first.rank} failed, {self._first.text}{silent and f'; {silent}'}"
+        # First, since it is the likelier cause: what the others raise is their time-out.
+        return f"{silent and f'{silent}; '}rank {self._first.rank} failed, {self._first.text}"
 
     def _decide(self, now: float) -> None:
         """Decide whether the ranks that have failed have failed together."""

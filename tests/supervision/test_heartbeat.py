@@ -173,6 +173,17 @@ def test_a_rank_without_a_sign_of_life_is_named_first(start):
     assert "No sign of life from rank 1, at setting up" in job.said[0]
 
 
+def test_a_rank_out_of_reach_is_the_cause_of_those_that_gave_up_waiting(start):
+    job = start(3)
+    unreachable = job.links.pop()
+    time.sleep(0.3)
+    for rank, place in enumerate("ab"):
+        job.links[rank].send(place=place, text="its reduction: timed out")
+    cause = "rank 2 gives no sign of life; rank 0 failed, its reduction: timed out"
+    assert job.answer(1) == {"alone": cause}
+    job.links.append(unreachable)
+
+
 def test_nothing_is_said_where_all_do_the_same_between_steps(start):
     job = start(2, stalled_after=0.3)
     end = time.monotonic() + 0.6
