@@ -77,6 +77,7 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._begun = self._training = False
+        self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
         self._stager: Stager | None = None
         # What is to be removed when a save has succeeded; and of which kind, those to resume from
@@ -100,6 +101,7 @@ class Checkpointer:
         self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         trainer: pl.Trainer = kwargs.pop("trainer")
+        self._begun, self._handled = False, id(sys.exc_info()[1])
         call = inspect.signature(function).bind(*args, **kwargs)
         asked = call.arguments.get("ckpt_path")
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -111,7 +113,6 @@ class Checkpointer:
 
     def begin(self, device: torch.device) -> None:
         """Begin a run on connected ranks."""
-        self._begun = False
         if self.async_save and self._stager is None:
             self._stager = Stager(device)
 
@@ -198,10 +199,14 @@ class Checkpointer:
             NOTICES.save_failed = True
 
     @property
+    def run_failed(self) -> bool:
+        """Whether an exception of this run is being handled, and not one from before it."""
+        return id(sys.exc_info()[1]) not in (id(None), self._handled)
+
+    @property
     def refusal(self) -> str | None:
         """Why nothing is saved on an exception: initial values would be the newest checkpoint."""
-        early = not self._begun and sys.exc_info()[1] is not None
-        return "training had not begun" if early else None
+        return None if self._begun or not self.run_failed else "training had not begun"
 
     def train_begins(self) -> None:
         """From here on saves may be written in the background."""

@@ -16,7 +16,6 @@ in this order. Not for modules that are not a :class:`.LanguageModule`, nor for 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -269,13 +268,14 @@ class WLBStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Let go of the module; the process group stays for a further run."""
         module = self.lightning_module
-        with without_hiding_cause(), ExitStack() as ends:
+        failed = self.checkpoints.run_failed
+        with without_hiding_cause(failed), ExitStack() as ends:
             for each in (self.accelerator, self.precision_plugin, self.cluster_environment):
                 ends.callback(each.teardown)  # type: ignore[union-attr]
             ends.callback(self.processes.end)
             if isinstance(module, LanguageModule):
                 module.executor = None
-            if sys.exc_info()[1] is None:
+            if not failed:
                 self.checkpoints.train_ends()
 
     # The model and its steps

@@ -23,7 +23,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -172,13 +171,12 @@ class Faults(pl.Callback):
 
 
 @contextmanager
-def without_hiding_cause() -> Iterator[None]:
-    """Where an exception is being handled, say an error inside instead of raising it over that."""
-    cause = sys.exc_info()[1]
+def without_hiding_cause(failed: bool = True) -> Iterator[None]:
+    """Where a run has failed, say an error inside instead of raising it over the cause."""
     try:
         yield
     except Exception as error:
-        if cause is None:
+        if not failed:
             raise
         rank_zero_warn(f"The end of the run failed, too: {type(error).__name__}: {text_of(error)}")
 

@@ -170,6 +170,16 @@ def test_parameters_of_which_some_may_have_moved_are_not_saved(tmp_path):
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+class SavesEarly(L.Callback):
+    """Saves before training, as Lightning's search for a learning rate does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        trainer.save_checkpoint(self.folder / "early.ckpt")
+
+
 def ends_early(rank: int, folder: Path) -> dict[str, str]:
     """Runs that fail before they train: how each ends, and what was saved of it on the exception.
 
@@ -195,6 +205,15 @@ def ends_early(rank: int, folder: Path) -> dict[str, str]:
                 runner.fit(module(SMALL), data(SMALL), ckpt_path=saved if name == "load" else None)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
+    try:
+        raises()
+    except ZeroDivisionError:  # which a script handles by another run: no exception of that one
+        strategy = WLBStrategy()
+        runner = trainer(
+            strategy, 1, callbacks=[SavesEarly(folder)], enable_checkpointing=True, max_steps=1
+        )
+        runner.fit(module(SMALL), data(SMALL))
+    found["early"] = ", ".join(path.name for path in folder.glob("early*"))
     found["saved"] = ", ".join(path.name for path in folder.glob("another*"))
     return found
 
@@ -206,4 +225,4 @@ def test_what_ends_a_run_before_it_trains_is_its_last_line_and_saves_nothing(tmp
         assert found.pop(name) == f"ZeroDivisionError: {SAID}", name
     assert found.pop("mesh").startswith("MisconfigurationException: The mesh data 3 ")
     assert re.match(r"Damaged: .* is damaged: meta\.pt has 7 bytes", found.pop("load"))
-    assert found == {"saved": ""}
+    assert found == {"saved": "", "early": "early.ckpt"}
