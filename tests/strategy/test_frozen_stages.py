@@ -1,6 +1,5 @@
 """Fine-tuning of some layers: a pipeline stage whose parameters are all frozen trains along."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def fit(frozen: tuple[str, ...], strategy: Any, devices: int, **options: Any) ->
     recorder = Recorder()
     keeper = ModelCheckpoint(options.pop("folder"), every_n_train_steps=2, save_top_k=-1)
     resume = options.pop("resume", None)
-    given = {"callbacks": [recorder, keeper], "enable_checkpointing": True, "max_steps": 4}
+    given = {"callbacks": [recorder, keeper], "enable_checkpointing": True, "max_steps": 3}
     trainer(strategy, devices, **given, **options).fit(
         frozen_module(frozen), data(SMALL), ckpt_path=resume
     )
@@ -58,24 +57,18 @@ def fit(frozen: tuple[str, ...], strategy: Any, devices: int, **options: Any) ->
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("frozen")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    return run_ranks(on_ranks, 2, tmp_path_factory.mktemp("frozen"), process_group=False)
 
 
-@cache
-def runs(frozen: tuple[str, ...], folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    whole = fit(frozen, "auto", 1, folder=folder / "whole" / frozen[0])
-    return whole, run_ranks(on_ranks, 2, frozen, folder, process_group=False)
-
-
-def on_ranks(
-    rank: int, frozen: tuple[str, ...], folder: Path
-) -> tuple[dict, dict, dict, list[str]]:
-    home = folder / "split" / frozen[0]
-    first = fit(frozen, WLBStrategy(1, 2), 2, folder=home)
-    again = fit(frozen, WLBStrategy(1, 2), 2, folder=home, resume=home / "epoch=0-step=2.ckpt")
-    other = fit(frozen, WLBStrategy(2), 2, folder=home, resume=home / "epoch=0-step=2.ckpt")
-    return first, again, other, refusals()
+def on_ranks(rank: int, folder: Path) -> tuple[Any, ...]:
+    found = {}
+    for frozen in (LOWER, UPPER):
+        home = folder / frozen[0]
+        saved = {"folder": home, "resume": home / "epoch=0-step=2.ckpt"}
+        found[frozen] = [fit(frozen, WLBStrategy(1, 2), 2, folder=home)]
+        found[frozen] += [fit(frozen, WLBStrategy(*mesh), 2, **saved) for mesh in ((1, 2), (2,))]
+    return found, refusals()
 
 
 def refusals() -> list[str]:
@@ -88,27 +81,27 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.parametrize("frozen", [LOWER, UPPER], ids=["lower", "upper"])
-def test_a_frozen_stage_trains_as_one_process_does(frozen, folder):
-    whole, ranks = runs(frozen, folder)
+def test_a_frozen_stage_trains_as_one_process_does(frozen, runs, tmp_path):
+    whole = fit(frozen, "auto", 1, folder=tmp_path)
     assert any(not name.startswith(frozen) for name in whole["parameters"])
-    gradients = [{} for _ in whole["gradients"]]
-    for first, again, other, _ in ranks:
+    gradients: list[dict[str, Any]] = [{} for _ in whole["gradients"]]
+    for found, _ in runs:
+        first, again, other = found[frozen]
         np.testing.assert_allclose(first["losses"], whole["losses"], rtol=1e-12)
         assert again["losses"] == first["losses"][2:], "resumed bit for bit"
         np.testing.assert_allclose(other["losses"], whole["losses"][2:], rtol=1e-12)
-        for step, found in enumerate(first["gradients"]):
-            gradients[step] |= found
+        for step, mine in enumerate(first["gradients"]):
+            gradients[step] |= mine
         for name, value in first["parameters"].items():
             assert relative_error(value, whole["parameters"][name]) <= 1e-10, name
             np.testing.assert_array_equal(value, again["parameters"][name])
-    for found, wanted in zip(gradients, whole["gradients"], strict=True):
-        assert found.keys() == wanted.keys()
-        for name, value in found.items():
+    for mine, wanted in zip(gradients, whole["gradients"], strict=True):
+        assert mine.keys() == wanted.keys()
+        for name, value in mine.items():
             assert relative_error(value, wanted[name]) <= 1e-10, name
 
 
-def test_what_trains_nothing_is_refused_on_every_rank(folder):
-    _, ranks = runs(LOWER, folder)
-    for *_, (nothing, own) in ranks:
+def test_what_trains_nothing_is_refused_on_every_rank(runs):
+    for _, (nothing, own) in runs:
         assert "All parameters of Freezes are frozen" in nothing
         assert "All parameters of the pipeline stages on ranks [0] are frozen" in own
