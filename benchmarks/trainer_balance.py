@@ -8,10 +8,10 @@ each over gloo, in three ways:
 * ``grouped``: transformers' ``group_by_length``, padded, with torch's masked attention;
 * ``balanced``: ``lightning_wlb.adapters.transformers_trainer``, without padding.
 
-Documents have the lengths of the standard library's files, divided by 16 and cut at the window;
-their tokens are random. ``trl`` and ``balanced`` attend sequence by sequence (``wlb_packed``): a
-dense mask over a row would hide what balance gains. Ways run in turn, some steps each, of which the
-first does not count; each round takes other documents.
+Documents have the lengths of the standard library's files, scaled and cut so that 65,536 bytes are
+a window; their tokens are random. ``trl`` and ``balanced`` attend sequence by sequence
+(``wlb_packed``): a dense mask over a row would hide what balance gains. Ways run in turn, some
+steps each, of which the first does not count; each round takes other documents.
 
 Two times are taken for each step. *Wall* is the clock. *Processor* is the processor time of the
 busier rank, summed over steps: what steps take where each rank has a core of its own and waiting
@@ -45,7 +45,8 @@ RANKS, ACCUMULATED, EACH, VOCABULARY = 2, 2, 4, 1000
 def documents(window: int, count: int, seed: int) -> list[dict[str, list[int]]]:
     """Rows of random tokens with the standard library's lengths."""
     generator = np.random.default_rng(seed)
-    lengths = generator.permutation(np.clip(stdlib_lengths() // 16, 16, window))[:count]
+    lengths = np.clip(stdlib_lengths() * window // 65_536, 16, window)
+    lengths = generator.permutation(lengths)[:count]
     return [{"input_ids": generator.integers(0, VOCABULARY, n).tolist()} for n in lengths]
 
 
@@ -82,7 +83,14 @@ def flops_of(inputs: dict[str, Any], shape: Any) -> tuple[int, int]:
 
 
 def turn(
-    way: str, loop: str, folder: str, window: int, width: int, steps: int, seed: int
+    way: str,
+    loop: str,
+    pair: float | None,
+    folder: str,
+    window: int,
+    width: int,
+    steps: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Some steps of one way on this rank: seconds, tokens and FLOPs of each."""
     from datasets import Dataset, disable_progress_bars
@@ -114,7 +122,7 @@ def turn(
             return super().training_step(model, inputs, *rest, **named)
 
     class Balanced(BalancedTraining, Timed):
-        pass
+        work = None if pair is None else staticmethod(lambda tokens: tokens + pair * tokens**2)
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -154,11 +162,20 @@ def turn(
     return {"steps": seen[1:]}
 
 
-def rank_of(rank: int, loop: str, rounds: int, window: int, width: int, steps: int) -> list[Any]:
+def rank_of(
+    rank: int,
+    ways: list[str],
+    loop: str,
+    pair: float | None,
+    rounds: int,
+    window: int,
+    width: int,
+    steps: int,
+) -> list[Any]:
     """All rounds on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         return [
-            {way: turn(way, loop, folder, window, width, steps, number) for way in WAYS}
+            {way: turn(way, loop, pair, folder, window, width, steps, number) for way in ways}
             for number in range(rounds)
         ]
 
@@ -173,6 +190,7 @@ def of_way(turns: list[dict[str, Any]]) -> dict[str, float]:
         "processor_ns_per_token": 1e9 * busier / tokens,
         "all_processors_ns_per_token": 1e9 * steps[:, :, 1].sum() / tokens,
         "processor_seconds_per_teraflop": 1e12 * busier / flops.sum(),
+        "imbalance_of_processor": RANKS * busier / steps[:, :, 1].sum(),
         "imbalance_of_work": RANKS * flops.max(axis=0).sum() / flops.sum(),
         "tokens_per_step": tokens / steps.shape[1],
         "longest_row": steps[:, :, 4].max(),
@@ -185,24 +203,31 @@ def main(argv: list[str] | None = None) -> None:
 
     made = report.parser("trainer_balance", __doc__)
     made.add_argument("--loop", choices=("trl", "transformers"), default="trl")
+    made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="balanced last")
+    made.add_argument(
+        "--pair",
+        type=float,
+        help="work of a pair, over that of a token, which balanced goes by (default: FLOPs)",
+    )
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--steps", type=int, default=4)
     made.add_argument("--window", type=int, default=4096)
     made.add_argument("--width", type=int, default=64)
     made.add_argument("--output", type=Path)
     given = made.parse_args(argv)
-    sizes = (given.loop, given.rounds, given.window, given.width, given.steps)
+    ways = given.ways
+    sizes = (ways, given.loop, given.pair, given.rounds, given.window, given.width, given.steps)
     ranks = run_ranks(rank_of, RANKS, *sizes, process_group=False, timeout=3600)
     rounds = [
-        {way: of_way([rank[number][way] for rank in ranks]) for way in WAYS}
+        {way: of_way([rank[number][way] for rank in ranks]) for way in ways}
         for number in range(given.rounds)
     ]
     figures = {
         way: {name: median(each[way][name] for each in rounds) for name in rounds[0][way]}
-        for way in WAYS
+        for way in ways
     }
     ratios = {}
-    for way in WAYS[:2]:
+    for way in ways[:-1]:
         for name in list(figures[way])[:4]:
             found = sorted(each[way][name] / each["balanced"][name] for each in rounds)
             ratios[f"{way}, {name}"] = {
@@ -211,6 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     result = {
         "script": "trainer_balance",
         "loop": given.loop,
+        "pair": given.pair,
         "rounds": given.rounds,
         "steps": given.steps - 1,
         "window": given.window,
@@ -219,8 +245,8 @@ def main(argv: list[str] | None = None) -> None:
         "medians": figures,
         "of_balanced": ratios,
     }
-    names = [*figures["trl"]]
-    report_table = [[way, *(f"{figures[way][name]:,.3f}" for name in names)] for way in WAYS]
+    names = [*figures["balanced"]]
+    report_table = [[way, *(f"{figures[way][name]:,.3f}" for name in names)] for way in ways]
     console = Console(width=200)
     for row in [["way", *names], *report_table]:
         console.print(" | ".join(row), highlight=False)

@@ -34,6 +34,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.trainer_utils import seed_worker
 
+from lightning_wlb.adapters.plan_step import WorkOf
 from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
 
 
@@ -47,6 +48,8 @@ class BalancedTraining:
 
     Attributes:
         max_tokens: most tokens of a micro-batch; None: no cap.
+        work: what sequences cost, as for :func:`.plan_step`; None: the FLOPs of the model. A small
+            model is slower by token than its FLOPs say: give what was measured.
         lockstep: whether ranks wait for each other in every micro-batch (FSDP, DeepSpeed ZeRO-3).
 
     Raises:
@@ -55,6 +58,7 @@ class BalancedTraining:
     """
 
     max_tokens: int | None = None
+    work: WorkOf | None = None
     lockstep: bool = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
@@ -72,7 +76,8 @@ class BalancedTraining:
             ranks=args.world_size,
             micro_batches=args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
-            model=self.model.config,
+            model=self.model.config if self.work is None else None,
+            work=self.work,
             max_tokens=self.max_tokens,
             lockstep=self.lockstep,
         )
