@@ -269,7 +269,8 @@ def _lengths_in_file(path: Path) -> Lengths:
     known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
-            values = np.lib.format.open_memmap(path, mode="r")  # whatever size is claimed
+            # Whatever size is claimed, there must be a file of it.
+            values: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         else:
             values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
     except OSError as error:

@@ -75,23 +75,24 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         break
     else:
         raise OSError(f"No folder for {key} can be made, in {root} neither.")
-    replaced = aside.with_name(f"{aside.name}-replaced")
+    replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
         files = {path.name: _described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         aside.chmod(0o755)
-        try:
-            aside.rename(root / key)
-        except OSError:
-            # Another rank was first, or what is there is damaged.
-            if not _is_whole(root / key, owners):
-                (root / key).rename(replaced)
+        for damaged in replaced:
+            with suppress(OSError):
                 aside.rename(root / key)
+            # Else another rank was first, or what is there is damaged: others may replace it, too.
+            if _is_whole(root / key, owners):
+                return root / key
+            with suppress(OSError):
+                (root / key).rename(damaged)
+        raise OSError(f"{root / key} cannot be made: something else always takes its place.")
     finally:
-        remove(aside)
-        remove(replaced)
-    return root / key
+        for each in (aside, *replaced):
+            remove(each)
 
 
 def remove(path: Path) -> None:

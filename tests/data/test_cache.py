@@ -120,6 +120,27 @@ def test_what_is_not_as_it_was_built_is_made_anew(damage: Any, root: Path) -> No
         built_once(key, lambda folder: pytest.fail("it is whole"))
 
 
+def test_ranks_that_replace_the_same_damage_all_have_it_whole(root: Path, monkeypatch) -> None:
+    """Between the look of one and its renaming, another has replaced it already."""
+    made = built_once("key", build)
+    made.joinpath("made").write_text("damaged")
+    look, looks = cached._is_whole, []
+
+    def racing(folder: Path, owners: Any) -> bool:
+        whole = look(folder, owners)
+        looks.append(whole)
+        if looks == [False, False]:  # what this rank would rename is damaged no more
+            made.joinpath("made").write_text("mine")
+        return whole
+
+    monkeypatch.setattr(cached, "_is_whole", racing)
+    with pytest.warns(match="is made anew"):
+        made = built_once("key", build) / "made"
+    assert made.read_text() == "mine"
+    assert looks == [False, False, True]
+    assert [path.name for path in root.iterdir()] == ["key"]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link", "file"])
 def test_what_is_no_folder_is_replaced(kind: str, root: Path, tmp_path: Path) -> None:
     root.mkdir(parents=True)

@@ -213,7 +213,9 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
     if splits:
         raise ValueError(
             f"{name} has several splits. Give the folder of one: "
-            + ", ".join(str(path / split) for split in splits)
+            + ", ".join(
+                f"{path / str(each)}" for each in (splits if isinstance(splits, list) else [splits])
+            )
         )
     state = read_json(path / "state.json")
     if state.get("_indices_data_files"):

@@ -17,7 +17,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -141,7 +143,7 @@ def rows(part: Part) -> Iterator[Row]:
             ) from error
         return
     compressed = part.path.suffix == ".gz"
-    with _opened(part.path) as file:
+    with _opened(part.path) as file, _naming_damage(part.path):
         at = part.start
         if at:
             # The line that is under way here belongs to the part in which it begins.
@@ -182,6 +184,14 @@ def _check_once(path: str, seen: dict[str, str]) -> None:
             f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
             " one of them from the source."
         )
+
+
+@contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zlib.error, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be unpacked: {error}. Compress it again.") from error
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -145,6 +145,16 @@ def test_a_line_without_end_is_not_unpacked(folder, monkeypatch) -> None:
         list(rows(parts[0]))
 
 
+def test_a_damaged_archive_is_named(folder) -> None:
+    whole = gzip.compress(b'{"a": 1}\n' * 100)
+    (folder / "a.jsonl.gz").write_bytes(whole)
+    part = Source.open(folder).shards()[0][0]
+    for damaged in (whole[:-9], whole[:12] + b"\xff" * 9 + whole[21:], b"no archive"):
+        (folder / "a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be unpacked: .*Compress it again"):
+            list(rows(part))
+
+
 def test_what_is_no_source_is_answered(folder) -> None:
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         Source.open(folder / "missing")
