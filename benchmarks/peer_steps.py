@@ -123,18 +123,19 @@ def dealt(rows: Sequence[list[Slice]], mesh: Mesh, limit: int) -> Iterator[Packe
 def sampled(grouped: bool) -> Callable[..., Iterator[Packed]]:
     """Transformers' samplers; the limit is the number of micro-batches of a rank."""
 
+    @cache
+    def packed(documents: Documents, replicas: int, limit: int) -> list[peers.Packs]:
+        lengths = documents.lengths.tolist()
+        each = max(round(len(lengths) / len(documents.steps) / replicas / limit), 1)
+        if grouped:
+            return peers.transformers_grouped(lengths, each, replicas, limit, 0)
+        return peers.transformers_rebalance(lengths, each * replicas * limit, replicas, limit, 0)
+
     def steps(
         documents: Documents, mesh: Mesh, limit: int, clones: Path | None
     ) -> Iterator[Packed]:
-        lengths = documents.lengths
-        each = max(round(len(lengths) / len(documents.steps) / mesh.data / limit), 1)
-        if grouped:
-            found = peers.transformers_grouped(lengths.tolist(), each, mesh.data, limit, 0)
-        else:
-            batch = each * mesh.data * limit
-            found = peers.transformers_rebalance(lengths.tolist(), batch, mesh.data, limit, 0)
-        for packs in found:
-            yield whole(lengths, packs)
+        for packs in packed(documents, mesh.data, limit):
+            yield whole(documents.lengths, packs)
 
     return steps
 

@@ -258,13 +258,13 @@ def transformers_rebalance(
         accumulated: micro-batches of each.
         seed: of the order of documents.
     """
-    sampler = _transformers().BatchRebalanceSampler
-    ranks = [
-        list(sampler(list(lengths), batch, replicas, accumulated, seed=seed, rank=rank))
-        for rank in range(replicas)
-    ]
-    starts = range(0, len(ranks[0]), accumulated)
-    return [[own[start : start + accumulated] for own in ranks] for start in starts]
+
+    class AllRanks(_transformers().BatchRebalanceSampler):
+        def _yield_global_batch(self, batch_indices: list[int]) -> Iterator[Packs]:
+            # Every rank works out the same and takes its own part.
+            yield self._assign(batch_indices, [self.lengths[index] for index in batch_indices])
+
+    return list(AllRanks(list(lengths), batch, replicas, accumulated, seed=seed))
 
 
 def transformers_grouped(
