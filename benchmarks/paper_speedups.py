@@ -98,23 +98,11 @@ QUOTED: dict[str, float] = {
 }
 NOTABLE = 0.15
 
-WHY = {
-    # Checked against this benchmark's own figures; see context_imbalance in the JSON.
-    "communication": (
-        "Here nothing overlaps, sums travel in float32 and keys and values cross nodes where the"
-        " context group spans them; most of that time is proportional to tokens, whatever the"
-        " packing, and dilutes the gain. What the paper's system overlaps is not published."
-    ),
-    "7B-128K, packing and delay": (
-        "Packed for equal work but sharded per sequence, a micro-batch is a long document and many"
-        " short ones, and our kernel model makes context-parallel imbalance larger than under"
-        " Plain-4D; the paper's own gains from sharding are a fraction of what such models predict."
-    ),
-    "average of WLB-LLM over Fixed-4D": (
-        "Our Fixed-4D gains more than the paper's, because our kernel model credits per-document"
-        " sharding with more than the paper measured."
-    ),
-}
+COMMUNICATION = (
+    "Here nothing overlaps, sums travel in float32 and keys and values cross nodes where the context"
+    " group spans them; most of that time is proportional to tokens, whatever the packing, and"
+    " dilutes the gain. What the paper's system overlaps is not published."
+)
 
 
 @dataclass(frozen=True)
@@ -276,13 +264,13 @@ def sentences(with_links: dict[str, Any], without: dict[str, Any]) -> list[str]:
         ours, free = with_links["quoted"][name], without["quoted"][name]
         off, off_free = abs(ours / paper - 1), abs(free / paper - 1)
         if min(off, off_free) > NOTABLE:
-            why = WHY.get(name, "")
+            why = ""
             text = (
                 f"the paper says {paper:.2f}, we predict {ours:.2f} with communication and"
                 f" {free:.2f} without, {off:.0%} and {off_free:.0%} off."
             )
         elif off > NOTABLE:
-            why = WHY["communication"]
+            why = COMMUNICATION
             text = (
                 f"the paper's {paper:.2f} is met without communication ({free:.2f}), and"
                 f" {ours:.2f} predicted with it."

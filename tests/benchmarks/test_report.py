@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import packing_report, report, slimpack_paper
+from benchmarks import packers_page, packing_report, paper_speedups, report, slimpack_paper
 
 RESULTS = Path(report.__file__).with_name("results")
 
@@ -17,6 +17,8 @@ RESULTS = Path(report.__file__).with_name("results")
     [
         ("packing", packing_report.markdown),
         ("slimpack_paper", slimpack_paper.markdown),
+        ("paper_speedups", paper_speedups.page),
+        ("packers", packers_page.page),
     ],
 )
 def test_committed_pages_are_made_of_the_committed_figures(name: str, page) -> None:
