@@ -100,8 +100,8 @@ NOTABLE = 0.15
 
 COMMUNICATION = (
     "Here nothing overlaps, sums travel in float32 and keys and values cross nodes where the"
-    " context group spans them; most of that time is proportional to tokens, whatever the packing, and"
-    " dilutes the gain. What the paper's system overlaps is not published."
+    " context group spans them; most of that time is proportional to tokens, whatever the packing,"
+    " and dilutes the gain. What the paper's system overlaps is not published."
 )
 
 
