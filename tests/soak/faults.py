@@ -123,6 +123,7 @@ DISTURBED = (
 )
 
 START_UP: dict[str, Any] = {"place": "start-up", "step": 0}
+LOCKED: dict[str, Any] = {"ranks": (0,), "ends": "dies"}
 WORKER: dict[str, Any] = {"says": r"(?i)worker", "silent": False}
 NETWORK: dict[str, Any] = {"says": r"(?i)connection|broken pipe|socket", "silent": False}
 KILLS_ITS_RANK = plants.hangs_after(plants.kills_rank)
@@ -142,6 +143,8 @@ DIED_SILENTLY = (
     _died("a read without end in a worker of rank 3", "read", plants.hangs, **STUCK),
     _died("rank 3 is stopped (SIGSTOP)", "step", plants.sends(SIGSTOP), **STUCK),
     _died("rank 3 sleeps for ever", "batch end", plants.hangs, **STUCK),
+    _died("rank 3 holds Python's lock for ever", "step", plants.holds_lock, **STUCK),
+    _died("rank 0 holds Python's lock for ever", "step", plants.holds_lock, **STUCK, **LOCKED),
     _died("rank 3 loses its connections", "step", plants.cuts_connections, **NETWORK),
 )
 

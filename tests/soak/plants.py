@@ -233,6 +233,11 @@ def hangs(plant: Plant) -> None:
     time.sleep(3600)
 
 
+def holds_lock(plant: Plant) -> None:
+    """Foreign code, in which no other thread of Python runs."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
 def sends(number: signal.Signals) -> Callable[[Plant], None]:
     """A signal to the process itself."""
     return lambda plant: os.kill(os.getpid(), number)
