@@ -40,7 +40,7 @@ from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, ReplicaPlan, Slice
 from lightning_wlb.planning.dealing import deal_capped, fill
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
-from lightning_wlb.planning.replica_plans import replica_plan, whole
+from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
 from lightning_wlb.planning.slicing import cut_apart, slice_pieces
 from lightning_wlb.planning.tuning import HALVES, NEAR_PERCENT, START
 
@@ -196,7 +196,7 @@ class MicroBatchSearch:
         if candidate.kind == "filled":
             filled = fill(self.pieces, self.cap)
             fits = max(piece.tokens for piece in self.pieces) <= self.cap
-            return [list(map(whole, pieces)) for pieces in filled] if fits else []
+            return [list(map(whole_slice, pieces)) for pieces in filled] if fits else []
         if candidate.kind == "whole":
             # Where slices gain nothing or cannot be, more bins are tried until all pieces fit.
             sliced = self.place.slices and self.place.mesh.pipeline > 1
@@ -204,7 +204,7 @@ class MicroBatchSearch:
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)
                 if not left:
-                    return [list(map(whole, pieces)) for pieces in dealt if pieces]
+                    return [list(map(whole_slice, pieces)) for pieces in dealt if pieces]
             return []
         taper = self.place.mesh.pipeline - 1 if candidate.kind != "equal" else 0
         cut = cut_apart if candidate.kind == "apart" else slice_pieces

@@ -26,7 +26,7 @@ Shared = tuple[Sequence[Slice], tuple[int, ...]]
 """The slices of a micro-batch, and the replicas that share it."""
 
 
-def whole(piece: Piece) -> Slice:
+def whole_slice(piece: Piece) -> Slice:
     """The slice that is all of a piece."""
     return Slice(piece.document, piece.origin, piece.origin, piece.stop)
 

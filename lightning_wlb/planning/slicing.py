@@ -56,7 +56,7 @@ from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.plan import Piece, Slice
 from lightning_wlb.planning.dealing import deal_capped, longest_first
-from lightning_wlb.planning.replica_plans import whole
+from lightning_wlb.planning.replica_plans import whole_slice
 from lightning_wlb.planning.tuning import LEAST_SLICE, OPEN_GAPS, TAPER
 
 _SHARE = 1 << 20  # relative work of a pack that is not tapered
@@ -286,7 +286,7 @@ class _Filling:
     def _place_whole(self, pack: _Pack, index: int) -> tuple[int, int]:
         """Put a waiting piece into the pack; returns its tokens and its work."""
         piece, tokens, work = self.waiting.take(index)
-        pack.slices.append(whole(piece))
+        pack.slices.append(whole_slice(piece))
         pack.room -= tokens
         pack.gap -= work
         return tokens, work
@@ -354,7 +354,7 @@ def cut_apart(
         begun += [(0, 0)] * -(-sum(piece.tokens for piece in left) // cap)
     made += [[] for _ in begun[len(made) :]]
     for pack, added in zip(made, dealt, strict=True):
-        pack += map(whole, added)
+        pack += map(whole_slice, added)
     return [pack for pack in made if pack]
 
 

@@ -28,7 +28,7 @@ from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import Deal, heaviest_first
 from lightning_wlb.planning.global_batches import GlobalBatches
 from lightning_wlb.planning.plan_scoring import Placement
-from lightning_wlb.planning.replica_plans import replica_plan, whole
+from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
 
 MicroBatches = list[list[Piece]]
 """The pieces of each micro-batch."""
@@ -140,7 +140,7 @@ class Packer:
         work = self.rules.work.total
         works = [sum(work(piece.tokens) for piece in pieces) for pieces in filled]
         return [
-            replica_plan([list(map(whole, filled[at])) for at in own], number, place.sharding)
+            replica_plan([list(map(whole_slice, filled[at])) for at in own], number, place.sharding)
             for number, own in enumerate(type(self).deal(works, place.mesh.data))
         ]
 

@@ -27,7 +27,7 @@ from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import deal_capped, deal_greedily, longest_first
 from lightning_wlb.planning.packing.base import MicroBatches, Packer
 from lightning_wlb.planning.plan_scoring import Placement
-from lightning_wlb.planning.replica_plans import replica_plan, whole
+from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
 from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 
 UTILISED_PERCENT = 85  # of a device's efficiency, Appendix C
@@ -58,7 +58,7 @@ class HydraulisPacker(Packer):
         for number, indices in enumerate(dealt):
             own = [pieces[index] for index in indices]
             packed = pack_pipeline(own, mesh.pipeline, cap, cost, self.utilised)
-            packs = [list(map(whole, each)) for each in packed]
+            packs = [list(map(whole_slice, each)) for each in packed]
             plans.append(replica_plan(packs, number, place.sharding))
         return plans
 
