@@ -95,16 +95,9 @@ def padded_pairs(
 ) -> tuple[Integers, Integers, Integers]:
     """(query, key) pairs of segments whose queries a kernel pads to its tile.
 
-    Rows of padding see no keys behind those of the last query.
-
-    Args:
-        queries: int64 [segments].
-        keys: int64 [segments], at least the queries.
-        tile: queries of a tile.
-        sliding_window: most keys that a query sees; None for no bound.
-
-    Returns:
-        The pairs, the padded queries and the keys that they see, int64 [segments] each.
+    Rows of padding see no keys behind those of the last query. The other arguments are those of
+    :func:`reference_kernel_cost`. Returns the pairs, the padded queries and the keys that they see,
+    int64 [segments] each.
     """
     tiles = -(-queries // tile)
     padded = tiles * tile
@@ -130,8 +123,7 @@ def last_tiles_end(
 
     A forward deals tiles of queries of each head to the processors, a backward tiles of keys. A
     call ends no sooner than its longest tile. Otherwise the processors wait at the end for half of
-    what the longest tile takes more than the mean one: so long it lasts on average from any moment
-    of the last turn.
+    what the longest tile takes more than the mean one.
 
     Args:
         busy: how long the call would take if all processors were busy to its end.

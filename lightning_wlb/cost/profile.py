@@ -143,9 +143,8 @@ class Profile:
     sustained: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "memory_bytes", "devices_per_node"):
-            check_positive(name, [getattr(self, name)])
-        for name in ("element_bytes_per_second", "eager_factor", "sustained"):
+        sizes = ("peak_flops", "memory_bytes", "devices_per_node")
+        for name in (*sizes, "element_bytes_per_second", "eager_factor", "sustained"):
             check_positive(name, [getattr(self, name)])
         if not self.attention:
             raise ValueError("device profile: attention has no table for any head size.")
