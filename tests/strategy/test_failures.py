@@ -199,7 +199,7 @@ def ends_early(rank: int, folder: Path) -> dict[str, str]:
             callbacks.append(LambdaCallback(setup=raises))
         if name == "end":
             strategy.processes.end = strategy.on_exception = raises  # type: ignore[method-assign]
-        runner = trainer(strategy, 1, callbacks=callbacks, enable_checkpointing=True)
+        runner = trainer(strategy, 1, callbacks=callbacks)
         with patch.object(resuming, "candidates", raises if name == "launch" else candidates):
             try:
                 runner.fit(module(SMALL), data(SMALL), ckpt_path=saved if name == "load" else None)
@@ -209,9 +209,7 @@ def ends_early(rank: int, folder: Path) -> dict[str, str]:
         raises()
     except ZeroDivisionError:  # which a script handles by another run: no exception of that one
         strategy = WLBStrategy()
-        runner = trainer(
-            strategy, 1, callbacks=[SavesEarly(folder)], enable_checkpointing=True, max_steps=1
-        )
+        runner = trainer(strategy, 1, callbacks=[SavesEarly(folder)], max_steps=1)
         runner.fit(module(SMALL), data(SMALL))
     found["early"] = ", ".join(path.name for path in folder.glob("early*"))
     found["saved"] = ", ".join(path.name for path in folder.glob("another*"))
