@@ -69,7 +69,7 @@ def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """
     content = read_json(out / FACTS)
     if content:
-        _check_same(out, content["request"], identity, "was made")
+        _check_same(out, content.get("request"), identity, "was made")
     return content or None
 
 
@@ -97,7 +97,7 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Figures]:
         left.unlink()
     partial = read_json(out / PARTIAL)
     if partial:
-        _check_same(out, partial["request"], identity, "was begun")
+        _check_same(out, partial.get("request"), identity, "was begun")
     done: dict[str, Figures] = partial.get("done", {})
     return done
 
@@ -164,7 +164,8 @@ def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], mask
     (folder / PARTIAL).unlink(missing_ok=True)
 
 
-def _check_same(out: Path, saved: dict[str, Any], identity: dict[str, Any], how: str) -> None:
+def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> None:
+    saved = saved if isinstance(saved, dict) else {}
     differing = [
         f"{name} {saved.get(name)!r} there, {identity.get(name)!r} here"
         for name in {**identity, **saved}

@@ -179,6 +179,15 @@ def test_another_request_is_refused_with_what_differs(request_, unbroken, whole)
         tokenise(changed, unbroken)
 
 
+@pytest.mark.parametrize("name", ["lightning_wlb.json", "lightning_wlb.partial.json"])
+@pytest.mark.parametrize("said", [{"documents": 1}, {"request": [1]}])
+def test_a_folder_that_does_not_say_for_what_it_was_made_is_refused(name, said, request_, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"for another request: kind None there, 'texts' here"):
+        tokenise(request_, tmp_path / "out")
+
+
 def test_folders_with_something_else_are_left_alone(request_, tmp_path) -> None:
     with pytest.raises(ValueError, match="holds something else"):
         tokenise(request_, tmp_path)
