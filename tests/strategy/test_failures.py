@@ -199,7 +199,7 @@ def ends_early(rank: int, folder: Path) -> dict[str, str]:
             callbacks.append(LambdaCallback(setup=raises))
         if name == "end":
             strategy.processes.end = strategy.on_exception = raises  # type: ignore[method-assign]
-        runner = trainer(strategy, 1, callbacks=callbacks)
+        runner = trainer(strategy, 1, callbacks=callbacks, enable_checkpointing=True)
         with patch.object(resuming, "candidates", raises if name == "launch" else candidates):
             try:
                 runner.fit(module(SMALL), data(SMALL), ckpt_path=saved if name == "load" else None)
