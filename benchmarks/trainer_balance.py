@@ -18,8 +18,8 @@ busier rank, summed over steps: what steps take where each rank has a core of it
 costs nothing, and all that says something on a machine that others use. Both are divided by tokens,
 and for work by FLOPs of the model, since the ways take other documents.
 
-TRL packs the longest documents first, so a few of its steps have more attention for a token: compare
-whole epochs where there is time for them.
+TRL packs the longest documents first, so a few of its steps have more attention for a token:
+compare whole epochs where there is time for them.
 
 ``python -m benchmarks.trainer_balance`` takes minutes, needs ``trl``, and prints one JSON object
 last. Losses are compared in ``tests/adapters/test_transformers_trainer.py``, to 1e-10 in float64.
