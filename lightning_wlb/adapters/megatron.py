@@ -35,8 +35,7 @@ from lightning_wlb.planning.dp_merge import Merged, merge_pieces
 SHARED_ABOVE = (0, 1, 2, 4, 8)
 """1/alpha of :func:`.merge_pieces`, each tried: the share of a rank above which one is shared."""
 
-Samples = Sequence[tuple[int, int]]
-"""(number, tokens) of each sequence."""
+Samples = Sequence[tuple[int, int]]  # (number, tokens)
 
 
 class PlannedPacking:
@@ -140,11 +139,7 @@ class PlannedContextParallel:
 
 
 def packed_sample(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sequences as one packed sample of Megatron: each key concatenated, and ``cu_seqlens``.
-
-    Args:
-        samples: of each sequence the same keys, such as ``tokens`` and ``labels``, [tokens] each.
-    """
+    """Sequences, each the same keys of [tokens], as one packed sample with ``cu_seqlens``."""
     ends = list(accumulate((len(next(iter(each.values()))) for each in samples), initial=0))
     packed = {key: torch.cat([each[key] for each in samples]) for key in samples[0]}
     longest = max(stop - start for start, stop in pairwise(ends))

@@ -13,9 +13,8 @@ the plan. Resuming is its own.
 
 ``SFTTrainer`` brings its own collator: give ``SFTConfig(padding_free=True, packing=False)``.
 
-Where flash-attention is installed it keeps sequences of a row apart. Elsewhere choose
-``attn_implementation="wlb_packed"``, which calls torch's attention once for each sequence: the
-dense masks of the other implementations cost as much as one sequence of the row's length.
+Without flash-attention choose ``attn_implementation="wlb_packed"``, which calls torch's attention
+for each sequence: dense masks cost as much as one sequence of the row's length.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ class BalancedTraining:
 
     Attributes:
         max_tokens: most tokens of a micro-batch; None: no cap.
-        work: what sequences cost, as for :func:`.plan_step`; None: the FLOPs of the model. A small
-            model is slower by token than its FLOPs say: give what was measured.
+        work: what sequences cost, measured, as for :func:`.plan_step`; None: the model's FLOPs.
         lockstep: whether ranks wait for each other in every micro-batch (FSDP, DeepSpeed ZeRO-3).
 
     Raises:
-        ValueError: when training begins, for a data set without a length, batches that Accelerate
-            would split, or a step that does not fit its micro-batches under the cap.
+        ValueError: when training begins: no length, split batches, or a step that does not fit.
     """
 
     max_tokens: int | None = None
@@ -66,8 +63,8 @@ class BalancedTraining:
         args, dataset = self.args, self.train_dataset
         if not hasattr(dataset, "__len__") or self.accelerator.split_batches:
             raise ValueError(
-                "BalancedTraining needs a data set with a length, and split_batches=False: a plan"
-                " knows the lengths of a step's sequences, and gives a batch to each process."
+                "BalancedTraining needs a data set with a length, and split_batches=False: it gives"
+                " a batch to each process."
             )
         each = args.train_batch_size * args.gradient_accumulation_steps
         sampler = _FromTrainer(
@@ -141,17 +138,11 @@ def packed_attention(
         )
     if cu_seq_lens_q is not None:
         sizes = cu_seq_lens_q.diff().tolist()
-    else:
-        assert position_ids is not None
+    elif position_ids is not None:
         starts = torch.nonzero(position_ids[0] == 0).flatten().tolist()
         sizes = np.diff([*starts, query.shape[2]]).tolist()
-    attend = partial(
-        scaled_dot_product_attention,
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=True,
-    )
+    given: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True}
+    attend = partial(scaled_dot_product_attention, is_causal=True, **given)
     parts = list(map(attend, *(each.split(sizes, dim=2) for each in (query, key, value))))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
