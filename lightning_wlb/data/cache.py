@@ -23,6 +23,8 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -89,6 +91,8 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
                 return root / key
             with suppress(OSError):
                 (root / key).rename(damaged)
+                continue
+            time.sleep(0.1)  # another rank is between its two renamings
         raise OSError(f"{root / key} cannot be made: something else always takes its place.")
     finally:
         for each in (aside, *replaced):
@@ -158,9 +162,13 @@ def _is_whole(folder: Path, owners: Iterable[int]) -> bool:
 
 
 def _warn(text: str) -> None:
-    from lightning.pytorch.utilities import rank_zero_warn
+    if _is_first_rank():
+        warnings.warn(text, stacklevel=2)
 
-    rank_zero_warn(text)
+
+def _is_first_rank() -> bool:
+    ranks = sys.modules.get("lightning_utilities.core.rank_zero")  # which knows where one trains
+    return ranks is None or getattr(ranks.rank_zero_only, "rank", 0) == 0
 
 
 def _described(path: Path) -> list[Any]:
@@ -215,9 +223,7 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
 
 def shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
     """The items, with a progress bar where someone is watching."""
-    ranks = sys.modules.get("lightning_utilities.core.rank_zero")  # which knows where one trains
-    rank = 0 if ranks is None else getattr(ranks.rank_zero_only, "rank", 0)
-    if rank != 0 or not sys.stderr.isatty():
+    if not _is_first_rank() or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
