@@ -132,12 +132,12 @@ class _SafeReader(dcp.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """The part of a file that holds an entry, if it asks for no more than its bytes."""
-        part = cast(IO[bytes], _Entry(file, sinfo.offset, sinfo.length))
+        part = cast(IO[bytes], _EntryBytes(file, sinfo.offset, sinfo.length))
         check_archive(part)
         return part
 
 
-class _Entry(_ReaderView):
+class _EntryBytes(_ReaderView):
     """The bytes of an entry; torch's class takes a place before the end for one behind it."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:

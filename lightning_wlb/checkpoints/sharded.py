@@ -10,7 +10,8 @@ the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,21 @@ def load(
     for index, optimizer in enumerate(optimizers):
         read = optimizer_states[index] | state[f"optimizer_{index}"]
         if values := {_rename(name, back): each for name, each in read.items()}:
-            set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+            with _without_empty_groups(optimizer):
+                set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
     return opened.rest
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Hide parameter groups without parameters, whose options torch looks for under a parameter."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    yield
+    read = iter(optimizer.param_groups)
+    optimizer.param_groups = [next(read) if group["params"] else group for group in groups]
 
 
 def _optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
-    """Of a typical step of each row, by the row's name, the replica whose last action ends last."""
+    """The replica that ends last in a typical step of each row, by the row's name."""
 
     def end(simulation: Simulation) -> int:
         return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
