@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(abc|argparse|collections|concurrent|contextlib|datetime|io|multiprocessing|pathlib)\..*",
     ),
-    (r"py:.*", r"(socket|threading|types)\..*"),
+    (r"py:.*", r"(os|pickle|socket|threading|types)\..*"),
     (
         r"py:.*",
         r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",

@@ -113,7 +113,7 @@ def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
     return np.array([len(row["input_ids"]) for row in dataset], np.int64)
 
 
-def packed_attention(
+def attend_by_sequence(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -147,5 +147,5 @@ def packed_attention(
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("wlb_packed", packed_attention)
+AttentionInterface.register("wlb_packed", attend_by_sequence)
 AttentionMaskInterface.register("wlb_packed", lambda *_, **__: None)
