@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_wlb.cli.main import main
+from lightning_wlb.cli.shared_options import model_shape
 from lightning_wlb.plan.plan_files import FORMAT, VERSION, read_plans, write_plans
 
 
@@ -42,10 +44,23 @@ def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
         ("", "line 1"),
         ('{"format": "lightning-wlb plans", "version": 2}', "line 1: .*version 2"),
         ('{"format": "lightning-wlb plans", "version": 1}\n{"step": 0}', "line 2"),
+        ('{"format": "lightning-wlb plans", "version": 1}\n' + "[" * 100_000, "line 2"),
+        ("[" * 100_000, "line 1"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=line):
             read_plans(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_plans_and_configs_that_never_end_are_refused(tmp_path: Path) -> None:
+    for name, read in [("plans.jsonl", read_plans), ("run.yaml", lambda it: model_shape(str(it)))]:
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match="FIFO"):
+            read(tmp_path / name)
+    (tmp_path / "deep.yaml").write_text("[" * 20_000)
+    with pytest.raises(ValueError, match=r"deep\.yaml"):
+        model_shape(str(tmp_path / "deep.yaml"))
 
 
 def test_a_search_writes_no_plans(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS
@@ -85,11 +86,11 @@ def _config_of_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        model = yaml.safe_load(read_bytes(path).decode())["model"]
         return model.get("init_args", model)["config"]
     except OSError as error:
         raise ValueError(f"--model {path}: {error.strerror or error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a file that is made up leads to many
         raise ValueError(
             f"--model {path} has no model with a config, as a LightningCLI YAML has under 'model',"
             f" 'init_args', 'config': {error!r}."

@@ -23,21 +23,26 @@ be in another order in another process, unless ``torch.use_deterministic_algorit
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
-import torch._inductor
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from lightning_wlb.data.cache import cache_folder
+from lightning_wlb.file_checks import own_folder
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import (
     EAGER_SOFTMAX,
@@ -213,6 +218,7 @@ class CompiledFunction:
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
         if self._compiled is None:
+            _use_own_cache()
             # Else Triton's kernels are chosen by time, and another choice adds in another order.
             known = "deterministic" in torch._inductor.list_options()
             deterministic = known and torch.are_deterministic_algorithms_enabled()
@@ -242,3 +248,17 @@ class CompiledFunction:
                 " between them; else set compile=False.",
                 stacklevel=3,
             )
+
+
+def _use_own_cache() -> None:
+    """Keep inductor's pickles and libraries where no other user can have put any.
+
+    torch's own choice is a folder of a known name among temporary files, whoever made it.
+    """
+    if (folder := default_cache_dir()) == cache_dir():
+        try:
+            own_folder(Path(folder))
+        except (OSError, ValueError):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")
+            # Precompiled headers stay in torch's own choice, whatever the environment says.
+            torch._inductor.config.cpp_cache_precompile_headers = False

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_wlb.file_checks import open_regular
 from lightning_wlb.plan.step import StepPlan
 
 FORMAT = "lightning-wlb plans"
@@ -34,7 +35,8 @@ def read_plans(path: Path) -> tuple[dict[str, Any], list[StepPlan]]:
         ValueError: another format or a later version, a line that is no plan, or a plan that cannot
             run; the message names the line.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    with open_regular(path) as file:
+        lines = file.read().decode().splitlines() or [""]
     plans: list[StepPlan] = []
     number = 1
     try:
@@ -44,7 +46,7 @@ def read_plans(path: Path) -> tuple[dict[str, Any], list[StepPlan]]:
         for text in lines[1:]:
             number += 1
             plans.append(StepPlan.from_json(text).validate())
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}, line {number}: {error}. This version reads {FORMAT!r} version {VERSION}, as"
             " `lightning-wlb plan --write` makes it."

@@ -1,5 +1,7 @@
+import getpass
 import os
 import shutil
+import tempfile
 from functools import partial
 
 import pytest
@@ -226,3 +228,20 @@ def check_functions(device, dtype, most):
         results.append([total, *torch.autograd.grad(total, (hidden, weight))])
     for value, wanted in zip(*results, strict=True):
         assert relative_error(value.detach(), wanted.detach()) <= most
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch):
+    # A link is what another user could put there without being root.
+    (tmp_path / "theirs").mkdir()
+    link = tmp_path / f"torchinductor_{getpass.getuser()}"
+    link.symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(link))  # as torch sets it
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", True)
+    compiled = CompiledFunction(torch.sin, [])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiled(torch.ones(4))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "cache"))
+    assert not torch._inductor.config.cpp_cache_precompile_headers
