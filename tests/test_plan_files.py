@@ -19,7 +19,7 @@ def test_the_command_writes_what_is_read(tmp_path: Path) -> None:
     np.save(lengths, np.random.default_rng(0).integers(16, 4000, 200))
     command = f"plan --lengths {lengths} --model tiny --mesh 2,2,1,1 --context-window 4096"
     assert main([*command.split(), "--profile", "h100", "--steps", "3", "--write", str(out)]) == 0
-    header, plans = read_plans(out)
+    header, plans = read_plans(str(out))
     assert (header["format"], header["version"]) == (FORMAT, VERSION)
     assert (header["packing"], header["mesh"], header["documents"]) == ("auto", "2,2,1,1", 200)
     assert [plan.step for plan in plans] == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=line):
-            read_plans(path)
+            read_plans(str(path))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")

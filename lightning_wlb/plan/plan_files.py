@@ -28,14 +28,14 @@ def write_plans(path: Path, plans: Iterable[StepPlan], about: Mapping[str, Any])
             print(plan.to_json(), file=file)
 
 
-def read_plans(path: Path) -> tuple[dict[str, Any], list[StepPlan]]:
+def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
     """What :func:`write_plans` wrote: the header, and the plans, each validated.
 
     Raises:
         ValueError: another format or a later version, a line that is no plan, or a plan that cannot
             run; the message names the line.
     """
-    with open_regular(path) as file:
+    with open_regular(Path(path)) as file:
         lines = file.read().decode().splitlines() or [""]
     plans: list[StepPlan] = []
     number = 1
