@@ -143,7 +143,7 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
 
     Raises:
         MisconfigurationException: all stages are frozen; or ``configure_optimizers`` gives the
-            optimizer of a frozen one no group of parameters, which torch refuses.
+            optimizer of a frozen one no group of parameters, which torch refuses; or for LBFGS.
     """
     trained, refused = any(each.requires_grad for each in module.parameters()), None
     try:
@@ -161,9 +161,10 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
             " other stages train, let configure_optimizers give this one's optimizer a group, which"
             " may be empty: AdamW([{'params': [...]}])."
         ) from refused
+    _refuse_lbfgs(module.trainer.optimizers)
 
 
-def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
+def _refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
     """Raise MisconfigurationException for an optimizer that evaluates a step several times."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):

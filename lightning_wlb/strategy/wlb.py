@@ -284,7 +284,9 @@ class WLBStrategy(ParallelStrategy):
         """Check the run, split the model over the ranks, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self._module = checks.checked_module(self.lightning_module, trainer)
+        module = checks.checked_module(self.lightning_module, trainer)
+        if getattr(self, "_module", None) is not module:  # an earlier fit's optimizers go with it
+            self._module, self.optimizers = module, []
         self.checkpoints.check_folders(trainer, self.cluster_environment)
         fitting, data = trainer.state.fn == TrainerFn.FITTING, checks.data_module_of(trainer)
         self.split = SplitModel.of(module) or SplitModel.make(
@@ -311,7 +313,6 @@ class WLBStrategy(ParallelStrategy):
         self.barrier()
         if fitting:
             checks.make_optimizers(module, lambda: self.setup_optimizers(trainer))
-            checks.refuse_lbfgs(self.optimizers)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers if fitting else [], self.root_device)
 

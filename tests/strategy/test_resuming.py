@@ -234,9 +234,10 @@ def three_attempts(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
             runner.fit(module(SMALL), data(SMALL), ckpt_path="last")
         clocks = [str(each.message) for each in said if "clock said" in str(each.message)]
         found.append((Path(runner.ckpt_path or "").name, clocks))
-    runner = trainer(WLBStrategy(), 1, default_root_dir=folder)
-    runner.validate(module(SMALL), data(SMALL, validation_documents=4), verbose=False)
-    runner.save_checkpoint(folder / "evaluated.ckpt")
+    # The second has optimizers too, of the module that it trained.
+    for each in (trainer(WLBStrategy(), 1, default_root_dir=folder), runner):
+        each.validate(module(SMALL), data(SMALL, validation_documents=4), verbose=False)
+        each.save_checkpoint(folder / f"evaluated-{each.global_step}.ckpt")
     return [*found, (resuming.candidates_in(folder, True)[0].name, [])]
 
 
