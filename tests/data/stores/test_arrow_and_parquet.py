@@ -3,7 +3,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -377,57 +376,3 @@ def test_padded_rows_are_refused_when_read(tmp_path: Path) -> None:
     assert store.read(0, 0, 2).tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"document 0 of ParquetDocuments.* is padded"):
         store.read(0, 0, 3)
-
-
-@pytest.mark.parametrize("is_file", [False, True])
-@pytest.mark.parametrize("where", ["tokens", "words"])
-def test_compressed_columns_are_refused_before_they_are_unpacked(where, is_file, tmp_path):
-    """Dictionaries too, and columns that are not read."""
-    words = pa.array(["a" * 1000] * 1000)
-    kept = words.dictionary_encode() if where == "words" else pa.array(range(1000))
-    table = pa.table({"input_ids": [[1, 2, 3]] * 1000, "words": kept})
-    make = pa.ipc.new_file if is_file else pa.ipc.new_stream
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with make(str(tmp_path / "a.arrow"), table.schema, options=options) as new:
-        new.write_table(table)
-    with (
-        mock.patch.object(pa.ipc, "open_stream", side_effect=AssertionError),
-        mock.patch.object(pa.ipc, "open_file", side_effect=AssertionError),
-        pytest.raises(ValueError, match="is compressed, and cannot be mapped"),
-    ):
-        documents(tmp_path / "a.arrow")
-
-
-def test_a_length_that_its_buffers_do_not_have_is_refused(tmp_path):
-    """The library would let numpy read behind them."""
-    rows = pa.table({"input_ids": pa.array([[1, 2, 3]] * 1000, pa.list_(pa.int32()))})
-    whole = write_arrow(tmp_path / "a.arrow", rows).read_bytes()
-    length = np.array([1000, 0], "<i8").tobytes()
-    assert whole.count(length) >= 1
-    huge = whole.replace(length, np.array([1 << 40, 0], "<i8").tobytes())
-    (tmp_path / "a.arrow").write_bytes(huge)
-    with pytest.raises(ValueError, match="cannot be read as an Arrow file"):
-        documents(tmp_path / "a.arrow")
-
-
-def test_footers_that_are_made_up_are_refused(tmp_path):
-    write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": TOKENS}), stream=False)
-    whole = (tmp_path / "a.arrow").read_bytes()
-    for size in (0, 1, len(whole), -1, (1 << 31) - 1):
-        end = np.array(size, "<i4").tobytes() + b"ARROW1"
-        (tmp_path / "a.arrow").write_bytes(whole[:-10] + end)
-        with pytest.raises(ValueError, match="cannot be read as an Arrow file"):
-            documents(tmp_path / "a.arrow")
-
-
-def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", [[7] * 1000] * 1000)
-    assert path.stat().st_size < 200_000
-    usage = shutil.disk_usage(tmp_path)._replace(free=3_999_999)
-    monkeypatch.setattr(parquet.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ValueError, match=r"unpacks to 4,000,000 bytes, and .* are 3,999,999 left"):
-        documents(path)
-    monkeypatch.undo()
-    monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999] * 1000)
-    with pytest.raises(ValueError, match="row group 0 unpacks to more tokens than it says"):
-        documents(path)
