@@ -24,7 +24,7 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    "docs/*.md",
+    "docs/**.md",
     "docs/modules/lightning_wlb*.rst",
     "benchmarks/**.md",
     "examples/*.md",

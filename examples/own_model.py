@@ -3,7 +3,7 @@
     python examples/own_model.py
 
 Two CPU ranks train it for a few steps, on the mesh that is predicted to be fastest, in well under a
-minute. What a model of one's own must offer is in docs/guide.md, "A model of your own".
+minute. What a model of one's own must offer is in docs/guide/own_model.md.
 """
 
 from __future__ import annotations

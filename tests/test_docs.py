@@ -22,12 +22,13 @@ from lightning_wlb.sharding import ADAPTIVE, NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     DOCS / "design.md",
-    DOCS / "guide.md",
+    *GUIDE,
     DOCS / "reliability.md",
     ROOT / "benchmarks/README.md",
 ]
@@ -44,7 +45,7 @@ def test_the_plan_in_the_design_is_what_its_code_prints() -> None:
 
 
 def test_the_guide_has_every_option_of_every_packing() -> None:
-    table = (DOCS / "guide.md").read_text().split("### Options of the packings")[1]
+    table = (DOCS / "guide/packing.md").read_text().split("## Options of the packings")[1]
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (.*)\|$", table, re.MULTILINE)
     assert [name for name, *_ in rows] == list(PACKINGS)
     for name, cap, options in rows:
@@ -71,7 +72,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 def commands() -> list[str]:
     """Every ``lightning-wlb`` command in a block of README and guide, continued lines joined."""
-    pages = [ROOT / "README.md", DOCS / "guide.md"]
+    pages = [ROOT / "README.md", DOCS / "index.md", *GUIDE]
     blocks = [
         block
         for page in pages
@@ -89,7 +90,7 @@ def test_commands_of_the_docs_are_understood(command: str) -> None:
 
 
 def test_the_guide_has_every_sharding() -> None:
-    section = (DOCS / "guide.md").read_text().split("### Sharding over")[1].split("###")[0]
+    section = (DOCS / "guide/packing.md").read_text().split("## Sharding over")[1].split("##")[0]
     rows = re.findall(r'^\| `"(\w+)"`', section, re.MULTILINE)
     assert sorted(rows) == sorted([ADAPTIVE, *NAMES])
 
@@ -115,6 +116,11 @@ def mentioned(page: Path) -> Iterator[str]:
     for word in re.findall(r"`([\w./-]+)`", text):
         if re.fullmatch(r"\w[\w/-]*\.py|\w[\w/-]*/[\w-]+\.\w+|(\w+/)+", word):
             yield word
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
+def test_a_page_of_the_guide_is_read_in_one_go(page: Path) -> None:
+    assert page.read_text().count("\n") < 200
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[1] / "docs/guide/own_loop.md"
 
 
 def loop() -> str:
@@ -33,7 +33,7 @@ def test_the_loop_without_a_trainer_resumes(tmp_path, monkeypatch, capsys) -> No
         assert replaced == 1
         code, replaced = re.subn(r"context_window=\d+", "context_window=64", code)
         assert replaced == 1
-        exec(compile(code, "guide.md", "exec"), {})
+        exec(compile(code, "own_loop.md", "exec"), {})
         return capsys.readouterr().out.splitlines()
 
     (tmp_path / "unbroken").mkdir()

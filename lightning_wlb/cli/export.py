@@ -106,8 +106,7 @@ def export(
             f"{checkpoint} is not of a HuggingFaceModule: its hyperparameters have no Hugging Face"
             " config. lightning_wlb.Transformer rotates neighbouring pairs of a head's values,"
             " which no family of transformers does, so that it has no folder to be exported to."
-            " Use it by LanguageModule.load_from_checkpoint (docs/guide.md, 'Checkpoints and"
-            " resuming')."
+            " Use it by LanguageModule.load_from_checkpoint (docs/guide/resuming.md)."
         )
     try:
         from lightning_wlb.models.huggingface.load_and_export import files_beside

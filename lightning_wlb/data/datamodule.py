@@ -56,7 +56,7 @@ class WLBDataModule(L.LightningDataModule):
             batch is the next pieces of documents, over all replicas, as many as come nearest to
             N·C tokens.
         packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``, as
-            docs/guide.md lists them; ``"auto"`` takes what is simulated to be fastest on the mesh.
+            docs/guide/packing.md lists them; ``"auto"`` takes the one simulated to be fastest.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
         long_documents: what becomes of documents above the context window: ``"split"``,

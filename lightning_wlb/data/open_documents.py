@@ -158,7 +158,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
         source: ``"stdlib"``; a path of a folder or file, or a pattern such as
             ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or one of the
             kind's own; sequences of token numbers; or a store, which is returned as it is.
-            docs/guide.md lists what is known.
+            docs/guide/documents.md lists what is known.
         options: those that the kind of store has, such as ``vocab_size`` or ``empty="drop"``.
 
     Returns:

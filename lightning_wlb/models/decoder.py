@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         """
         raise ValueError(
             f"tensor_parallel_size={size}: {type(self).__name__} has no tensor_parallel_plan. Write"
-            " one (docs/guide.md, 'A model of your own'), or use tensor_parallel_size=1."
+            " one (docs/guide/own_model.md), or use tensor_parallel_size=1."
         )
 
     @property
@@ -174,7 +174,7 @@ def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
             f"activation_checkpointing={asked!r}, but the {name} that build_model returned always"
             f" has {own!r}. Give {own!r} or 'auto'; or let its layers recompute what"
             " micro_batch.recompute says, and say so by its attribute"
-            " activation_checkpointing='auto' (docs/guide.md, 'A model of your own')."
+            " activation_checkpointing='auto' (docs/guide/own_model.md)."
         )
     for place, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:

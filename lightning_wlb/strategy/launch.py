@@ -342,7 +342,7 @@ def _store_of_restart() -> dict[str, Any]:
 
     torchrun's agent keeps one store, which still has the addresses of ranks that have died (torch
     2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
-    docs/guide.md has the remedy.
+    docs/guide/clusters.md has the remedy.
     """
     given = os.environ
     restarts = given.get("TORCHELASTIC_RESTART_COUNT", "0")
