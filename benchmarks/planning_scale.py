@@ -103,9 +103,6 @@ class Blank:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         return np.zeros(stop - start, np.int64)
 
-    def targets(self, document: int, start: int, stop: int) -> int:
-        return max(min(stop, int(self.lengths[document]) - 1) - start, 0)
-
     def mask(self, document: int, start: int, stop: int) -> None:
         return None
 

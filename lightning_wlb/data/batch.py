@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata, with_tensors
-from lightning_wlb.data.store_checks import Sample, check_targets, read_mask, read_tokens
+from lightning_wlb.data.store_checks import Sample, length_of, read_mask, read_tokens
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
@@ -303,9 +303,7 @@ def _read(
         start = part.start + int(indices.offset[row])
         stop = start + end - row
         # One token more than the rows, for the last row's label, where the document has it.
-        # Numbers go on beyond the last document where a mixture passes a store again.
-        length = int(store.lengths[part.document % len(store.lengths)])
-        label_stop = min(stop + 1, length)
+        label_stop = min(stop + 1, length_of(store, part.document))
         first = start if tokens is not None else start + 1
         until = label_stop if labels is not None else stop
         if until <= first:
@@ -320,5 +318,3 @@ def _read(
                 if allowed is not None:
                     following = np.where(allowed, following, IGNORE)
                 labels[row : row + len(following)] = following
-            targets = int(np.count_nonzero(following != IGNORE))
-            check_targets(store, part.document, start, stop, targets)

@@ -276,8 +276,8 @@ def _kind_of(name: str, source: Any) -> Kind:
             " chats, or of texts the path with the option tokenizer=..."
         )
     raise ValueError(
-        f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read, targets"
-        " and mask: lightning_wlb.DocumentStore), or one of: "
+        f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read and"
+        " mask: lightning_wlb.DocumentStore), or one of: "
         + "; ".join(kind.description for kind in KINDS)
         + "."
     )

@@ -2,6 +2,7 @@ import os
 import pickle
 import sys
 from dataclasses import replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.batch import IGNORE, StepBatch, make_step_batch
+from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
@@ -139,7 +141,8 @@ WORK = Work(PassWork(16, 1), PassWork(33, 1))
 def plans_of(
     store: InMemoryDocuments, data: DataSettings, mesh: Mesh, sharding: str = "adaptive"
 ) -> list[StepPlan]:
-    planner = Planner(store.lengths, data, WORK, mesh, sharding=sharding, targets=store.targets)
+    targets = partial(count_targets, store)
+    planner = Planner(store.lengths, data, WORK, mesh, sharding=sharding, targets=targets)
     return list(iter(planner.next_step, None))
 
 

@@ -10,7 +10,6 @@ from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.store_checks import (
     SAMPLED_TOKENS,
     check_has_targets,
-    check_targets,
     read_mask,
     read_tokens,
     samples_of,
@@ -54,9 +53,6 @@ class Lying(InMemoryDocuments):
     def mask(self, document: int, start: int, stop: int) -> Any:
         return self._say("mask", document, start, stop)
 
-    def targets(self, document: int, start: int, stop: int) -> Any:
-        return self._say("targets", document, start, stop)
-
 
 def fail(honest: Any) -> Any:
     raise OSError("the disk is gone")
@@ -75,8 +71,6 @@ LIES = [
     ("mask", lambda m: m[:-1], r"mask\(1, 1, 6\) returned .* bool with shape \[4\], not 5"),
     ("mask", lambda m: np.where(m, 5, -100), "of int64 .*, not 5 booleans.* labels != -100"),
     ("mask", fail, r"reading the mask of \[1, 6\) failed: OSError"),
-    ("targets", lambda n: n + 1, r"targets\(1, 0, 6\) is 5, but its length and mask leave 4"),
-    ("targets", fail, r"reading targets of \[0, 6\) failed: OSError"),
 ]
 
 
@@ -99,7 +93,6 @@ def test_other_kinds_of_whole_numbers_are_taken() -> None:
         assert read.tolist() == [2, 3, 4]
     mask = read_mask(Lying("mask", list), 1, 1, 4)
     assert mask.tolist() == [True, False, True]
-    check_targets(Lying("targets", np.int32), 1, 0, 6, 4)
 
 
 def test_a_worker_names_store_document_and_range() -> None:
@@ -115,10 +108,8 @@ def test_a_worker_names_store_document_and_range() -> None:
 def test_what_is_planned_by_is_checked_too() -> None:
     data = DataSettings(10, 1)
     shape = TransformerConfig(vocab_size=9).shape
-    planner = StepDataset.for_model(Lying("targets", fail), data, shape).planner()
-    with pytest.raises(
-        ValueError, match=r"document 1 of Lying.*: reading targets of \[0, 6\) fail"
-    ):
+    planner = StepDataset.for_model(Lying("mask", fail), data, shape).planner()
+    with pytest.raises(ValueError, match=r"document 1 of Lying.*: reading the mask of \[1, 6\) f"):
         planner.next_step()
     for lengths, message in (
         (np.array([4.0, 6.0]), "lengths is an array of float64"),

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_wlb.data.batch import StepBatch, make_step_batch
+from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
 from lightning_wlb.heterogeneous.pipelines import StageSettings
@@ -174,7 +175,8 @@ def _plan(draw: Random, step: int, strategy: Schemes, lengths: Sequence[int]) ->
         else:
             replicas.append(_replica(draw, number, scheme, own, lengths))
     pieces = tuple(Piece(document, 0, lengths[document], step) for document in chosen)
-    targets = sum(documents(lengths).targets(each.document, 0, each.stop) for each in pieces)
+    store = documents(lengths)
+    targets = sum(count_targets(store, each.document, 0, each.stop) for each in pieces)
     cap = sum(lengths)
     return StepPlan(step, 0, tuple(replicas), pieces, targets, cap, 1, cap)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.heterogeneous.parameter_transfer import Push
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
 from lightning_wlb.mesh import Mesh
@@ -79,7 +80,7 @@ def plan_of(step: int) -> StepPlan:
         plan = replica_plan(packs.get((number,), []), number, "", shared)
         replicas.append(with_rows(plan, shard))
     store = documents(LENGTHS)
-    targets = sum(store.targets(n, 0, LENGTHS[n]) for n in pieces)
+    targets = sum(count_targets(store, n, 0, LENGTHS[n]) for n in pieces)
     return StepPlan(
         step, 0, tuple(replicas), tuple(sorted(pieces.values())), targets, WINDOW, 3, 3 * WINDOW,
         schemes=schemes,

@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 from lightning_wlb.data.batch import StepBatch, make_step_batch
+from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
@@ -71,7 +72,9 @@ def step_batch(
         epoch=0,
         replicas=(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)),),
         pieces=tuple(Piece(part.document, part.origin, part.stop, step) for part in slices),
-        target_tokens=sum(store.targets(part.document, part.start, part.stop) for part in slices),
+        target_tokens=sum(
+            count_targets(store, part.document, part.start, part.stop) for part in slices
+        ),
         cap=64,
         micro_batches=max(len(micro_batches), 1),
         nominal_tokens=200,

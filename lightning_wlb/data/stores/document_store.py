@@ -3,12 +3,12 @@
 A store tells the length of every document without reading tokens, so that every rank can plan a
 step for the whole mesh and then read its own share alone. For another format implement
 :class:`DocumentStore`; for one of memory-mapped files, derive from :class:`MappedDocuments`, which
-turns ranges into 64-bit tokens, counts targets, refuses tokens outside the vocabulary and lets a
-store be sent to another process: a forked worker shares the maps, a pickled store opens its files
-again. :class:`DocumentSubset` is some documents of a store.
+turns ranges into 64-bit tokens, refuses tokens outside the vocabulary and lets a store be sent to
+another process: a forked worker shares the maps, a pickled store opens its files again.
+:class:`DocumentSubset` is some documents of a store.
 
 Cost of mapped documents: 8 bytes for each document. Reading copies the range and looks at each of
-its tokens twice; counting targets reads the mask of the range, where there is one.
+its tokens twice.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ class DocumentStore(Protocol):
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)``, int64 [stop - start]."""
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
@@ -156,11 +153,6 @@ class RenumberedDocuments(ABC):
         """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
         store, own = self._find(document)
         return store.read(own, start, stop)
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        store, own = self._find(document)
-        return store.targets(own, start, stop)
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target."""
@@ -276,13 +268,6 @@ class MappedDocuments(ABC):
         tokens = np.asarray(self._tokens(self._row(document), start, stop), np.int64)
         check_tokens(tokens, self.vocab_size, self, document, start)
         return tokens
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        last = min(stop + 1, int(self.lengths[document]))
-        first = min(start + 1, last)
-        mask = self.mask(document, first, last)
-        return last - first if mask is None else int(np.count_nonzero(mask))
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool [stop - start].

@@ -2,8 +2,7 @@
 
 For fine-tuning sets and tests; every loader worker has a copy. Larger corpora stay in their files.
 
-Cost: 8 bytes for each token, 9 more with a mask. A read is a slice; counting targets is two
-look-ups in a cumulative sum.
+Cost: 8 bytes for each token, 1 more with a mask. A read is a slice.
 """
 
 from __future__ import annotations
@@ -73,23 +72,11 @@ class InMemoryDocuments:
             given_masks = _for_each(masks, arrays, "masks")
             flat = [_mask(number, each, arrays[number]) for number, each in given_masks]
             self._mask = np.concatenate(flat)
-        # _allowed[i]: tokens before i (over the whole store) that may be targets.
-        self._allowed = None if self._mask is None else np.concatenate(([0], self._mask.cumsum()))
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)`` of the document, int64 [stop - start]."""
         begin = self._starts[document]
         return self._tokens[begin + start : begin + stop]
-
-    def targets(self, document: int, start: int, stop: int) -> int:
-        """How many tokens of ``[start, stop)`` have a target."""
-        # The tokens [first, last) that are targets of [start, stop).
-        last = min(stop + 1, int(self.lengths[document]))
-        first = min(start + 1, last)
-        if self._allowed is None:
-            return last - first
-        begin = self._starts[document]
-        return int(self._allowed[begin + last] - self._allowed[begin + first])
 
     def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Whether each token of ``[start, stop)`` may be a target, bool [stop - start]."""

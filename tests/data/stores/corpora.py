@@ -57,7 +57,6 @@ class Ranges(Dataset[tuple[Any, ...]]):
             (
                 self.store.read(document, start, stop).tolist(),
                 None if (mask := self.store.mask(document, start, stop)) is None else mask.tolist(),
-                self.store.targets(document, start, stop),
             )
             for start, stop in ranges
         )

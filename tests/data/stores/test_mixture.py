@@ -17,6 +17,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import documents as open_documents
 from lightning_wlb.data.open_documents import hold_out, path_of
+from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
@@ -59,7 +60,7 @@ def test_documents_are_those_of_the_stores_in_every_pass(data) -> None:
     stop = data.draw(st.integers(start, len(every[number])))
     whole = InMemoryDocuments(every)
     assert store.read(later, start, stop).tolist() == every[number][start:stop]
-    assert store.targets(later, start, stop) == whole.targets(number, start, stop)
+    assert count_targets(store, later, start, stop) == count_targets(whole, number, start, stop)
     assert store.mask(later, start, stop) is None
     name, own = ("web", number) if number < len(WEB) else ("books", number - len(WEB))
     assert store.name_of(later).startswith(f"document {own} of {name}, InMemoryDocuments(")
