@@ -17,7 +17,7 @@ it waits for the end of a step, which the executor does in any case to share the
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ from lightning_wlb.argument_checks import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
-from lightning_wlb.callbacks.measured_vs_predicted import STEPS, departure, run_predictor
 from lightning_wlb.callbacks.run_summary import (
+    COMPARED_STEPS,
     LEVELS,
-    ByStrategy,
     Records,
     StepRecord,
+    departure,
     ranks_in_words,
     strategies_table,
     summary_table,
@@ -49,7 +49,7 @@ from lightning_wlb.distributed.process_groups import gather_from_all_ranks
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import ONE_DEVICE
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.plan import StepPlan, schemes_of
+from lightning_wlb.plan import Schemes, StepPlan
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.device import peak_flops
@@ -102,7 +102,7 @@ class ImbalanceMonitor(L.Callback):
         self.profile = Profile.load(profile) if isinstance(profile, str | Path) else profile
         self._predictor: Predictor | None = None
         self._pool: Pool | None = None
-        self._by_strategy: ByStrategy | None = None
+        self._strategies: tuple[Schemes, ...] = ()
         self.heat_map_path: Path | None = None
         self._records: Records | None = None
         self._drawing: HeatMap | None = None
@@ -129,17 +129,18 @@ class ImbalanceMonitor(L.Callback):
         self._records = Records(self._mesh.devices, peak, self.warm_up_steps)
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
-        self._predictor, self._pool, self._by_strategy = None, None, None
+        self._predictor, self._pool, self._strategies = None, None, strategy.planning.schemes
         if self.profile is not None:
-            assert isinstance(pl_module, LanguageModule)
-            self._predictor = run_predictor(
-                self.profile, pl_module, self._mesh, executor.pipeline, strategy.reduce_dtype
+            self.profile.check(
+                device_type=strategy.root_device.type,
+                dtype=str(executor.pipeline.dtype).removeprefix("torch."),
             )
-        if strategies := strategy.planning.schemes:
-            own = schemes_of(self._mesh, executor.pipeline.stages)
-            self._by_strategy = ByStrategy((own, *strategies))
-            if self._predictor is not None:
-                self._pool = Pool.of(strategies, self._predictor)
+            context = strategy.planning.context(trainer.datamodule)  # type: ignore[attr-defined]
+            assert isinstance(pl_module, LanguageModule)
+            context = replace(context, profile=self.profile, shape=pl_module.model_shape)
+            self._predictor = context.predictor
+        if self._strategies and self._predictor is not None:
+            self._pool = Pool.of(self._strategies, self._predictor)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -171,21 +172,17 @@ class ImbalanceMonitor(L.Callback):
         slots = imbalance.slots(plan)
         measured = imbalance.measured_imbalance(timings, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
-        predicted = self._predicted(plan)
-        record = _record(plan, work, elapsed, wait, measured, predicted)
-        by_strategy = self._by_strategy
-        number = by_strategy.number(plan.schemes) if by_strategy is not None else 0
+        record = _record(plan, work, elapsed, wait, measured, self._predicted(plan))
+        number = 1 + self._strategies.index(plan.schemes) if plan.schemes else 0
         timed = self._records.add(record, number)
         if timed and self._drawing is not None:
             self._drawing.add(plan.step, timings, counts, slots, plan.schemes)
-        if timed and by_strategy is not None:
-            by_strategy.add(number, timings, counts, predicted)
-        if timed and self.profile is not None and self._records.timed == STEPS:
+        if timed and self.profile is not None and self._records.timed == COMPARED_STEPS:
             warning = departure(self.summary(), self.profile)
             if warning is not None:
                 rank_zero_warn(warning)
-        figures = {**self._records.rates(record.tokens, record.flops, record.seconds)}
-        if by_strategy is not None:
+        figures = self._records.rates(record.tokens, record.flops, record.seconds)
+        if self._strategies:
             figures["strategy"] = number
         pl_module.log_dict({**_logged(record, figures), **_epochs(batch.state)}, batch_size=1)
 
@@ -212,7 +209,7 @@ class ImbalanceMonitor(L.Callback):
             self.heat_map_path = path.absolute()
         console = Console()
         console.print(summary_table(self.summary(), name))
-        if self._by_strategy is not None:
+        if self._strategies:
             console.print(strategies_table(self.strategies()))
         if self.heat_map_path is not None:
             console.print(f"Heat map: {self.heat_map_path}", soft_wrap=True, highlight=False)
@@ -253,18 +250,17 @@ class ImbalanceMonitor(L.Callback):
 
         Returns:
             For each strategy: its number ``strategy`` in ``WLBStrategy.dynamic``, from 1 on, or 0
-            for the mesh; the figures of :meth:`summary` over its steps alone; and ``pipelines``.
-            For each pipeline: its first and last of ``ranks``, their number on the axes
-            ``pipeline``, ``context`` and ``tensor``, and per timed step ``micro_batches``, the
-            ``compute_seconds`` of one of its ranks, and ``compute_seconds_predicted``. The list is
-            empty in a run without ``dynamic``.
+            for the mesh, and the figures of :meth:`summary` over its steps alone. The list is empty
+            in a run without ``dynamic``.
 
         Raises:
             RuntimeError: before the first fit.
         """
         if self._records is None:
             raise RuntimeError("ImbalanceMonitor.strategies() has no steps yet: call trainer.fit.")
-        return [] if self._by_strategy is None else self._by_strategy.report(self._records)
+        numbers = range(len(self._strategies) + 1) if self._strategies else ()
+        found = [{"strategy": number, **self._records.summary(number)} for number in numbers]
+        return [each for each in found if each["steps"]]
 
 
 def _record(

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from lightning_wlb.callbacks.imbalance import Imbalance, Level, Timings, micro_batch_seconds
+from lightning_wlb.callbacks.imbalance import Imbalance, Level
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import AXES
-from lightning_wlb.plan import Schemes
-from lightning_wlb.prediction.step import StepPrediction
 
 LEVELS = (
     *Imbalance._fields,
@@ -35,8 +34,12 @@ LEVELS = (
 )
 """A step's imbalance degrees: measured, from the plan's FLOPs, and by the cost model."""
 
-_SHOWN = 16
-"""Up to so many pipelines of a strategy have a row each."""
+
+TOLERANCE = 0.2
+"""Fraction by which a measured figure may differ from its prediction without a warning."""
+
+COMPARED_STEPS = 10
+"""Timed steps over which the two are compared, once in a run."""
 
 
 class StepRecord(NamedTuple):
@@ -187,34 +190,45 @@ def ranks_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
-    """:meth:`.ImbalanceMonitor.strategies` as a table: a row for each one and its pipelines."""
+    """:meth:`.ImbalanceMonitor.strategies` as a table, a row for each strategy."""
     table = Table(
         title="Steps by strategy",
-        caption=(
-            "Time: of a strategy the mean of its steps, of a pipeline what a rank computes in one;"
-            " warm-up left out on each strategy. Predicted: by the profile."
-        ),
+        caption="Means over the steps of each strategy, its warm-up left out.",
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("", no_wrap=True)
     for heading in ("steps", "time (s)", "predicted", "imbalance, data"):
         table.add_column(heading, justify="right")
+    shown = "seconds_per_step", "seconds_per_step_predicted", "imbalance_data_aggregate"
     for each in strategies:
-        table.add_section()
         name = f"strategy {each['strategy']}" if each["strategy"] else "mesh"
-        times = each["seconds_per_step"], each["seconds_per_step_predicted"]
-        balance = each["imbalance_data_aggregate"]
-        table.add_row(name, str(each["steps"]), *map(_shown, (*times, balance)))
-        pipelines = each["pipelines"]
-        for own in pipelines[:_SHOWN]:
-            first, last = own["ranks"]
-            name = f"  ranks {first}-{last}: {ranks_in_words(own)}"
-            times = own["compute_seconds"], own["compute_seconds_predicted"]
-            table.add_row(name if last > first else f"  rank {first}", "", *map(_shown, times))
-        if len(pipelines) > _SHOWN:
-            table.add_row(f"  and {len(pipelines) - _SHOWN} more pipelines")
+        table.add_row(name, str(each["steps"]), *(_shown(each[figure]) for figure in shown))
     return table
+
+
+def departure(summary: dict[str, float], profile: Profile) -> str | None:
+    """The text of a warning if a measured figure departs from its prediction by a fifth or more.
+
+    The profile is then of another device or of another state of it, or something runs on it that
+    the cost model does not know. ``summary`` has the run's figures so far, with those predicted.
+    """
+    pairs = {"step time (s)": ("seconds_per_step", "seconds_per_step_predicted")}
+    for level in ("pipeline", "data", "context"):
+        name = f"imbalance_{level}"
+        pairs[f"{level}-level imbalance"] = (f"{name}_aggregate", f"{name}_predicted_aggregate")
+    apart = [
+        f"{name} measured {summary[measured]:.3g}, predicted {summary[predicted]:.3g}"
+        for name, (measured, predicted) in pairs.items()
+        if abs(summary[measured] - summary[predicted]) > TOLERANCE * summary[predicted]
+    ]
+    if not apart:
+        return None
+    return (
+        f"Measurement departs from prediction by more than {TOLERANCE:.0%}: {'; '.join(apart)}."
+        f" The prediction is by {profile.provenance}. Measure this device with `lightning-wlb"
+        " profile`, or look for what else is running on it."
+    )
 
 
 def summary_table(summary: dict[str, float], mesh: str) -> Table:
@@ -290,62 +304,3 @@ def _delay(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
 
 def _shown(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3f}"
-
-
-class ByStrategy:
-    """How often each strategy was taken, and how long a rank of each of its pipelines computes.
-
-    The seconds are of one rank, its pipeline's stages taken as even, since they are what a strategy
-    balances: waiting for neighbours and parameters is in the step's time alone.
-
-    Args:
-        strategies: the mesh's own pipelines, and those of every other strategy.
-    """
-
-    def __init__(self, strategies: Sequence[Schemes]) -> None:
-        self.strategies = tuple(strategies)
-        # Seconds, predicted seconds and micro-batches of each pipeline, summed over steps.
-        self._sums = [np.zeros((3, len(each))) for each in strategies]
-
-    def number(self, strategy: Schemes) -> int:
-        """The number of a plan's strategy."""
-        return self.strategies.index(strategy, 1) if strategy else 0
-
-    def add(
-        self,
-        number: int,
-        timings: Timings,
-        counts: Sequence[int],
-        predicted: StepPrediction | None,
-    ) -> None:
-        """Take in a step: its pipelines' timings and micro-batch counts, and its prediction."""
-        stages = np.array([len(scheme.stages) for scheme in self.strategies[number]])
-        expected = np.nan if predicted is None else predicted.work_ns.sum(axis=1) / 1e9 / stages
-        self._sums[number][0] += micro_batch_seconds(timings).sum(axis=1) / stages
-        self._sums[number][1] += expected
-        self._sums[number][2] += counts
-
-    def report(self, records: Records) -> list[dict[str, Any]]:
-        """What :meth:`.ImbalanceMonitor.strategies` returns."""
-        found = []
-        for number, (strategy, sums) in enumerate(zip(self.strategies, self._sums, strict=True)):
-            summary = records.summary(number)
-            if not summary["steps"]:
-                continue
-            means = sums / (summary["timed_steps"] or np.nan)
-            pipelines = [
-                {
-                    "ranks": [scheme.first, scheme.ranks.stop - 1],
-                    "pipeline": len(scheme.stages),
-                    "context": scheme.context,
-                    "tensor": scheme.tensor,
-                    "compute_seconds": seconds,
-                    "compute_seconds_predicted": predicted,
-                    "micro_batches": micro_batches,
-                }
-                for scheme, (seconds, predicted, micro_batches) in zip(
-                    strategy, means.T.tolist(), strict=True
-                )
-            ]
-            found.append({"strategy": number, **summary, "pipelines": pipelines})
-        return found

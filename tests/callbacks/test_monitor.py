@@ -4,6 +4,7 @@ import csv
 import io
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from lightning_wlb.callbacks.monitor import ImbalanceMonitor
 from lightning_wlb.callbacks.run_summary import LEVELS, summary_table
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
@@ -230,3 +232,37 @@ def test_wrong_use_is_answered(tmp_path: Path):
         monitor.summary()
     with pytest.raises(ValueError, match="warm_up_steps=-1"):
         ImbalanceMonitor(warm_up_steps=-1)
+
+
+def predict(rank: int, folder: Path) -> dict:
+    """A run whose profile is of another device, and one whose profile says so."""
+    fast = replace(Profile.load("h100"), device_type="cpu", dtype="float32")
+    monitor = ImbalanceMonitor(heat_map=False, profile=fast)
+    options = {"devices": 1, "max_steps": 7, "max_epochs": -1, "logger": False}
+    trainer = make_trainer(WLBStrategy(), folder, [monitor], **options)
+    compared = pytest.MonkeyPatch()
+    compared.setattr("lightning_wlb.callbacks.monitor.COMPARED_STEPS", 3)
+    with pytest.warns(UserWarning, match="departs from prediction") as caught:
+        trainer.fit(make_module(), make_data())
+    compared.undo()
+    said = [str(each.message) for each in caught if "departs" in str(each.message)]
+    other = make_trainer(WLBStrategy(), folder, [ImbalanceMonitor(profile="h100")], **options)
+    with pytest.raises(ValueError, match="h100") as refused:
+        other.fit(make_module(), make_data())
+    return {
+        "said": said,
+        "summary": monitor.summary(),
+        "logged": dict(trainer.callback_metrics),
+        "refused": str(refused.value),
+    }
+
+
+def test_a_cpu_is_not_an_h100(tmp_path: Path):
+    (result,) = run_ranks(predict, 1, tmp_path, process_group=False)
+    assert len(result["said"]) == 1
+    summary = result["summary"]
+    assert 0 < summary["seconds_per_step_predicted"] < summary["seconds_per_step"] / 2
+    assert summary["imbalance_pipeline_predicted_aggregate"] >= 1
+    assert summary["imbalance_context_predicted_aggregate"] == 1
+    assert result["logged"]["wlb/step_seconds_predicted"] > 0
+    assert "cpu" in result["refused"]
