@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -221,11 +221,16 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
-    """The items, with a progress bar where someone is watching."""
+def shown(
+    items: Iterable[_Item], what: str, total: int | None = None, done: int = 0
+) -> Iterable[_Item]:
+    """The items, with a progress bar where someone is watching.
+
+    ``total`` is how many there are, ``done`` how many of them were before these.
+    """
     if not _is_first_rank() or not sys.stderr.isatty():
         return items
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, what, len(items), console=Console(stderr=True), transient=True)
+    return track(items, what, total, done, console=Console(stderr=True), transient=True)

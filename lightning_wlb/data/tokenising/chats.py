@@ -31,7 +31,9 @@ from lightning_wlb.data.tokenising.texts import (
     check_encodable,
     column_of,
     digest_of,
+    explained,
     hugging_face_tokenizer,
+    never_cut_or_pad,
     tokenizer_file,
 )
 
@@ -67,30 +69,24 @@ class ChatEncoder:
                 f"The tokenizer {name!r} has no chat template. Give one that has, such as that of"
                 " an instruction-tuned model, or set its chat_template and save it."
             ) from error
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        definition = self._tokenizer.backend_tokenizer.to_str().encode()
+        self._backend = self._tokenizer.backend_tokenizer
+        definition = self._backend.to_str().encode()
+        never_cut_or_pad(self._backend)
+        self.vocab_size = max(self._backend.get_vocab().values()) + 1
         special = sorted(self._tokenizer.special_tokens_map.items())
         self.digest = digest_of(definition, self._tokenizer.chat_template, special)
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
         rendered = [self._rendered(row) for row in rows]
-        encoded = self._tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=False,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with explained("The tokenizer fails at these chats"):
+            encoded = self._backend.encode_batch(
+                [text for text, _ in rendered], add_special_tokens=False
+            )
         result: list[Document | None] = []
-        for (_, spans), tokens, offsets in zip(
-            rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
-            mask = _mask(spans, offsets)
-            result.append(Document(np.array(tokens, np.int32), mask) if mask.any() else None)
+        for (_, spans), each in zip(rendered, encoded, strict=True):
+            mask = _mask(spans, each.offsets)
+            result.append(Document(np.array(each.ids, np.int32), mask) if mask.any() else None)
         return result
 
     def describe(self) -> str:

@@ -7,13 +7,14 @@ the documents, the vocabulary and what was asked for, which is written last. Unt
 ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that is done,
 and shards have other names: no reader takes the half for the whole.
 
-The figures of documents are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens
-that may be targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and
-``by_length``: entry k holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens.
+The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
+targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
+k holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens. Lengths are those
+that the store reads of the files that were written.
 
 Every file is written aside and renamed, so that it is there as a whole or not at all.
 
-Cost: a record batch of some megabytes in memory.
+Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document.
 """
 
 from __future__ import annotations
@@ -21,33 +22,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, read_json
+from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, ArrowDocuments, read_json
 from lightning_wlb.data.tokenising.texts import Document
 
 FORMAT = 1
 
-Figures = dict[str, Any]
-"""Figures of documents as the module describes them, as JSON holds them."""
-
-
-def total(parts: Sequence[Figures]) -> Figures:
-    """The figures of several shards or record batches together."""
-    names = ("documents", "tokens", "targets", "longest", "skipped")
-    columns = {name: [part[name] for part in parts] for name in names}
-    lengths = zip_longest(*(part["by_length"] for part in parts), fillvalue=(0, 0))
-    return {
-        **{name: (max if name == "longest" else sum)(columns[name]) for name in names},
-        "by_length": [[sum(each) for each in zip(*counts, strict=True)] for counts in lengths],
-    }
+Counts = dict[str, int]
+"""The ``documents``, ``targets`` and ``skipped`` rows of a shard."""
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -87,8 +76,8 @@ def check_free(out: Path) -> None:
         )
 
 
-def begun(out: Path, identity: dict[str, Any]) -> dict[str, Figures]:
-    """Figures of the shards that an earlier run has done, by number; what it left aside goes.
+def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
+    """Counts of the shards that an earlier run has done, by number; what it left aside goes.
 
     Raises:
         ValueError: the folder was begun for another request.
@@ -98,13 +87,13 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Figures]:
     partial = read_json(out / PARTIAL)
     if partial:
         _check_same(out, partial.get("request"), identity, "was begun")
-    done: dict[str, Figures] = partial.get("done", {})
+    done: dict[str, Counts] = partial.get("done", {})
     return done
 
 
 def write_shard(
     path: Path, batches: Iterable[list[Document | None]], masked: bool, vocab_size: int
-) -> Figures:
+) -> Counts:
     """Write documents, one record batch for each list, as an Arrow stream.
 
     Documents are in order, None in place of a row that is skipped.
@@ -113,22 +102,29 @@ def write_shard(
         ValueError: a token outside the tokenizer's vocabulary.
     """
     schema = pa.schema([(name, pa.list_(kind)) for name, kind in _columns(masked).items()])
-    figures = _figures([])
+    counts = {"documents": 0, "targets": 0, "skipped": 0}
     with _aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
         for batch in batches:
-            figures = total([figures, _figures(batch)])
             documents = [document for document in batch if document is not None]
+            counts["documents"] += len(documents)
+            counts["skipped"] += len(batch) - len(documents)
             if documents:
-                lists = _lists(documents, masked, vocab_size)
+                tokens, *masks = lists = _lists(documents, masked, vocab_size)
+                counts["targets"] += masks[0].values.true_count if masks else len(tokens.values)
                 stream.write_batch(pa.record_batch(lists, schema=schema))
-    return figures
+    return counts
 
 
-def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], masked: bool) -> None:
+def finish(
+    folder: Path, about: Mapping[str, Any], shards: list[Counts], masked: bool
+) -> dict[str, Any]:
     """Give the shards their final names, and write what makes the folder whole.
 
-    May be called again where an earlier call was cut short. ``content`` is that of
-    ``lightning_wlb.json``, and ``shards`` the figures of every shard in order.
+    May be called again where an earlier call was cut short. ``shards`` are the counts of every
+    shard in order, with a document in one of them.
+
+    Returns:
+        The content of ``lightning_wlb.json``: the figures, and what ``about`` says beside them.
     """
     with_documents = [number for number, each in enumerate(shards) if each["documents"]]
     names = []
@@ -143,6 +139,16 @@ def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], mask
             )
     for number in range(len(shards)):
         shard_path(folder, number).unlink(missing_ok=True)
+    lengths = ArrowDocuments([folder / name for name in names]).lengths
+    powers = np.frexp(lengths)[1] - 1
+    by_length = np.stack([np.bincount(powers), np.bincount(powers, lengths)], axis=1)
+    content = {
+        **{name: sum(each[name] for each in shards) for name in shards[0]},
+        "tokens": int(lengths.sum()),
+        "longest": int(lengths.max()),
+        "by_length": by_length.astype(int).tolist(),
+        **about,
+    }
     info = {"citation": "", "description": "", "features": {}, "homepage": "", "license": ""}
     features = {
         name: {"feature": {"dtype": str(kind), "_type": "Value"}, "_type": "List"}
@@ -162,6 +168,7 @@ def finish(folder: Path, content: Mapping[str, Any], shards: list[Figures], mask
     write_json(folder / "state.json", state)
     write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
+    return content
 
 
 def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> None:
@@ -182,27 +189,6 @@ def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> No
 def _columns(masked: bool) -> dict[str, pa.DataType]:
     """The columns by name, and the type of their lists' values."""
     return {"input_ids": pa.int32(), **({"loss_mask": pa.bool_()} if masked else {})}
-
-
-def _figures(batch: list[Document | None]) -> Figures:
-    documents = [document for document in batch if document is not None]
-    lengths = [len(document.tokens) for document in documents]
-    longest = max(lengths, default=0)
-    by_length = [[0, 0] for _ in range(longest.bit_length())]
-    for length in lengths:
-        by_length[length.bit_length() - 1][0] += 1
-        by_length[length.bit_length() - 1][1] += length
-    return {
-        "documents": len(documents),
-        "tokens": sum(lengths),
-        "targets": sum(
-            length if document.mask is None else int(document.mask.sum())
-            for document, length in zip(documents, lengths, strict=True)
-        ),
-        "longest": longest,
-        "skipped": len(batch) - len(documents),
-        "by_length": by_length,
-    }
 
 
 def _lists(documents: list[Document], masked: bool, vocab_size: int) -> list[pa.Array]:

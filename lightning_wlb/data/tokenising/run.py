@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -34,12 +34,12 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from lightning_wlb.argument_checks import choice, whole
-from lightning_wlb.data.cache import cache_folder
+from lightning_wlb.data.cache import cache_folder, shown
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
 from lightning_wlb.data.tokenising import folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
-from lightning_wlb.data.tokenising.folder import FORMAT, Figures
+from lightning_wlb.data.tokenising.folder import FORMAT, Counts
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
 from lightning_wlb.file_checks import own_folder
@@ -204,41 +204,38 @@ def _work(
     done = folders.begun(out, identity)
     folders.write_json(out / PARTIAL, {"request": identity, "done": done})
     shards, encoder = request.files.shards(), request.encoder
-    sizes = [sum(part.stop - part.start for part in shard) for shard in shards]
     todo = {number: parts for number, parts in enumerate(shards) if str(number) not in done}
-    with _progress(sum(sizes), sum(sizes) - sum(sizes[number] for number in todo)) as advance:
-        for number, figures in _tokenised(todo, encoder, out, workers):
-            done[str(number)] = figures
-            folders.write_json(out / PARTIAL, {"request": identity, "done": done})
-            advance(sizes[number])
+    for number, counts in shown(
+        _tokenised(todo, encoder, out, workers), "Tokenising", len(shards), len(done)
+    ):
+        done[str(number)] = counts
+        folders.write_json(out / PARTIAL, {"request": identity, "done": done})
     if request.files.digest() != identity["files_digest"]:
         raise ValueError(
             f"{request.source} has changed while it was read. Remove {out} (rm -r {out}) and begin"
             " anew, once nothing writes to the source."
         )
-    figures_of_shards = [done[str(number)] for number in range(len(shards))]
-    total = folders.total(figures_of_shards)
-    if not total["documents"]:
+    counts_of_shards = [done[str(number)] for number in range(len(shards))]
+    if not any(counts["documents"] for counts in counts_of_shards):
+        skipped = sum(counts["skipped"] for counts in counts_of_shards)
         raise ValueError(
-            f"{request.source} holds no documents: {total['skipped']} rows, and nothing to learn in"
-            f" any of them. Remove {out} (rm -r {out}) and give another source."
+            f"{request.source} holds no documents: {skipped} rows, and nothing to learn in any of"
+            f" them. Remove {out} (rm -r {out}) and give another source."
         )
-    content = {
+    about = {
         "vocab_size": encoder.vocab_size,
-        **total,
         "tokenizer": str(request.tokenizer),
         "source": str(request.source),
         "format": FORMAT,
         "request": identity,
     }
-    folders.finish(out, content, figures_of_shards, encoder.masked)
-    return content
+    return folders.finish(out, about, counts_of_shards, encoder.masked)
 
 
 def _tokenised(
     shards: dict[int, list[Part]], encoder: Encoder, out: Path, workers: int
-) -> Iterator[tuple[int, Figures]]:
-    """Write every shard, and yield its number and figures when it is done."""
+) -> Iterator[tuple[int, Counts]]:
+    """Write every shard, and yield its number and counts when it is done."""
     workers = min(workers, len(shards))
     if workers <= 1:
         for number, parts in shards.items():
@@ -284,13 +281,13 @@ def _begin_worker(encoder: Encoder, out: Path) -> None:
     die_with(parent.pid)
 
 
-def _worker_shard(number: int, parts: list[Part]) -> Figures:
+def _worker_shard(number: int, parts: list[Part]) -> Counts:
     assert _worker is not None
     encoder, out = _worker
     return _tokenise_shard(parts, encoder, folders.shard_path(out, number))
 
 
-def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Figures:
+def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
     def batches() -> Iterator[list[Document | None]]:
         """The documents of the shard, some thousand rows or some megabytes at a time."""
         batch: list[Row] = []
@@ -334,25 +331,6 @@ def _alone(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes of the source; yields what is told how many further ones are done."""
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.TextColumn("Tokenising"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    hidden, console = not sys.stderr.isatty(), Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=total, completed=done)
-        yield lambda size: bar.advance(task, size)
 
 
 def _say(text: str) -> None:

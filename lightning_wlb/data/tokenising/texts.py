@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +59,15 @@ class TextEncoder:
     def __init__(self, name: str, column: str, eos: bool | str = True) -> None:
         self._column, self._eos = column, eos
         file = tokenizer_file(name)
-        self._hf = None if file is not None else hugging_face_tokenizer(name)
         if file is not None:
-            self._file = _from_file(file)
-            own = _eos_beside(file)
-            vocabulary, definition = self._file.get_vocab(True), read_bytes(file, 1 << 28)
+            self._tokenizer = _from_file(file)
+            own, definition = _eos_beside(file), read_bytes(file, 1 << 28)
         else:
-            assert self._hf is not None
-            own, vocabulary = self._hf.eos_token, self._hf.get_vocab()
-            definition = self._hf.backend_tokenizer.to_str().encode()
+            loaded = hugging_face_tokenizer(name)
+            self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token
+            definition = self._tokenizer.to_str().encode()
+        never_cut_or_pad(self._tokenizer)
+        vocabulary = self._tokenizer.get_vocab()
         if not vocabulary:
             raise ValueError(f"The tokenizer {name!r} has no tokens. Give one that was trained.")
         self.vocab_size = max(vocabulary.values()) + 1
@@ -83,9 +84,10 @@ class TextEncoder:
         """The tokens of each row's text; None for an empty text, or one of white space alone."""
         texts = [_text_of(row, self._column) for row in rows]
         wanted = [number for number, text in enumerate(texts) if text and not text.isspace()]
-        encoded = self._encode([texts[each] for each in wanted])
+        with explained("The tokenizer fails at these texts"):
+            encoded = self._tokenizer.encode_batch_fast([texts[each] for each in wanted])
         result: list[Document | None] = [None] * len(rows)
-        for number, tokens in zip(wanted, encoded, strict=True):
+        for number, tokens in zip(wanted, (each.ids for each in encoded), strict=True):
             if not tokens:
                 continue
             if self._end_number is not None and tokens[-1] != self._end_number:
@@ -95,7 +97,9 @@ class TextEncoder:
 
     def describe(self) -> str:
         """Which tokens mark the beginning and the end of a document, in words."""
-        added = self._added()
+        encoded = self._tokenizer.encode("a")
+        marked = zip(encoded.tokens, encoded.special_tokens_mask, strict=True)
+        added = " ".join(repr(token) for token, _ in takewhile(lambda each: each[1], marked))
         start = f"begin with what the tokenizer adds, {added}" if added else ""
         if self._end is not None:
             end = f"end in {self._end!r}"
@@ -107,31 +111,6 @@ class TextEncoder:
                 " eos: TOKEN adds one)"
             )
         return f"Documents {' and '.join(filter(None, (start, end)))}."
-
-    def _encode(self, texts: list[str], special: bool = True) -> list[list[int]]:
-        if not texts:
-            return []
-        if self._hf is not None:
-            return self._hf(
-                texts,
-                add_special_tokens=special,
-                truncation=False,
-                padding=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
-        with _explained("The tokenizer fails at these texts"):
-            encoded = self._file.encode_batch_fast(texts, add_special_tokens=special)
-        return [each.ids for each in encoded]
-
-    def _added(self) -> str:
-        """The tokens that the tokenizer puts before every text by itself."""
-        plain, whole = self._encode(["a"], special=False)[0], self._encode(["a"])[0]
-        before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        if self._hf is not None:
-            return " ".join(map(repr, self._hf.convert_ids_to_tokens(whole[:before])))
-        return " ".join(repr(self._file.id_to_token(number)) for number in whole[:before])
 
 
 def _text_of(row: Row, column: str) -> str:
@@ -196,7 +175,7 @@ def hugging_face_tokenizer(name: str) -> Any:
             f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
             f" {EXTRA}."
         ) from error
-    with _explained(f"The tokenizer {name!r} cannot be opened"):
+    with explained(f"The tokenizer {name!r} cannot be opened"):
         if Path(name).exists():
             check_model(name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -209,7 +188,7 @@ def hugging_face_tokenizer(name: str) -> Any:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Raise as a ValueError whatever a tokenizer's library raises, a panic of Rust's too."""
     try:
         yield
@@ -233,12 +212,16 @@ def digest_of(*parts: object) -> str:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    with _explained(f"{path} is no tokenizer of the tokenizers library"):
+    with explained(f"{path} is no tokenizer of the tokenizers library"):
         check_model(path)
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    return tokenizer
+
+
+def never_cut_or_pad(tokenizer: Tokenizer) -> None:
+    """Turn off a tokenizer's settings that cut or pad texts."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
 
 
 def _eos_beside(file: Path) -> str | None:
