@@ -9,6 +9,9 @@ Cost: the keys and values of micro-batches whose pieces go on, from their forwar
 and as much again in the wide dtype once gradients come back. The former are aliases of what
 autograd keeps for those micro-batches anyway, except under activation checkpointing.
 
+*States.* A recurrence leaves its state at a slice's end in the same way, and the next slice's
+backward leaves the state's gradient (:class:`RecurrentStates`).
+
 *Refetch.* A kernel saves the keys and values that it read for its backward. Under context
 parallelism they are those of whole prefixes, about CP times what the rank itself holds, in every
 layer; for sliced pieces they are more. :func:`attend_with_refetch` lets autograd save a number in
@@ -34,6 +37,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_wlb.distributed.collectives import sum_dtype
 from lightning_wlb.sharding.sliced_indices import Run
 
+State = tuple[Tensor, ...]
+"""What a recurrence hands from a slice of a piece to the next."""
+
 
 @dataclass
 class _Entry:
@@ -51,10 +57,14 @@ class KeyValueCache:
         in_graph: keep them attached to autograd's graph, so that one backward over the whole step
             finds its own way and no gradients are left here. For a step on one rank that one loss
             sums up.
+
+    Attributes:
+        states: what recurrences hand from slice to slice.
     """
 
     def __init__(self, in_graph: bool = False) -> None:
         self.in_graph = in_graph
+        self.states = RecurrentStates(in_graph)
         self._entries: dict[tuple[int, int], _Entry] = {}
 
     def __len__(self) -> int:
@@ -151,3 +161,79 @@ class _CallInBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.call()
         return None, *gradients
+
+
+class RecurrentStates:
+    """States at the ends of slices, for one step of one rank.
+
+    Args:
+        in_graph: keep them attached to autograd's graph, for a step on one rank that one loss sums
+            up.
+    """
+
+    def __init__(self, in_graph: bool = False) -> None:
+        self.in_graph = in_graph
+        self._states: dict[Any, State] = {}
+        self._gradients: dict[Any, State] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def leave(self, key: Any, out: Tensor, state: State) -> Tensor:
+        """``out``, whose backward also has the gradient that :meth:`take` found for ``state``."""
+        if self.in_graph or not torch.is_grad_enabled():
+            self._states[key] = state
+            return out
+        kept: Tensor = _Left.apply(out, self, key, *state)
+        return kept
+
+    def take(self, key: Any, anchor: Tensor) -> State:
+        """What was left; ``anchor`` is any tensor of the graph that the result is put into."""
+        if self.in_graph or not torch.is_grad_enabled():
+            return self._states[key]
+        taken: State = _Taken.apply(anchor, self, key)
+        return taken
+
+    def keep(self, key: Any, state: State) -> None:
+        """Hold a state; that of a recomputed layer is here already."""
+        self._states.setdefault(key, tuple(each.detach() for each in state))
+
+    def held(self, key: Any) -> State:
+        """A state, in no graph."""
+        return self._states[key]
+
+    def add_gradients(self, key: Any, gradients: State) -> None:
+        """Leave the gradient of a state for the backward of the slice that made it."""
+        self._gradients[key] = gradients
+
+    def finish(self, key: Any) -> State | None:
+        """The gradient of a state, which is held no longer; None where no later slice left one."""
+        self._states.pop(key, None)
+        return self._gradients.pop(key, None)
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, states: RecurrentStates, key: Any, *state: Tensor) -> Tensor:
+        ctx.states, ctx.key, ctx.count = states, key, len(state)
+        states.keep(key, state)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_state = ctx.states.finish(ctx.key) or (None,) * ctx.count
+        return gradient, None, None, *of_state
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, states: RecurrentStates, key: Any) -> State:
+        ctx.states, ctx.key = states, key
+        return tuple(each.clone() for each in states.held(key))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.states.add_gradients(ctx.key, gradients)
+        return None, None, None

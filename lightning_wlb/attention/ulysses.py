@@ -14,7 +14,7 @@ Cost: see ``sharding/methods.py``. Nothing overlaps: queries, keys and values ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,13 +64,39 @@ def head_parallel_attention(
     whole = replace(metadata, rows=tokens, queries=tokens, key_index=None, head_rows=())
     q, k, v = q[:own], k[:own], v[:own]
     if tokens:
-        q, k, v = _to_heads(q, k, v, metadata.head_rows, group)
+        q, k, v = to_heads((q, k, v), metadata.head_rows, group)
         if options.sinks is not None:
             options = replace(options, sinks=options.sinks.chunk(size)[dist.get_rank(group)])
     out = attention(q, k, v, whole, options)
     if tokens:
-        out = _to_rows(out, own, metadata.head_rows, group)
+        out = from_heads(out, metadata.head_rows, group)
     return padded(out, metadata.rows)
+
+
+def to_heads(
+    tensors: Sequence[Tensor], rows: tuple[int, ...], group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    """One all-to-all of several tensors: a rank's part of the heads of all rows.
+
+    Args:
+        tensors: [own rows, heads, width] each, of one dtype; fewer heads than ranks are sent to
+            each rank that shares one.
+        rows: rows of each rank.
+
+    Returns:
+        [rows of all ranks, own heads, width] each.
+    """
+    sent: tuple[Tensor, ...] = _ToHeads.apply(rows, group, *tensors)
+    return sent
+
+
+def from_heads(out: Tensor, rows: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """The reverse of one tensor: [rows of all, own heads, width] -> [own rows, heads, width].
+
+    ``rows`` are those of each rank.
+    """
+    sent: Tensor = _FromHeads.apply(out, rows, group)
+    return sent
 
 
 def _split(x: Tensor, size: int) -> Tensor:
@@ -110,37 +136,37 @@ def _by_rows(x: Tensor, own: int, rows: tuple[int, ...], group: ProcessGroup) ->
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[int, ...], group: ProcessGroup
+        ctx: Any, rows: tuple[int, ...], group: ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.own, ctx.rows, ctx.group = q.shape[0], rows, group
-        ctx.heads = [x.shape[1] for x in (q, k, v)]
-        parts = [_split(x, len(rows)) for x in (q, k, v)]
-        ctx.parts = [part.shape[2] for part in parts]
-        return _by_heads(torch.cat(parts, dim=2), rows, group).split(ctx.parts, dim=1)
+        ctx.own, ctx.rows, ctx.group = tensors[0].shape[0], rows, group
+        ctx.heads = [x.shape[1] for x in tensors]
+        parts = [_split(x, len(rows)) for x in tensors]
+        ctx.shapes = [part.shape[2:] for part in parts]
+        ctx.sizes = [shape.numel() for shape in ctx.shapes]
+        every = _by_heads(torch.cat([part.flatten(2) for part in parts], dim=2), rows, group)
+        sent = every.split(ctx.sizes, dim=1)
+        return tuple(x.unflatten(1, s) for x, s in zip(sent, ctx.shapes, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        back = _by_rows(torch.cat(gradients, dim=1), ctx.own, ctx.rows, ctx.group)
-        shares = back.split(ctx.parts, dim=2)
-        joined = (_joined(x, heads) for x, heads in zip(shares, ctx.heads, strict=True))
-        return *joined, None, None
+        every = torch.cat([x.flatten(1) for x in gradients], dim=1)
+        shares = _by_rows(every, ctx.own, ctx.rows, ctx.group).split(ctx.sizes, dim=2)
+        joined = (
+            _joined(x.unflatten(2, shape), heads)
+            for x, shape, heads in zip(shares, ctx.shapes, ctx.heads, strict=True)
+        )
+        return None, None, *joined
 
 
-class _ToRows(torch.autograd.Function):
+class _FromHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, own: int, rows: tuple[int, ...], group: ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, out: Tensor, rows: tuple[int, ...], group: ProcessGroup) -> Tensor:
         ctx.rows, ctx.group = rows, group
-        back = _by_rows(out, own, rows, group)
-        return _joined(back, len(rows) * out.shape[1])
+        own = rows[dist.get_rank(group)]
+        return _joined(_by_rows(out, own, rows, group), len(rows) * out.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _by_heads(_split(gradient, len(ctx.rows)), ctx.rows, ctx.group), None, None, None
-
-
-_to_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ToHeads.apply
-_to_rows: Callable[..., Tensor] = _ToRows.apply
+        return _by_heads(_split(gradient, len(ctx.rows)), ctx.rows, ctx.group), None, None

@@ -37,6 +37,9 @@ class LayerShape:
         idle_parameters: elements of the experts' matrices that a token does not meet.
         vector_parameters: elements of norms and biases.
         sliding_window: most keys that a query sees, its own included; None for no bound.
+        attends: whether the layer has attention. One without it (linear attention, a state-space
+            layer, a convolution) costs a token the same wherever it stands: it counts as attention
+            over a window of as many keys as take the FLOPs of its recurrence.
 
     Raises:
         ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
@@ -52,6 +55,7 @@ class LayerShape:
     idle_parameters: int = 0
     vector_parameters: int = 0
     sliding_window: int | None = None
+    attends: bool = True
 
     def __post_init__(self) -> None:
         _check_sizes(self, [field.name for field in fields(self) if "parameters" in field.name])
@@ -139,6 +143,11 @@ class ModelShape:
         return dict(Counter(self.each_layer))
 
     @property
+    def recurrent(self) -> bool:
+        """Whether layers carry something from row to row beside attention."""
+        return not all(layer.attends for layer in self.kinds)
+
+    @property
     def split_sizes(self) -> list[tuple[str, int]]:
         """Names and values of the sizes that tensor-parallel ranks must split evenly.
 
@@ -193,7 +202,9 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
     kind = type(shape).__name__
     for field in fields(shape):
         value = getattr(shape, field.name)
-        if field.name != "layer_shapes" and (field.name != "sliding_window" or value is not None):
+        if field.name not in ("layer_shapes", "attends") and (
+            field.name != "sliding_window" or value is not None
+        ):
             least = 0 if field.name in may_be_zero else 1
             object.__setattr__(shape, field.name, whole(f"{kind}: {field.name}", value, least))
     if getattr(shape, "layer_shapes", None) is None and shape.heads % shape.kv_heads:
@@ -204,12 +215,13 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
 
 
 def _summary(dim: int, layers: Sequence[LayerShape]) -> dict[str, Any]:
-    """The fields of a ModelShape whose layers differ."""
+    """The fields of a ModelShape whose layers differ: by those with attention, where there are."""
+    attending = [layer for layer in layers if layer.attends] or layers
     return {
         "layers": len(layers),
-        **{name: max(getattr(layer, name) for layer in layers) for name in _MOST},
+        **{name: max(getattr(layer, name) for layer in attending) for name in _MOST},
         "ffn_dim": max(1, *(layer.gated_width(dim) for layer in layers)),
-        "sliding_window": max((layer.sliding_window for layer in layers), key=window_width),
+        "sliding_window": max((layer.sliding_window for layer in attending), key=window_width),
     }
 
 

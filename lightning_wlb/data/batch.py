@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata, with_tensors
+from lightning_wlb.attention.recurrence import RecurrentRows, recurrent_rows
 from lightning_wlb.data.store_checks import Sample, length_of, read_mask, read_tokens
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
@@ -54,6 +55,7 @@ class MicroBatchTensors:
         attention: which rows attend to which keys.
         rows: P, rows of this rank, padding at the end included.
         recompute: what backward computes again of every layer, see ``MicroBatch.recompute``.
+        recurrence: where the model's recurrences begin and go on; None where it has none.
     """
 
     tokens: Tensor | None
@@ -62,6 +64,7 @@ class MicroBatchTensors:
     attention: AttentionMetadata
     rows: int
     recompute: Recompute = "none"
+    recurrence: RecurrentRows | None = None
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
         """What the model is given: slices read earlier keys from the step's cache, and add own."""
@@ -69,7 +72,8 @@ class MicroBatchTensors:
         if slices is None:
             return self
         attention = replace(self.attention, slices=replace(slices, cache=cache))
-        return replace(self, attention=attention)
+        recurrence = self.recurrence and replace(self.recurrence, states=cache.states)
+        return replace(self, attention=attention, recurrence=recurrence)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
         """A copy on ``device``."""
@@ -80,7 +84,9 @@ class MicroBatchTensors:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatchTensors:
-        return replace(with_tensors(self, change), attention=with_tensors(self.attention, change))
+        recurrence = self.recurrence and with_tensors(self.recurrence, change)
+        attention = with_tensors(self.attention, change)
+        return replace(with_tensors(self, change), attention=attention, recurrence=recurrence)
 
 
 class StepBatch:
@@ -190,6 +196,7 @@ def make_step_batch(
     last: bool,
     sliding_window: int | None = None,
     vocab_size: int | None = None,
+    recurrent: bool = False,
 ) -> StepBatch:
     """The tensors that a rank needs to run ``plan``.
 
@@ -202,6 +209,7 @@ def make_step_batch(
         last: whether the run's bound on tokens is reached with this step.
         sliding_window: the model's widest: keys that no query sees are not sent between ranks.
         vocab_size: the model's; None: not known.
+        recurrent: whether layers of the model carry something from row to row.
 
     Raises:
         ValueError: the plan is for another number of replicas, a token is outside the
@@ -218,6 +226,11 @@ def make_step_batch(
     members = [own.slices_of(each) for each in own.forward]
     layouts = [layout_of(own, each, *sizes) for each in own.forward]
     sliced = SlicedReplica(layouts, members, sliding_window)
+    ends = (
+        {(each.document, each.origin): each.stop for each in sorted(own.slices)}
+        if recurrent
+        else {}
+    )
 
     micro_batches = []
     for number, (micro_batch, slices, layout) in enumerate(
@@ -239,7 +252,9 @@ def make_step_batch(
             rank,
             vocab_size,
         )
-        micro_batches.append(replace(tensors, recompute=micro_batch.recompute))
+        sharers = len(micro_batch.replicas)
+        rows = recurrent_rows(layout, slices, ends, sharers) if recurrent else None
+        micro_batches.append(replace(tensors, recompute=micro_batch.recompute, recurrence=rows))
     return StepBatch(plan, rank.data, micro_batches, state, next_digest, last)
 
 

@@ -86,6 +86,7 @@ class StepDataset(IterableDataset[StepBatch]):
         activation_checkpointing: what backward computes again; ``"auto"``: the least with which
             each micro-batch fits in memory by the predictor, else nothing.
         step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
+        recurrent: whether layers of the model carry something from row to row.
     """
 
     store: DocumentStore
@@ -99,6 +100,7 @@ class StepDataset(IterableDataset[StepBatch]):
     vocab_size: int | None = None
     activation_checkpointing: ActivationCheckpointing = "auto"
     step_chooser: StepChooser | None = None
+    recurrent: bool = False
 
     @classmethod
     def for_model(
@@ -132,7 +134,7 @@ class StepDataset(IterableDataset[StepBatch]):
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
         if sharding == HEADS and rank.mesh.context > 1:
-            for layer in shape.kinds:
+            for layer in filter(lambda each: each.attends, shape.kinds):
                 check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
         check_has_targets(store)
         return cls(
@@ -145,6 +147,7 @@ class StepDataset(IterableDataset[StepBatch]):
             predictor=predictor,
             vocab_size=shape.vocab_size or store.vocab_size,
             activation_checkpointing=activation_checkpointing,
+            recurrent=shape.recurrent,
         )
 
     def planner(self) -> Planner:
@@ -204,6 +207,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     last=following is None and planner.finished,
                     sliding_window=self.work.total.window,
                     vocab_size=self.vocab_size,
+                    recurrent=self.recurrent,
                 )
                 if index == 0:
                     batch.samples = samples_of(self.store)

@@ -169,5 +169,5 @@ def _check(schemes: Schemes, base: Predictor, sharding: str) -> None:
                 " larger pipelines first."
             )
         if sharding == HEADS and scheme.context > 1:
-            for layer in base.latency.shape.kinds:
+            for layer in filter(lambda each: each.attends, base.latency.shape.kinds):
                 check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)

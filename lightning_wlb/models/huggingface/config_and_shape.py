@@ -34,6 +34,8 @@ from transformers import (
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape
 from lightning_wlb.file_checks import check_model, reason
+from lightning_wlb.models.huggingface.families import row_by_row
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, RecurrentSizes, note_sizes
 
 _MOST_PARTS = 100_000
 """Most layers, heads or experts of a model: few bytes can ask for any number of them."""
@@ -130,7 +132,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             a way of their own, or ``AutoModelForCausalLM`` cannot build it.
     """
     config = copy.deepcopy(config.get_text_config())
-    seen = _Seen({}, {})
+    seen = _Seen({}, {}, {})
     AttentionInterface.register(_PROBE, partial(_note_attention, seen))
     try:
         with torch.device("meta"):
@@ -143,9 +145,15 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             f" transformers: {reason(error)}"
         ) from error
     base = getattr(model, model.base_model_prefix)
+    if config.model_type in FAMILIES:
+        note_sizes([base], seen.recurrent)
     vocab_size, dim = model.get_output_embeddings().weight.shape
     _run_two_tokens(base, dim, seen)
-    layers = [_layer_shape(layer, seen) for layer in _layers(base, seen)]
+    between = row_by_row(config) if config.model_type in FAMILIES else ()
+    layers = [
+        _layer_shape(layer, seen, number in between)
+        for number, layer in enumerate(_layers(base, seen))
+    ]
     return ModelShape.of_layers(dim, vocab_size, layers)
 
 
@@ -163,10 +171,11 @@ class _Call(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What two tokens met: calls of attention by module, and how many experts of which module."""
+    """What two tokens met: attention by module, how many experts of which module, recurrences."""
 
     attention: dict[nn.Module, list[_Call]]
     experts: dict[nn.Module, int]
+    recurrent: dict[nn.Module, RecurrentSizes]
 
 
 def _note_attention(
@@ -197,7 +206,8 @@ def _note_experts(
 
 def _run_two_tokens(base: nn.Module, dim: int, seen: _Seen) -> None:
     for module in base.modules():
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+        stacked = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if stacked and not isinstance(module, nn.Conv1d):
             module.forward = partial(_note_experts, seen, module)
     try:
         with torch.no_grad():
@@ -230,25 +240,30 @@ def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
     return lists[0]
 
 
-def _layer_shape(layer: nn.Module, seen: _Seen) -> LayerShape:
+def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
+    """The shape of a layer that attends once, or has one recurrence; or is only ``row_by_row``."""
     modules = [module for module in layer.modules() if module in seen.attention]
     calls = [call for module in modules for call in seen.attention[module]]
-    if len(calls) != 1:
+    recurrent = [module for module in layer.modules() if module in seen.recurrent]
+    if not calls and (row_by_row or len(recurrent) == 1):
+        sizes = seen.recurrent[recurrent[0]] if recurrent else RecurrentSizes()
+        modules, calls = recurrent, [_Call(*sizes)]
+    elif len(calls) != 1 or recurrent:
         raise ValueError(
             f"{type(layer).__name__} calls attention {len(calls)} times, through transformers'"
             " attention interface, but a layer that can be planned and trained on packed documents"
             " calls it once. Choose another family."
         )
-    own = {id(parameter) for parameter in modules[0].parameters()}
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
     attention = feed_forward = idle = vectors = 0
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = parameter.numel()
-            if parameter.ndim == 3:
+            if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
                 met = _met(module, parameter, seen)
                 feed_forward += met
                 idle += size - met
-            elif parameter.ndim < 2 or name.endswith("bias"):
+            elif parameter.ndim < 2 or name.endswith("bias") or isinstance(module, nn.Conv1d):
                 vectors += size
             elif id(parameter) in own:
                 attention += size
@@ -261,6 +276,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen) -> LayerShape:
         idle_parameters=idle,
         vector_parameters=vectors,
         sliding_window=calls[0].sliding_window,
+        attends=not (row_by_row or recurrent),
     )
 
 

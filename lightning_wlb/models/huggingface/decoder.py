@@ -5,8 +5,9 @@ positions; attention goes to this package's kernels, and the head adds up token 
 go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.
 
 Cost over :class:`.Transformer`: queries are made before attention is called, so that they do not
-hide the exchange of keys, and a layer's parts are transformers' eager code. Not for families whose
-layers carry something from row to row (recurrences, convolutions), which are refused.
+hide the exchange of keys, and a layer's parts are transformers' eager code. Families whose layers
+carry something from row to row run piece by piece where :mod:`.recurrent` knows their functions,
+and are refused otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lightning_wlb.models.huggingface.families import (
     check_no_noise,
     check_parts,
     longrope_window,
+    row_by_row,
 )
 from lightning_wlb.models.huggingface.model_parts import (
     FamilyEmbedding,
@@ -43,6 +45,7 @@ from lightning_wlb.models.huggingface.model_parts import (
     part_names,
     without_memory_on_meta,
 )
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments, recurrent_modules
 from lightning_wlb.models.huggingface.tensor_parallel import (
     OWN_PLANS,
     Split,
@@ -89,7 +92,7 @@ class HuggingFaceDecoder(Decoder):
         causal = build_family_model(config)
         check_family(causal)
         check_no_noise(config)
-        if config.model_type not in CHECKED:
+        if config.model_type not in CHECKED | FAMILIES.keys():
             rank_zero_warn(
                 f"Model type {config.model_type!r} is not among the Hugging Face families whose"
                 " gradients are checked on packed rows and under tensor parallelism"
@@ -137,6 +140,10 @@ class HuggingFaceDecoder(Decoder):
             "head.projection.": f"{projection_name}.",
         }
         self._longrope_window = longrope_window(self.config)
+        self._across_rows = set(range(len(layers))) - row_by_row(self.config)
+        self._recurrent = {each.layer_idx for each in recurrent_modules(self.layers.values())}
+        if self._recurrent:
+            by_segments(self.layers.values(), self.config.model_type)
         self._recompute()
         self._split()
         self.attention_kernel = VarlenAttention(attention_backend)
@@ -175,7 +182,7 @@ class HuggingFaceDecoder(Decoder):
             hidden = (out if run.left is None else run.left)[0]
             if self.head is not None and layers.stop == self.stages.count:
                 hidden = self.head(hidden, micro_batch.labels, groups.tensor)
-        if missing := sorted(set(layers) - run.attended):
+        if missing := sorted(self._across_rows & set(layers) - run.attended):
             raise ValueError(
                 f"model type {self.config.model_type!r}: layers {missing} did not call attention."
                 " A layer of another kind (a recurrence or convolution over rows) would mix packed"
@@ -297,6 +304,13 @@ class HuggingFaceDecoder(Decoder):
         self._plan = dict(self.config.base_model_tp_plan or OWN_PLANS.get(kind, {}))
         self._splits: dict[str, Split] = {}
         self._refusal: ValueError | None = None
+        if self._recurrent:
+            self._refusal = ValueError(
+                f"model type {kind!r} has recurrent layers, whose projections this package does not"
+                " split yet. Use tensor_parallel_size=1; pipeline and context parallelism split the"
+                " model too."
+            )
+            return
         try:
             self._splits = splits_of(self.layers, self._plan, self.config)
         except ValueError as error:

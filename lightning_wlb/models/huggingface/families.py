@@ -13,6 +13,18 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
+from lightning_wlb.models.huggingface.recurrent import FAMILIES
+
+PARTS = {
+    "bamba": ("embed_tokens", "layers", "final_layernorm"),
+    "granitemoehybrid": ("embed_tokens", "layers", "norm"),
+    "lfm2": ("embed_tokens", "layers", "embedding_norm"),
+    "lfm2_moe": ("embed_tokens", "layers", "embedding_norm"),
+    "lfm3": ("embed_tokens", "layers", "embedding_norm"),
+    "nemotron_h": ("embeddings", "layers", "norm_f"),
+}
+"""Embedding, layers and last norm of families for which transformers has no pipeline plan."""
+
 _CHECKED = """
 afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
@@ -28,6 +40,8 @@ After a change run ``python -m tests.models.huggingface.families_page``, which m
 docs/families.md."""
 
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that the kernels compute
+_ROW_BY_ROW = {"mlp", "moe"}  # that compute nothing across rows
+_RECURRENT = {"linear_attention", "conv"}  # of the families in recurrent.FAMILIES
 
 
 def check_config(config: Any) -> None:
@@ -52,12 +66,14 @@ def check_config(config: Any) -> None:
             f"{name} gives single layers settings of their own ({', '.join(own)}), which the"
             " families' modules pass over or cannot be built with. Leave per_layer_config out."
         )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    known = _ATTENTION | (_ROW_BY_ROW | _RECURRENT if config.model_type in FAMILIES else set())
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise ValueError(
-            f"{name} has layers of type {', '.join(others)}, which read other rows in ways that the"
-            " variable-length kernels do not compute: packed documents would mix. Choose a family"
-            f" whose layer_types are {' or '.join(sorted(_ATTENTION))} (docs/families.md)."
+            f"{name} has layers of type {', '.join(others)}, which read other rows in a way that is"
+            " not known here: packed documents would mix. Choose a family whose layer_types are"
+            f" {' or '.join(sorted(_ATTENTION))}, or one whose recurrent layers are known:"
+            f" {', '.join(sorted(FAMILIES))} (docs/families.md)."
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
@@ -100,6 +116,12 @@ def check_no_noise(config: Any) -> None:
             )
 
 
+def row_by_row(config: Any) -> set[int]:
+    """Numbers of the layers that compute nothing across rows, as Nemotron-H's networks alone."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return {number for number, kind in enumerate(kinds) if kind in _ROW_BY_ROW}
+
+
 def longrope_window(config: Any) -> int | None:
     """The longest document for which ``longrope`` turns a row by its own position only.
 
@@ -122,12 +144,12 @@ def check_family(model: Any) -> None:
         ValueError: with the reason and the remedy.
     """
     name = type(model).__name__
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or model.config.model_type in FAMILIES):
         raise ValueError(
             f"{name} does not take its attention from transformers' attention interface, so packed"
             " documents would attend to each other. Choose another family (docs/families.md)."
         )
-    if not getattr(model.config, "base_model_pp_plan", None):
+    if not (getattr(model.config, "base_model_pp_plan", None) or model.config.model_type in PARTS):
         raise ValueError(
             f"{name} does not say which of its modules are embedding, layers and norm"
             " (base_model_pp_plan). Choose another family (docs/families.md)."

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import seed_of
 from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
+from lightning_wlb.models.huggingface.families import PARTS
 from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
 from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
 
@@ -111,7 +112,7 @@ def part_names(base: Any) -> tuple[str, str, str]:
 
     What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
     """
-    plan = list(base.config.base_model_pp_plan)
+    plan = list(base.config.base_model_pp_plan or PARTS[base.config.model_type])
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
     if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(
@@ -153,6 +154,8 @@ class StageLayers:
 class _Before(nn.Module):
     """Stands for the layers in front of the stage's."""
 
+    block_type = None  # by which Nemotron-H looks up a mask
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         received = current_run().received
         assert received is not None
@@ -161,6 +164,8 @@ class _Before(nn.Module):
 
 class _Behind(nn.Module):
     """Stands for the layers behind the stage's."""
+
+    block_type = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         run = current_run()

@@ -31,6 +31,15 @@ _SIZES: dict[tuple[str, ...], Any] = {
     # Latent attention.
     ("qk_rope_head_dim",): 4,
     ("qk_head_dim",): 12,
+    # Recurrent layers.
+    ("linear_num_key_heads",): 2,
+    ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads"): 4,
+    ("linear_key_head_dim", "linear_head_dim", "ssm_state_size", "mamba_d_state"): 8,
+    ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"): 16,
+    ("mamba_n_groups", "n_groups"): 2,
+    ("mamba_chunk_size", "chunk_size"): 4,
+    ("moe_shared_expert_intermediate_size", "shared_intermediate_size"): 16,
+    ("num_experts_per_token",): 2,
     # Tokens that the small vocabulary has.
     ("pad_token_id",): None,
     ("bos_token_id",): 1,
@@ -49,6 +58,13 @@ _SIZES: dict[tuple[str, ...], Any] = {
         "resid_pdrop",
         "residual_dropout",
     ): 0.0,
+}
+# Of which the family's default has one kind alone.
+_LAYER_TYPES = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_experts_per_layer")
 
@@ -79,6 +95,7 @@ def tiny(model_type: str, **more: Any) -> PretrainedConfig:
     if "qk_rope_head_dim" in known:
         # Latent attention rotates heads of this width, and has no grouped queries.
         values |= {"head_dim": values["qk_rope_head_dim"], "num_key_value_heads": 4}
+    more = _LAYER_TYPES.get(model_type, {}) | more
     return kind(**{name: value for name, value in values.items() if name in known} | more)
 
 

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from lightning_wlb.models.huggingface.families import CHECKED
+from lightning_wlb.models.huggingface.recurrent import FAMILIES
 
 VERSION = "5.23"  # of transformers
 
@@ -14,14 +15,31 @@ REFUSED: dict[str, str] = {
     "doge": "a mask of its own",
     "gpt2": "base_model_pp_plan",
     "minimax": "layers of type linear_attention",
-    "qwen3_next": "layers of type linear_attention",
+    "jamba": "layers of type linear_attention",
 }
 """Examples of what is refused, and the words of the refusal."""
+
+KINDS = {
+    "": "short convolution",
+    "chunk_kimi_delta_attention": "Kimi's delta attention",
+    "mamba2_chunk_scan": "Mamba 2",
+    "torch_chunk_gated_delta_rule": "gated delta rule",
+}
+"""The functions that a recurrent layer calls beside the convolution."""
 
 
 def page() -> str:
     """docs/families.md."""
     checked = "\n".join(textwrap.wrap(", ".join(f"`{name}`" for name in sorted(CHECKED)), 100))
+    of_kind: dict[str, list[str]] = {}
+    for name, functions in sorted(FAMILIES.items()):
+        of_kind.setdefault(KINDS[max(functions - {"causal_conv1d_fn"}, default="")], []).append(
+            name
+        )
+    recurrent = "\n".join(
+        f"| {kind} | {', '.join(f'`{name}`' for name in names)} |"
+        for kind, names in of_kind.items()
+    )
     refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items()))
     return f"""# Hugging Face families
 
@@ -36,6 +54,20 @@ transformers' own model, run on each document by itself, to 1e-10. The same hold
 gradients and parameters of an AdamW step on two tensor-parallel ranks.
 
 {checked}.
+
+## Exact, with recurrent layers
+
+Linear attention, Mamba 2 and short convolutions begin anew with every document. The same as above
+holds on data, pipeline and context parallel ranks, for whole and sliced documents, and for shared
+micro-batches; tensor parallelism is refused. Only transformers' own functions in plain torch have
+run, which are slow. `flash-linear-attention`, `causal-conv1d` and `mamba-ssm` are called where they
+are installed, once for each document; that has not been run.
+
+| Recurrence | Families |
+|---|---|
+{recurrent}
+
+Mixtures among both lists train without their load-balancing losses.
 
 `make test` runs a covering choice; `python -m pytest -m families` all of it.
 

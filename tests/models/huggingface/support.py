@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.recurrence import RecurrentRows, Segment
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
@@ -75,8 +76,14 @@ def packed_rows(lengths: Sequence[int]) -> tuple[list[Tensor], MicroBatchTensors
     metadata = AttentionMetadata(rows, rows, ends, ends, max(lengths), max(lengths), None)
     labels = [torch.cat([each[1:], torch.tensor([IGNORE])]) for each in documents]
     positions = torch.cat([torch.arange(length) for length in lengths])
+    segments = tuple(Segment((n, 0), 0, length, False) for n, length in enumerate(lengths))
     return documents, MicroBatchTensors(
-        torch.cat(documents), torch.cat(labels), positions, metadata, rows
+        torch.cat(documents),
+        torch.cat(labels),
+        positions,
+        metadata,
+        rows,
+        recurrence=RecurrentRows(segments, (rows,)),
     )
 
 

@@ -1,0 +1,209 @@
+"""Recurrences over packed rows: what begins where, what a slice hands to the next, who computes it.
+
+Linear attention, a state-space layer and a causal convolution carry something from row to row. On
+packed rows it must begin anew with every piece, and go on where a slice continues a piece:
+
+* *Segments* are the pieces, or parts of pieces, of a micro-batch (:class:`RecurrentRows`).
+* *States* at the end of a slice are left for the next slice of its piece, whose backward runs first
+  and leaves the state's gradient for this one (:class:`RecurrentStates`).
+* *Ranks that share the rows* cannot cut a recurrence by rows. One all-to-all brings each of them
+  its part of the heads (of a convolution: of the channels) of all rows, in the order of the
+  segments, whatever sharding attention has (:func:`to_all_rows`); a second one brings the results
+  back (:func:`to_own_rows`).
+
+Cost: over a recurrence of whole rows two all-to-alls of its inputs and outputs in forward and two
+in backward, only where ranks share rows; one state for each sliced piece and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.attention.kv_cache import RecurrentStates, State
+from lightning_wlb.attention.ulysses import from_heads, to_heads
+from lightning_wlb.distributed.process_groups import group_size
+from lightning_wlb.plan import Slice
+from lightning_wlb.sharding import Layout
+from lightning_wlb.sharding.integer_ranges import offsets, ranges
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one piece in a micro-batch.
+
+    Args:
+        piece: document and origin.
+        start: the first token, counted from the piece's origin.
+        stop: the end.
+        goes_on: whether a later micro-batch has more of the piece.
+    """
+
+    piece: tuple[int, int]
+    start: int
+    stop: int
+    goes_on: bool
+
+
+@dataclass(frozen=True)
+class RecurrentRows:
+    """The segments of a micro-batch, and where their rows lie on the ranks that share it.
+
+    Args:
+        segments: in the order in which a recurrence computes them.
+        counts: rows that hold a token, of each rank.
+        order: int64 [sum of counts], for each row in the order of segments its place among the rows
+            of all ranks, one rank after another; None where they are in order.
+        back: int64 [sum of counts], the inverse.
+        replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
+        states: the step's, which ``MicroBatchTensors.with_cache`` fills in.
+    """
+
+    segments: tuple[Segment, ...]
+    counts: tuple[int, ...]
+    order: Tensor | None = None
+    back: Tensor | None = None
+    replicas: int = 1
+    states: RecurrentStates | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all ranks that hold a token."""
+        return sum(self.counts)
+
+
+def recurrent_rows(
+    layout: Layout, slices: Sequence[Slice], ends: Mapping[tuple[int, int], int], replicas: int
+) -> RecurrentRows:
+    """The segments of a micro-batch and where their rows lie.
+
+    Args:
+        layout: how the micro-batch lies on the ranks that share it.
+        slices: its slices, in the order of the layout.
+        ends: where the last slice of each sliced piece ends; (document, origin) -> token.
+        replicas: how many replicas share it.
+    """
+    pieces = {(each.document, each.origin): None for each in slices}
+    number = {piece: index for index, piece in enumerate(pieces)}
+    # A piece's slices one after another, in the order of its tokens.
+    by = sorted(
+        range(len(slices)),
+        key=lambda i: (number[slices[i].document, slices[i].origin], slices[i].start),
+    )
+    segments: list[Segment] = []
+    for index in by:
+        each = slices[index]
+        piece, start, stop = (each.document, each.origin), each.context, each.stop - each.origin
+        goes_on = each.stop < ends.get(piece, 0)
+        if segments and segments[-1].piece == piece and segments[-1].stop == start:
+            segments[-1] = replace(segments[-1], stop=stop, goes_on=goes_on)
+        else:
+            segments.append(Segment(piece, start, stop, goes_on))
+    place = np.empty(len(by), dtype=np.int64)
+    place[by] = np.arange(len(by))
+    _, document, first, last = layout.table.T
+    rows = offsets(last - first)
+    chunks = np.lexsort((first, place[document]))
+    order = ranges(rows[:-1][chunks], (last - first)[chunks])
+    counts = tuple(np.diff(rows[layout.first]).tolist())
+    if np.array_equal(order, np.arange(len(order))):
+        return RecurrentRows(tuple(segments), counts, replicas=replicas)
+    back = torch.from_numpy(np.argsort(order))
+    return RecurrentRows(tuple(segments), counts, torch.from_numpy(order), back, replicas)
+
+
+def to_all_rows(
+    tensors: Sequence[Tensor], rows: RecurrentRows, group: ProcessGroup | None
+) -> list[Tensor]:
+    """Send and receive this rank's part of the heads of all rows, in the order of the segments.
+
+    Args:
+        tensors: [own rows, heads, ...] each, padding rows included; ``heads`` may differ, and is a
+            multiple of the number of ranks.
+
+    Returns:
+        [rows of all ranks, own heads, ...] each.
+    """
+    own = rows.counts[0]
+    if group_size(group) > 1:
+        assert group is not None
+        own = rows.counts[torch.distributed.get_rank(group)]
+    parts = [each[:own] for each in tensors]
+    width = [prod(each.shape[2:]) for each in tensors]
+    if group_size(group) > 1 and rows.tokens:
+        assert group is not None
+        # Those of one dtype travel together.
+        for dtype in dict.fromkeys(each.dtype for each in parts):
+            places = [place for place, each in enumerate(parts) if each.dtype == dtype]
+            sent = [parts[place].reshape(*parts[place].shape[:2], width[place]) for place in places]
+            for place, each in zip(places, to_heads(sent, rows.counts, group), strict=True):
+                parts[place] = each.reshape(*each.shape[:2], *tensors[place].shape[2:])
+    return parts if rows.order is None else [each.index_select(0, rows.order) for each in parts]
+
+
+def to_own_rows(
+    out: Tensor, padded_rows: int, rows: RecurrentRows, group: ProcessGroup | None
+) -> Tensor:
+    """The reverse of one result: [rows of all, own heads, width] -> [own rows, heads, width].
+
+    Rows of padding, up to ``padded_rows``, are zero.
+    """
+    if rows.back is not None:
+        out = out.index_select(0, rows.back)
+    if group_size(group) > 1 and rows.tokens:
+        assert group is not None
+        out = from_heads(out, rows.counts, group)
+    padding = padded_rows - out.shape[0]
+    return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
+
+
+def by_segment(
+    rows: RecurrentRows,
+    layer: Any,
+    inputs: Sequence[Tensor],
+    compute: Callable[[list[Tensor], State | None, bool], tuple[Tensor, State | None]],
+) -> Tensor:
+    """A recurrence over the rows of each segment by themselves, begun with what was left for it.
+
+    Args:
+        rows: the segments of the rows.
+        layer: what distinguishes this recurrence from others of the model.
+        inputs: [rows of all ranks, ...] each, in the order of the segments.
+        compute: a function of the inputs' rows of one segment, of the state before it (None: a
+            piece begins) and of whether the state behind it is wanted; it returns the output,
+            [rows, ...], and that state.
+
+    Returns:
+        [rows of all ranks, ...], the outputs one after another.
+
+    Raises:
+        ValueError: a slice, without the step's states.
+    """
+    if rows.states is None and any(each.start or each.goes_on for each in rows.segments):
+        raise ValueError(
+            "a sliced micro-batch needs the step's states: give the model"
+            " micro_batch.with_cache(cache), as LanguageModule.step does."
+        )
+    states = RecurrentStates() if rows.states is None else rows.states
+    outputs = []
+    first = 0
+    for segment in rows.segments:
+        stop = first + segment.stop - segment.start
+        parts = [each[first:stop] for each in inputs]
+        before = (
+            states.take((layer, segment.piece, segment.start), parts[0]) if segment.start else None
+        )
+        out, after = compute(parts, before, segment.goes_on)
+        if segment.goes_on:
+            assert after is not None
+            out = states.leave((layer, segment.piece, segment.stop), out, after)
+        outputs.append(out)
+        first = stop
+    return torch.cat(outputs)

@@ -1,0 +1,187 @@
+"""Recurrent layers on packed rows: no document depends on its neighbours, whatever runs where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from lightning_wlb.attention.kv_cache import KeyValueCache
+from lightning_wlb.attention.recurrence import RecurrentRows, Segment
+from lightning_wlb.models.huggingface.config_and_shape import shape_of
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.recurrent import FAMILIES
+from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.support import KeepDouble, Run, packed_rows
+from tests.models.huggingface.test_families import TOLERANCE, decoder_and_plain, errors
+from tests.models.huggingface.test_meshes import BY_HEADS, SLICED, check
+
+# One of each kind: delta rule by head and by channel, convolution alone, Mamba 2.
+KINDS = ("qwen3_next", "kimi_linear", "lfm2", "bamba")
+REST = sorted(FAMILIES.keys() - set(KINDS))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", KINDS)
+def test_logits_and_gradients_are_those_of_the_documents(family, recompute):
+    assert max(errors(family, recompute)) < TOLERANCE
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", REST)
+def test_the_other_families(family, recompute):
+    assert max(errors(family, recompute)) < TOLERANCE
+
+
+MESHES = {
+    "replicas": (Run("olmo_hybrid", (2, 1, 1, 1)),),
+    "stages": (Run("qwen3_5_text", (1, 2, 1, 1)), Run("nemotron_h", (1, 2, 1, 1), **SLICED)),
+    "context": (
+        Run("qwen3_next", (1, 1, 2, 1)),
+        Run("kimi_linear", (1, 1, 2, 1), **SLICED),
+        Run("lfm2_moe", (1, 1, 2, 1), **BY_HEADS),
+        Run("bamba", (1, 1, 2, 1), **SLICED, checkpointing="full"),
+    ),
+    "replicas that share micro-batches": (Run("qwen3_5_moe_text", (2, 2, 1, 1), **SLICED),),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_steps_on_meshes(name):
+    check(MESHES[name])
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("packing", [{}, SLICED], ids=["whole", "sliced"])
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)])
+def test_families_on_meshes(family, packing, mesh):
+    check((Run(family, mesh, **packing),))
+
+
+@cache
+def decoder_of(family: str) -> HuggingFaceDecoder:
+    return decoder_and_plain(family)[0]
+
+
+def logits_of(family: str, lengths: list[int], order: list[int], one: bool = False) -> torch.Tensor:
+    """Logits of documents packed in some order, given back in their own.
+
+    ``one`` says wrongly that all rows are one document's.
+    """
+    documents, _ = packed_rows(lengths)
+    _, rows = packed_rows([lengths[number] for number in order])
+    rows = replace(rows, tokens=torch.cat([documents[number] for number in order]), labels=None)
+    if one:
+        whole = RecurrentRows((Segment((0, 0), 0, rows.rows, False),), (rows.rows,))
+        rows = replace(rows, recurrence=whole)
+    with KeepDouble(), torch.no_grad():
+        parts = decoder_of(family)(rows).split([lengths[number] for number in order])
+    back = {number: part for number, part in zip(order, parts, strict=True)}
+    return torch.cat([back[number] for number in range(len(lengths))])
+
+
+@pytest.mark.parametrize("family", KINDS)
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5), data=st.data())
+def test_no_document_depends_on_its_neighbours(family, lengths, data):
+    order = data.draw(st.permutations(range(len(lengths))))
+    alone = logits_of(family, lengths, list(range(len(lengths))))
+    assert torch.allclose(logits_of(family, lengths, order), alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_without_segments_documents_mix(family):
+    lengths = [7, 5, 9]
+    right = logits_of(family, lengths, [2, 0, 1])
+    assert not torch.allclose(logits_of(family, lengths, [2, 0, 1], one=True), right, atol=1e-3)
+
+
+def sliced_rows(length: int, cut: int) -> tuple[torch.Tensor, list]:
+    """A document, and micro-batches of its two slices."""
+    (document,), _ = packed_rows([length])
+    parts = []
+    for start, stop in ((0, cut), (cut, length)):
+        _, rows = packed_rows([stop - start])
+        segment = Segment((0, 0), start, stop, stop < length)
+        recurrence = RecurrentRows((segment,), (stop - start,))
+        parts.append(replace(rows, tokens=document[start:stop], labels=None, recurrence=recurrence))
+    return document, parts
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7])  # shorter than a convolution's kernel, too
+def test_a_slice_goes_on_where_the_one_before_ended_and_states_are_freed(cut):
+    decoder = decoder_of("lfm2")
+    run_layers = range(1)  # the convolution alone; attention needs keys of its own
+    states = KeyValueCache().states
+    document, parts = sliced_rows(9, cut)
+    hidden = [
+        torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for _ in range(2)
+    ]
+    with KeepDouble():
+        _, whole = packed_rows([9])
+        x = hidden[0].clone().requires_grad_()
+        wanted = decoder(replace(whole, tokens=document, labels=None), x, run_layers)
+        (wanted * hidden[1]).sum().backward()
+        pieces = [x.detach()[:cut].requires_grad_(), x.detach()[cut:].requires_grad_()]
+        outs = [
+            decoder(
+                replace(part, recurrence=replace(part.recurrence, states=states)), each, run_layers
+            )
+            for part, each in zip(parts, pieces, strict=True)
+        ]
+        assert len(states) == 1
+        for out, weight in reversed([*zip(outs, hidden[1].split([cut, 9 - cut]), strict=True)]):
+            (out * weight).sum().backward()
+    assert torch.allclose(torch.cat(outs), wanted, atol=1e-13)
+    assert torch.allclose(torch.cat([each.grad for each in pieces]), x.grad, atol=1e-13)
+    assert len(states) == 0
+
+
+def test_a_batch_that_does_not_say_where_documents_begin_is_refused():
+    _, rows = packed_rows([5])
+    with pytest.raises(ValueError, match=r"make_step_batch\(..., recurrent=True\)"):
+        decoder_of("lfm2")(replace(rows, recurrence=None))
+
+
+def test_a_slice_without_the_steps_states_is_refused():
+    _, (first, _) = sliced_rows(9, 4)
+    with pytest.raises(ValueError, match="needs the step's states"):
+        decoder_of("lfm2")(first)
+
+
+def test_tensor_parallelism_is_refused():
+    with pytest.raises(ValueError, match="Use tensor_parallel_size=1"):
+        decoder_of("lfm2").tensor_parallel_plan(2)
+
+
+def test_the_family_outside_of_a_decoder_runs_as_it_did():
+    decoder_of("qwen3_next")
+    _, plain = decoder_and_plain("qwen3_next")
+    (document,), _ = packed_rows([11])
+    with KeepDouble(), torch.no_grad():
+        once = plain(document[None], use_cache=False).logits
+        cached = plain(document[None, :8], use_cache=True)
+        rest = plain(document[None, 8:], past_key_values=cached.past_key_values).logits
+    assert torch.allclose(rest, once[:, 8:], atol=1e-10)
+
+
+def test_shapes_count_recurrences_as_windows_and_leave_them_out_of_the_summary():
+    shape = shape_of(tiny("qwen3_next"))
+    linear, attention = shape.kinds
+    assert (linear.attends, attention.attends) == (False, True)
+    # 4 · 64 · 8 + 64 · 24 + 2 · 64 · 16 + 6 · 128 FLOPs of a token, 2 · 24 of a key
+    assert (linear.heads, linear.head_dim, linear.value_dim) == (4, 8, 16)
+    assert linear.sliding_window == (2048 + 1536 + 2048 + 768) // 48
+    assert shape.sliding_window is None
+    assert (shape.heads, shape.kv_heads) == (attention.heads, attention.kv_heads)
+    assert shape.recurrent
+    assert not shape_of(tiny("llama")).recurrent
