@@ -148,7 +148,7 @@ LONGROPE = {
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'llama' is quantised"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "'dynamic'.*Use 'yarn'"),
         ("qwen2_moe", {"output_router_logits": True}, "Set output_router_logits=False"),
-        ("qwen3_next", {}, "linear_attention"),
+        ("minimax", {}, "linear_attention"),
         ("deepseek_v32", {}, "indexed_attention"),
         ("gemma3n_text", {}, "num_kv_shared_layers"),
     ],
