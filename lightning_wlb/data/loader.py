@@ -134,8 +134,9 @@ class StepDataset(IterableDataset[StepBatch]):
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
         if sharding == HEADS and rank.mesh.context > 1:
-            for layer in filter(lambda each: each.attends, shape.kinds):
-                check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
+            for layer in shape.kinds:
+                if layer.attends:
+                    check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
         check_has_targets(store)
         return cls(
             store,
@@ -183,8 +184,7 @@ class StepDataset(IterableDataset[StepBatch]):
         worker = get_worker_info()
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
         planner = self.planner()
-        # A run that ended with its epoch (max_tokens) and is continued stands before an empty
-        # rest of that epoch: pass over it.
+        # A continued run that ended with its epoch stands before an empty rest of it: pass over it.
         release = planner.release() or planner.release()
         plan: StepPlan | None = None
         index = 0
@@ -221,9 +221,8 @@ class StepDataset(IterableDataset[StepBatch]):
         if isinstance(self.store, MixedDocuments):
             yield self.store.describe() + "."
         lengths, planner, data = np.asarray(self.store.lengths), self.planner(), self.data
-        queues = "no outlier queues"
-        if planner.thresholds:
-            queues = f"outlier queues from {', '.join(map(str, planner.thresholds))} tokens"
+        queues = ", ".join(map(str, planner.thresholds))
+        queues = f"outlier queues from {queues} tokens" if queues else "no outlier queues"
         yield (
             f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
             f" {data.micro_batches} x {data.context_window} tokens per step, packing"
@@ -240,9 +239,7 @@ class StepDataset(IterableDataset[StepBatch]):
         return {} if self.state is None else {"planner": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Stand where :meth:`state_dict` stood, on this or another mesh.
-
-        The data settings are compared when the next iteration begins.
+        """Stand where :meth:`state_dict` stood, on this or another mesh, under the same settings.
 
         Raises:
             ValueError: the state of another kind of dataset; or a plain StatefulDataLoader calls
@@ -258,8 +255,8 @@ class StepDataset(IterableDataset[StepBatch]):
             )
         if set(state_dict) - {"planner"}:
             raise ValueError(
-                f"A state with the keys {sorted(state_dict)} is not that of a StepLoader, which is"
-                " {'planner': ...}, or empty. Give what its state_dict() returned."
+                f"A state with the keys {sorted(state_dict)} is not that of a StepLoader: give what"
+                " its state_dict() returned."
             )
         self.state = state_dict.get("planner")
 
