@@ -7,11 +7,12 @@ list of calls, some of which a few bytes can let grow without bounds: ``bytearra
 encoded in hexadecimal forty times over, a record of the archive that unpacks to a thousand times
 its size. :func:`load_plain` goes through a file as records first, and only then lets torch read it.
 
-Refused besides: places in the memo beyond the file's bytes (the reader makes room up to there), and
-tuples of the same tuples over and over as keys, whose hash takes for ever.
+A dictionary whose keys all have one hash takes quadratic time, and a tuple of the same tuples over
+and over has a hash that takes for ever. So keys are held to what hardly collides
+(:class:`KeyCheck`), when a checkpoint is saved as well.
 
-Cost: :func:`load_records` twice what unpickling takes; :func:`load_plain` twice torch's reading of
-the pickle, which is in Python already, and 0.2 ms for each archive; tensors are not looked at.
+Cost: both are Python, and take about as long as torch's own reading of the pickle of ``meta.pt``,
+which is in Python too; 0.2 ms more for each archive. Tensors are not looked at.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from reprlib import repr  # which ends, whatever is made up of itself
 from typing import IO, Any, ClassVar
@@ -30,8 +30,6 @@ import torch
 
 from lightning_wlb.file_checks import open_regular
 
-_STEPS = 100
-"""Steps of hashing that each byte of a pickle may take."""
 _CALLS = re.compile(
     r"OrderedDict|Counter|Size|device|set|complex|Parameter|_get_layout|encode|bytearray"
     r"|_rebuild_(tensor(_v[23])?|parameter(_with_state)?|sparse_tensor|meta_tensor_no_storage"
@@ -40,11 +38,38 @@ _CALLS = re.compile(
 """What torch's safe reader may call, but for what makes room by a number."""
 
 
+class KeyCheck:
+    """Refuses keys of dictionaries, and members of sets, with hashes that somebody can choose.
+
+    Texts and bytes have hashes that differ from process to process, and few floats and integers of
+    64 bits share one. Of tuples there may be some, with 10,000 members in all.
+    """
+
+    _KINDS = frozenset({str, bytes, bool, float, type(None), torch.dtype, type})
+
+    def __init__(self) -> None:
+        self._members = 10_000
+
+    def __call__(self, keys: Iterable[Any]) -> None:
+        """Raise ValueError at the first key that may not be one."""
+        for key in keys:
+            kind = type(key)
+            if kind is tuple:
+                self._members -= 1 + len(key)
+                if self._members < 0:
+                    raise ValueError("too many of its keys are tuples: make texts of them")
+                self(key)
+            elif kind not in self._KINDS and not (kind is int and key.bit_length() <= 64):
+                raise ValueError(
+                    f"{repr(key)} cannot be a key: it takes a text, or a number of up to 64 bits"
+                )
+
+
 class Record:
     """Stands for an object of another class, and keeps the arguments and state it was made of."""
 
     __slots__ = ("arguments", "state")
-    name: ClassVar[str] = ""
+    name: ClassVar[str] = ""  # of the class, with its module
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments: tuple[Any, ...] = arguments
@@ -54,65 +79,84 @@ class Record:
         self.state = state
 
 
-def load_records(stored: bytes, names: Mapping[str, Collection[str]]) -> Any:
-    """Unpickle plain values, records of ``names`` (by module), and torch's dtypes.
+class _Records(pickle._Unpickler):
+    """Reads a pickle as plain values and records; only records' classes can be called in it."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    _other_keys: tuple[type, ...] = ()
+
+    def __init__(self, stored: bytes) -> None:
+        super().__init__(io.BytesIO(stored))
+        self._known: dict[str, type[Record]] = {}
+        self._check_keys = KeyCheck()
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        return self._known.setdefault(path, type(path, (Record,), {"name": path}))
+
+    def _call(self, called: type[Record], arguments: tuple[Any, ...]) -> Record:
+        return called(*arguments)
+
+    def _load_call(self) -> None:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        self.stack.append(self._call(called, arguments))
+
+    def _load_state(self) -> None:
+        state = self.stack.pop()
+        self.stack[-1].__setstate__(state)
+
+    def _load_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _load_item(self) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set(items)
+
+    def _set(self, items: list[Any]) -> None:
+        self._check_keys(each for each in items[::2] if not isinstance(each, self._other_keys))
+        if type(self.stack[-1]) is dict:  # not a record
+            self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+
+_Records.dispatch = {
+    **{
+        each: pickle._Unpickler.dispatch[each]
+        for each in b"\x80c()]}Nae.Qt\x85\x86\x87\x88\x89KMJGBCX\x8a\x8c\x93\x94\x95hjqr"
+    },
+    **dict.fromkeys(b"R\x81", _Records._load_call),
+    **dict.fromkeys(b"b", _Records._load_state),
+    **dict.fromkeys(b"s", _Records._load_item),
+    **dict.fromkeys(b"u", _Records._load_items),
+}
+
+
+def load_records(stored: bytes, names: Collection[str]) -> Any:
+    """Unpickle plain values, records of ``names`` (with modules), and torch's dtypes.
 
     Raises:
         Exception: of any kind, where the pickle is damaged or holds more.
     """
-    _check_operations(stored)
-    return _RecordUnpickler(io.BytesIO(stored), names).load()
+    return _NamedRecords(stored, names).load()
 
 
-class _RecordUnpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], names: Mapping[str, Collection[str]]) -> None:
-        super().__init__(file)
+class _NamedRecords(_Records):
+    _other_keys = (Record,)  # of which each is a key of its own
+
+    def __init__(self, stored: bytes, names: Collection[str]) -> None:
+        super().__init__(stored)
         self._names = names
-        self._known: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """A record's class, which only this pickle could change; or a dtype."""
-        if name in self._names.get(module, ()):
-            return self._known.setdefault(name, type(name, (Record,), {"name": name}))
+        if f"{module}.{name}" in self._names:
+            return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-_STEP = re.compile(
-    rb"((?:[()\]}NtabesuR\x81\x85-\x89\x93]|[K\x80].|M..|J....|[G\x95].{8})*+)"
-    rb"(?:(\x94)|h(.)|j(....)|[C\x8a\x8c](.)|[BX](....)|(\.)|(.?))",
-    re.DOTALL,
-)
-"""Harmless operations, and then: memorise, recall (2), text or bytes (2), the end, or another."""
-_TUPLES, _OTHERS = b"t\x85\x86\x87", b"}])R\x81\x93"  # operations that make what is memorised
-
-
-def _check_operations(stored: bytes) -> None:
-    """Go through the operations of a pickle of protocol 4 or 5, and refuse what leads astray."""
-    at = memo = 0
-    tuples: set[int] = set()
-    while (found := _STEP.match(stored, at)) is not None:
-        at, kind = found.end(), found.lastindex or 0
-        if kind == 2:
-            made = found[1][-1:]
-            if not made or made not in _TUPLES + _OTHERS:
-                raise pickle.UnpicklingError(f"byte {at} memorises what was not made there")
-            if made in _TUPLES:
-                tuples.add(memo)
-            memo += 1
-        elif kind in (3, 4):
-            if int.from_bytes(found[kind], "little") in tuples:
-                raise pickle.UnpicklingError("it uses a tuple twice")
-        elif kind == 7:
-            return
-        elif kind == 8:
-            raise pickle.UnpicklingError(f"operation {found[8]!r} before byte {at}")
-        else:
-            at += int.from_bytes(found[kind], "little")
-            if stored[at : at + 1] == b"\x94":
-                memo, at = memo + 1, at + 1
 
 
 def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
@@ -159,50 +203,21 @@ def check_archive(file: IO[bytes]) -> None:
     file.seek(0)
 
 
-class _Weighed(tuple[Any, ...]):
-    """A tuple, with the steps that its hash takes: those of what is in it, as often as it is."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.weight = 1 + sum(map(_weight, items))
-
-    __hash__ = object.__hash__
-
-
-def _weight(value: Any) -> int:
-    return value.weight if type(value) is _Weighed else 1
-
-
-class _DryRun(pickle._Unpickler):
-    """Goes through a pickle of torch's as records; what would go into dictionaries is left out."""
-
-    dispatch: ClassVar[dict[int, Any]]
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
+class _DryRun(_Records):
+    """Goes through a pickle of torch's as records."""
 
     def __init__(self, stored: bytes) -> None:
-        super().__init__(io.BytesIO(stored))
-        self._steps = _STEPS * len(stored)
-        self._known: dict[str, type[Record]] = {}
+        super().__init__(stored)
         given = torch.serialization.get_safe_globals()
         self._allowed = {
             each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
             for each in given
         }
 
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
-        return self._known.setdefault(path, type(path, (Record,), {"name": path}))
-
     def persistent_load(self, pid: Any) -> Any:
         return Record(pid)
 
-    def _load_tuple(self, count: int | None = None) -> None:
-        items = self.pop_mark() if count is None else self.stack[-count:]
-        del self.stack[len(self.stack) - (count or 0) :]
-        self.stack.append(_Weighed(items))
-
-    def _load_call(self) -> None:
-        arguments, called = self.stack.pop(), self.stack.pop()
+    def _call(self, called: type[Record], arguments: tuple[Any, ...]) -> Record:
         path, first = called.name, arguments[0] if arguments else ""
         name = path.rpartition(".")[2]
         bounded = {
@@ -213,27 +228,7 @@ class _DryRun(pickle._Unpickler):
         }
         if path not in self._allowed and not (_CALLS.fullmatch(name) and bounded.get(name, True)):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
-        self._hash(each for items in arguments if type(items) is list for each in items)
-        self.stack.append(called(*arguments))
-
-    def _load_items(self) -> None:
-        self._hash(self.pop_mark()[::2])
-
-    def _load_item(self) -> None:
-        self._hash([self.stack[-2]])
-        del self.stack[-2:]
-
-    def _hash(self, keys: Iterable[Any]) -> None:
-        self._steps -= sum(map(_weight, keys))
-        if self._steps < 0:
-            raise ValueError("its keys are tuples of the same tuples over and over")
-
-
-_DryRun.dispatch = {
-    **{each: _DryRun.dispatch[each] for each in b"\x80cb()]}Nae.Q\x88\x89KMJGX\x8ahjqr"},
-    **dict.fromkeys(b"R\x81", _DryRun._load_call),
-    **dict.fromkeys(b"t", _DryRun._load_tuple),
-    **{0x84 + each: partial(_DryRun._load_tuple, count=each) for each in (1, 2, 3)},
-    **dict.fromkeys(b"s", _DryRun._load_item),
-    **dict.fromkeys(b"u", _DryRun._load_items),
-}
+        for items in arguments:
+            if type(items) is list:  # of a set
+                self._check_keys(items)
+        return super()._call(called, arguments)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import DurableFile, File
-from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.checkpoints.pickle_checks import KeyCheck, check_archive, load_plain
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.distributed.collective_errors import Ranks
 
@@ -111,6 +111,8 @@ def write(
 def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) -> File:
     with DurableFile(aside.folder / REST) as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)
+    with file.path.open("rb") as written:
+        check_archive(written)  # what is bounded for the whole file, as tuples that are keys
     return file.entry
 
 
@@ -170,6 +172,12 @@ def check_plain(state: Any) -> None:
 def _leaves(state: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Each key and each value but tensors, with the keys that lead to it in words."""
     if type(state) is dict:
+        try:
+            KeyCheck()(each for each in state if type(each) in _PLAIN or isinstance(each, tuple))
+        except ValueError as error:
+            raise ValueError(
+                f"A checkpoint cannot hold the keys of {where or 'it'}: {error}."
+            ) from error
         for key, value in state.items():
             yield f"the key {key} in {where or 'it'}", key
             yield from _leaves(value, f"{where}[{key!r}]")

@@ -4,6 +4,7 @@ import builtins
 import os
 import pathlib
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ def placed(library: Metadata, **changes: Any) -> None:
     )
 
 
+def empty_chunks(library: Metadata, count: int) -> None:
+    """Chunks without values, whose offsets could have hashes that somebody has chosen."""
+    resized(library, (9999, 0), *[chunk((each, 0), (0, 0)) for each in range(count)])
+    place = library.storage_data.pop(MetadataIndex(NAME, (0, 0)))
+    for each in range(count):
+        library.storage_data[MetadataIndex(NAME, (each, 0))] = place
+
+
 HUGE = 10**12
 
 
@@ -129,7 +138,14 @@ HUGE = 10**12
         (lambda m: placed(m, offset=-1), "bytes from -1 on"),
         (lambda m: placed(m, offset="0"), "bytes from '0' on"),
         (lambda m: placed(m, transform_descriptors=("zstd",)), "transformed"),
-        (lambda m: m.storage_data.pop(MetadataIndex(NAME, (0, 0))), "no file holds"),
+        (lambda m: m.storage_data.pop(MetadataIndex(NAME, (0, 0))), "1 chunks, of which .* hold 0"),
+        (lambda m: m.planner_data.update({NAME: (NAME,) * 99}), "said to be at"),
+        (lambda m: m.planner_data.update({NAME: (NAME, NAME)}), "said to be at"),
+        (lambda m: m.planner_data.update({99 * sys.hash_info.modulus: ("a",)}), "cannot be a key"),
+        (lambda m: m.state_dict_metadata.update({("a", 1): 1}), "in place of a name"),
+        (lambda m: resized(m, (2, 3), *[chunk((0, 0), (2, 3))] * 9), "9 chunks, of which"),
+        (lambda m: resized(m, (1,) * 65, chunk((0,) * 65, (1,) * 65)), "in place of sizes"),
+        (lambda m: empty_chunks(m, 1001), "do not fill"),
         (lambda m: m.planner_data.update({NAME: ("model", "1.weight")}), "said to be at"),
         (lambda m: m.state_dict_metadata.update({NAME: [1]}), "in place of TensorStorage"),
         (lambda m: setattr(m, "storage_data", None), "in place of a dictionary"),

@@ -256,6 +256,21 @@ def test_what_could_not_be_read_is_named(state, where, kind):
         writing.check_plain(state)
 
 
+@pytest.mark.parametrize("key", [2**65, 1j, torch.Size([1])])
+def test_a_key_that_would_not_be_read_is_not_written(key):
+    said = "cannot hold the keys of ['a']: "
+    with pytest.raises(ValueError, match=re.escape(said)):
+        writing.check_plain({"a": {key: 1}})
+
+
+def test_a_state_that_would_not_be_read_as_a_whole_is_not_written(tmp_path):
+    """Each dictionary is as it should be, and all of them together have too many tuples."""
+    rest = {str(part): {(part, each): 0 for each in range(2000)} for part in range(3)}
+    with pytest.raises(RuntimeError, match="too many of its keys are tuples"):
+        writing.write(tmp_path / "run.ckpt", writing.CheckpointContent({}, rest))
+    assert not (tmp_path / "run.ckpt").exists()
+
+
 def test_what_can_be_read_passes():
     writing.check_plain(
         {
