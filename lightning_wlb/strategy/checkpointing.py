@@ -77,6 +77,7 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._begun = self._training = False
+        self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
         self._stager: Stager | None = None
@@ -154,8 +155,10 @@ class Checkpointer:
             renamed: names in checkpoints by names of parameters in the module, where they differ.
         """
         weights_only = "optimizer_states" not in checkpoint
-        if not optimizers:  # outside of a fit: nothing to resume from, which "last" passes over
+        if not optimizers or self._read_to_evaluate:
+            # Outside of a fit: nothing to resume from, which "last" passes over.
             checkpoint.pop(RESUMABLE, None)
+            weights_only = True
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:
@@ -211,6 +214,7 @@ class Checkpointer:
     def train_begins(self) -> None:
         """From here on saves may be written in the background."""
         self._begun, self._training, NOTICES.save_failed = True, True, False
+        self._read_to_evaluate = False
 
     def train_ends(self, seconds: float | None = None, *, interrupted: bool = False) -> None:
         """Wait for saves in the background, at most ``seconds``; None: as long as they take."""
@@ -309,6 +313,8 @@ class Checkpointer:
             ),
         )
         self._run.knows(taken)
+        self._read_to_evaluate = not fitting
+        resuming.forget_others(rest, taken, trainer)
         # What Lightning says that it has restored, and ModelCheckpoint keeps.
         trainer._checkpoint_connector._ckpt_path = str(taken)
         return rest

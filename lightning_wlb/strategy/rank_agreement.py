@@ -8,11 +8,14 @@ what is made later, such as optimizers, and a checksum of values of which ranks 
 and context-parallel ranks hold different parts of a parameter: the seed, and a sample of the files
 of pretrained weights, vouch for these.
 
+What optimizers are set to can drift apart later, as by ReduceLROnPlateau on a metric of one rank: a
+digest of it goes with each step's exchange, and where it differs all facts are compared again.
+
 Not compared: paths but for their last name; progress bars, monitors, loggers and callbacks of the
 user's own, which may be there on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
 
 Cost: two exchanges of some kilobytes of each rank, some milliseconds; of parameters with copies
-the first ``SAMPLED`` values are read.
+the first ``SAMPLED`` values are read. Of each step some microseconds for a parameter group.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_wlb.distributed.collective_errors import Ranks, differences
 from lightning_wlb.file_checks import open_regular
@@ -71,7 +75,8 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
         more = f" And {len(differ) - 6} more." if len(differ) > 6 else ""
         raise MisconfigurationException(
             f"The ranks of this run were not given the same. {' '.join(differ[:6])}{more} Run the"
-            " same program with the same arguments, versions and files on all of them."
+            " same program with the same arguments, versions and files on all of them, and let"
+            " schedules follow what is the same on all (self.log(..., sync_dist=True))."
         )
 
 
@@ -140,6 +145,23 @@ def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie])
         at = place.data, place.pipeline, place.context
         facts[f"values that tensor-parallel ranks at {at} share"] = _checksum(copies)
     return settings_of(trainer) | {name: _text(each) for name, each in facts.items()}
+
+
+def digest_of(optimizers: Iterable[Optimizer]) -> int:
+    """What optimizers are set to as one number: of all that a schedule may change.
+
+    Tensors on a device are left out: reading them would wait for it.
+    """
+    groups = [group for each in optimizers for group in each.param_groups]
+    settings = ((key, each) for group in groups for key, each in group.items() if key != "params")
+    values = [
+        (key, float(value))
+        for key, each in settings
+        for value in (each if isinstance(each, tuple) else (each,))
+        if isinstance(value, int | float)
+        or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1)
+    ]
+    return zlib.crc32(repr(values).encode())
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterator[str]:

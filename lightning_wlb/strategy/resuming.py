@@ -1,12 +1,15 @@
 """Which checkpoint a run resumes from: what ``ckpt_path`` means under WLBStrategy.
 
 * A checkpoint's own path means that one. If it is damaged, the run ends.
-* ``"best"`` is Lightning's: the path that ModelCheckpoint remembers.
+* ``"best"`` is Lightning's: the path that ModelCheckpoint remembers. Of what it remembered in the
+  checkpoint that is read, only what lies beside that, or in this run's folders, is believed.
 * A folder with checkpoints in it means the newest undamaged one of them.
 * ``"last"`` means the newest undamaged one, whatever its name, in the folders of the Trainer's
   checkpoint callbacks; in a Slurm job also of those that were saved before a time limit
   (``hpc_ckpt_N.ckpt`` in ``default_root_dir``). Lightning would take a ``last.ckpt`` by the file
-  system's time, and begin anew where a process died while it replaced the only one.
+  system's time, and begin anew where a process died while it replaced the only one. With the
+  default logger each attempt has a folder of its own, ``version_N``: there is none to be found, and
+  a warning says so.
 * ``"hpc"`` means the same. So does None in a fit in a Slurm job where such an ``hpc_ckpt_N.ckpt``
   is; and where the job was requeued after a node died, before there was one, the newest that this
   job has saved itself. Lightning would take the newest ``hpc_ckpt_N.ckpt``, or begin anew.
@@ -50,6 +53,7 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 """What Lightning calls the checkpoints that it saves before Slurm's time limit."""
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
+_REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
 RESUMABLE = "lr_schedulers"
 """The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
 
@@ -77,7 +81,23 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     found = [*requeued, *(path for each in _folders(trainer) for path in checkpoints_in(each))]
     if job is not None:
         found = [path for path in found if is_of_job(path, job)]
+    elif not found:
+        _tell_of_other_versions(_folders(trainer))
     return _usable(found, fitting)
+
+
+def _tell_of_other_versions(folders: Iterable[Path]) -> None:
+    """Warn if a run finds none of its own where earlier runs of the same logger have saved."""
+    for folder in folders:
+        others = sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
+        saved = [each for each in others if checkpoints_in(each)]
+        if saved and folder.parent.name.startswith("version_"):
+            rank_zero_warn(
+                f'ckpt_path="last": {folder} has no checkpoint, so nothing is resumed from. Each'
+                f" run of this logger has a folder of its own, and {len(saved)} of them have"
+                f" checkpoints ({saved[-1]}). To go on from one give that folder as ckpt_path; to"
+                " have one folder for all attempts, ModelCheckpoint(dirpath=...)."
+            )
 
 
 @contextmanager
@@ -167,6 +187,43 @@ def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
             f" said {saved[latest].time - saved[first].time:,.0f} s less. A clock was or is wrong."
         )
     return ordered
+
+
+def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None:
+    """Take out of a checkpoint what ModelCheckpoint remembers of folders that are not the run's.
+
+    It would remove checkpoints there when better ones come, or take one for the best.
+
+    Args:
+        rest: what was read; changed in place, with a warning.
+        path: the checkpoint.
+        trainer: whose checkpoint callbacks' folders count as the run's, as that of ``path`` does.
+    """
+    own = {each.resolve() for each in (path.parent, *_folders(trainer))}
+    callbacks = rest.get("callbacks")
+    strange: list[str] = []
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if not isinstance(state, dict) or "best_model_path" not in state:
+            continue
+        kept = state.get("best_k_models")
+        named = [state.get(name, "") for name in _REMEMBERED]
+        paths = [*named, *(kept if isinstance(kept, dict) else ())]
+        if found := [str(each) for each in paths if not _lies_in(each, own)]:
+            strange += found
+            state.update(dict.fromkeys(_REMEMBERED, ""), best_k_models={}, best_model_score=None)
+    if strange:
+        rank_zero_warn(
+            f"{path} remembers checkpoints in folders that are not this run's"
+            f" ({', '.join(strange[:3])}): they are forgotten, and neither removed nor the best."
+        )
+
+
+def _lies_in(path: Any, folders: set[Path]) -> bool:
+    """Whether a path, if it says anything, leads into one of some folders, through links too."""
+    if not isinstance(path, str) or "\0" in path:
+        return False
+    real = Path(os.path.realpath(Path(path).parent))
+    return not path or not folders.isdisjoint((real, *real.parents))
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:

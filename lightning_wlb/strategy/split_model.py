@@ -33,7 +33,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Schemes
 from lightning_wlb.prediction.predictor import model_stages
 from lightning_wlb.strategy.checks import checked_model
-from lightning_wlb.strategy.rank_agreement import compare_ranks, training_of
+from lightning_wlb.strategy.rank_agreement import compare_ranks, digest_of, training_of
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
@@ -253,6 +253,7 @@ class StepRunner:
                     " returned None after it. A step's backward passes run inside self.step: call"
                     " it once and return its loss."
                 )
+            executor.settings = digest_of(module.trainer.optimizers)
             loss = executor.run(batch, denominator)
             self._ran = batch, loss
             return loss.clone()
@@ -269,7 +270,7 @@ class StepRunner:
 
         Raises:
             MisconfigurationException: ``returned``, from ``training_step``, is not the loss of the
-                step that ran.
+                step that ran; or a rank's optimizers have been set to something else since.
         """
         executor = self._split.executor
         ran, self._ran = self._ran, None
@@ -280,6 +281,8 @@ class StepRunner:
         if not executor.left_mesh:
             self._split.add_tied_gradients()
         executor.read()
+        if not executor.settings_agree:
+            compare_ranks(lambda: training_of(self._module, executor, self._split.ties))
         self._guard.ran(batch, executor.losses)
         if not torch.allclose(returned.detach().to(loss), loss, rtol=0, atol=0, equal_nan=True):
             _refuse_loss(returned, loss)

@@ -64,6 +64,8 @@ class Executor:
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
         losses: the loss of every rank in the last step; 0 where a rank computes none, or the same
             as another.
+        settings: a digest of what this rank's optimizers are set to, for the ranks' exchange.
+        settings_agree: whether the ranks of each stage had the same in the last step.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Executor:
         self.stopwatch: Stopwatch | None = None
         self.step_type: type[Step] = Step
         self.losses: list[float] = []
+        self.settings, self.settings_agree = 0, True
         self._agreed: int | None = None  # digest of the next plan, which all ranks hold
         # The last step and what each rank has told at its end, until that is read.
         self._told: tuple[StepBatch, Tensor] | None = None
@@ -196,19 +199,24 @@ class Executor:
         """
         assert self._told is not None, "a step has run"
         (batch, told), self._told = self._told, None
-        losses, digests, notices = told.T.tolist()
+        losses, digests, notices, settings = told.T.tolist()
         check_digests(digests, f"step {batch.plan.step + 1}")
         self._agreed = batch.next_digest or None
         NOTICES.seen = reduce(or_, notices)
+        mesh = self.pipeline.rank.mesh
+        self.settings_agree = len(set(settings)) == 1 or mesh.pipeline == len(
+            {(mesh.coordinate(rank).pipeline, each) for rank, each in enumerate(settings)}
+        )
         self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
 
     def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
-        """Sum the loss over ranks, and gather the next plans' digests and the ranks' notices."""
+        """Sum the loss over ranks, and gather what else they tell each other at a step's end."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64)
         # Filled in, since a copy from the host would wait for the device.
-        others = [bits.new_full((), number) for number in (batch.next_digest, NOTICES.bits)]
+        numbers = batch.next_digest, NOTICES.bits, self.settings
+        others = [bits.new_full((), number) for number in numbers]
         told = gather_from_all_ranks(torch.stack([bits, *others]))
         self._told = batch, told
         total: Tensor = told[:, 0].contiguous().view(torch.float64).sum() / denominator

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_wlb.strategy import rank_agreement
-from lightning_wlb.strategy.rank_agreement import _text, compare_ranks
+from lightning_wlb.strategy.rank_agreement import _text, compare_ranks, digest_of
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, SMALL_TIED, data, module, trainer
@@ -36,6 +37,14 @@ class Change(L.Callback):
                 if "norm" in name or "head" in name:
                     with torch.no_grad():
                         each.to_local().view(-1)[:1] += 1
+
+
+class Plateau(L.Callback):
+    """Halves the learning rate after the second step, as a schedule on a metric of one rank may."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.optimizers[0].param_groups[-1]["lr"] /= 2
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
@@ -88,9 +97,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["optimizer 0: AdamW on rank 0; SGD on rank 1."],
     ),
     "values": ({"callbacks": [Change("values")]}, {}, []),
+    "plateau": (
+        {"callbacks": [Plateau()]},
+        {},
+        [
+            "lr of the groups of optimizer 0: [0.01, 0.01] on rank 0; [0.01, 0.005] on rank 1.",
+            "sync_dist=True",
+        ],
+    ),
 }
 MESHES: dict[tuple[int, ...], list[str]] = {
-    (2, 1, 1, 1): ["numbers", "others", "lr"],
+    (2, 1, 1, 1): ["numbers", "others", "lr", "plateau"],
     (1, 2, 1, 1): ["optimizer", "values"],
     (1, 1, 1, 2): ["values"],
 }
@@ -155,3 +172,13 @@ def test_facts_that_differ_are_listed_with_ranks() -> None:
 def test_a_setting_in_words_is_the_same_on_all_ranks(value, said) -> None:
     assert _text(value) == said
     assert len(_text([value] * 100)) < 200
+
+
+def test_a_digest_changes_with_whatever_a_schedule_may_set() -> None:
+    def digest(**changed: Any) -> int:
+        group = {"params": [], "lr": 0.1, "betas": (0.9, 0.95), "foreach": None, **changed}
+        return digest_of([SimpleNamespace(param_groups=[group])])
+
+    changes = [{"lr": 0.2}, {"lr": torch.tensor(0.3)}, {"betas": (0.9, 0.96)}, {"weight_decay": 0}]
+    assert len({digest(), *(digest(**each) for each in changes)}) == 5
+    assert digest() == digest(params=[1]) == digest(lr=torch.tensor(0.1, dtype=torch.float64))

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -16,7 +19,7 @@ from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.small_checkpoints import write
+from tests.checkpoints.small_checkpoints import list_anew, write
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -290,3 +293,87 @@ def test_what_the_rest_of_a_checkpoint_says(tmp_path):
     (weights / "meta.pt").write_bytes(b"damaged")
     assert resuming.can_resume(weights)
     assert resuming.is_of_job(weights, "7"), "so that it is refused by name"
+
+
+def strangers(rank: int, home: Path) -> tuple[list[str], list[str], str, list[bool]]:
+    """A run that resumes from what remembers other folders, and one that saves after evaluating."""
+    kept = home / "kept"
+
+    def run(steps: int, **options: object) -> L.Trainer:
+        keeper = ModelCheckpoint(kept, monitor="train_loss", mode="max", every_n_train_steps=1)
+        given = {"max_steps": steps, "callbacks": [keeper], "enable_checkpointing": True}
+        runner = trainer(WLBStrategy(), 1, **given)
+        runner.fit(module(SMALL), data(SMALL, validation_documents=4), **options)
+        return runner
+
+    run(1)
+    (first,) = kept.iterdir()
+    shutil.copytree(first, home / "victim" / "one.ckpt")
+    rest = torch.load(first / "meta.pt", weights_only=True)
+    (state,) = (each for each in rest["callbacks"].values() if "best_k_models" in each)
+    theirs = str(kept / ".." / "victim" / "one.ckpt")
+    state.update(dict.fromkeys(resuming._REMEMBERED, theirs))
+    state["best_k_models"] = {theirs: torch.tensor(-9.0)}
+    torch.save(rest, first / "meta.pt")
+    list_anew(first)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        runner = run(2, ckpt_path=first)
+    best = runner.checkpoint_callback.best_model_path
+    runner.save_checkpoint(home / "trained.ckpt")
+    runner.validate(datamodule=runner.datamodule, ckpt_path=home / "victim/one.ckpt", verbose=False)
+    runner.save_checkpoint(home / "evaluated.ckpt")
+    runner.fit_loop.max_epochs, runner.fit_loop.epoch_loop.max_steps = 9, 3
+    runner.fit(runner.lightning_module, runner.datamodule)
+    runner.save_checkpoint(home / "again.ckpt")
+    saved = ("trained", "evaluated", "again")
+    resumable = [resuming.can_resume(home / f"{name}.ckpt") for name in saved]
+    there = names(list((home / "victim").iterdir()))
+    return there, [str(each.message) for each in said], best, resumable
+
+
+def test_what_a_stranger_remembers_is_not_removed_and_an_evaluated_one_not_resumed(tmp_path):
+    ((there, said, best, resumable),) = run_ranks(strangers, 1, tmp_path, process_group=False)
+    assert there == ["one.ckpt"]
+    assert sum("they are forgotten, and neither removed nor the best" in each for each in said) == 1
+    assert Path(best).parent == tmp_path / "kept"
+    # Weights of one checkpoint with the optimizers of another are nothing to go on from.
+    assert resumable == [True, False, True]
+
+
+def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
+    runner, paths = places
+    (tmp_path / "kept" / "link").symlink_to(tmp_path)
+    path = paths["last.ckpt"]
+
+    def left(*named: object, at: Path = path) -> int:
+        states = {"best_model_path": named[0], "best_k_models": dict.fromkeys(named, 0)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            resuming.forget_others(rest := {"callbacks": {"a": states, "b": 1}}, at, runner)
+        return len(rest["callbacks"]["a"]["best_k_models"])
+
+    kept = str(tmp_path / "kept")
+    assert left(f"{kept}/a.ckpt", f"{kept}/val/b.ckpt", "") == 3
+    assert left(f"{tmp_path}/beside.ckpt", at=tmp_path / "other.ckpt") == 1
+    for strange in (f"{kept}/../a.ckpt", f"{kept}/link/a.ckpt", "/a.ckpt", "a.ckpt", 7, "\0"):
+        assert left(f"{kept}/a.ckpt", strange) == 0, strange
+
+
+def test_last_says_where_else_the_logger_has_checkpoints(tmp_path):
+    def found() -> tuple[list[Path], list[str]]:
+        logger = CSVLogger(tmp_path, name="runs")
+        runner = L.Trainer(accelerator="cpu", logger=logger, default_root_dir=tmp_path)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            paths = resuming.candidates(runner, "last", True)
+        return paths, [str(each.message) for each in said if "version_" in str(each.message)]
+
+    assert found() == ([], [])
+    (tmp_path / "runs/version_0/checkpoints").mkdir(parents=True)
+    assert found() == ([], [])
+    write(tmp_path / "runs/version_0/checkpoints/step=1.ckpt", 1, 1.0, lr_schedulers=[])
+    paths, (said,) = found()
+    assert paths == []
+    assert "version_1/checkpoints has no checkpoint" in said
+    assert "version_0/checkpoints)" in said
