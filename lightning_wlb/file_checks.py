@@ -138,8 +138,9 @@ def own_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o700) -> Pat
         raise ValueError(f"{path} is {_kind(status)}, not a folder. Remove it.")
     rights = stat.S_IMODE(status.st_mode)
     if hasattr(os, "geteuid") and rights & ~mode & 0o077:
-        if status.st_uid != my_user():
-            raise ValueError(f"{path} may be written to by others than its owner.")
+        written = rights & ~mode & 0o022 and any(path.iterdir())
+        if written or status.st_uid != my_user():
+            raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
         path.chmod(rights & (mode | 0o7700))
     return path
 

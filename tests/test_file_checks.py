@@ -148,6 +148,15 @@ class TestOwnFolder:
         assert self.mode(file_checks.own_folder(tmp_path, mode=0o755)) == 0o755
         assert self.mode(file_checks.own_folder(tmp_path)) == 0o700
 
+    @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+    def test_what_others_could_put_there_is_not_believed(self, mode: int, tmp_path: Path) -> None:
+        (tmp_path / "theirs").touch()
+        tmp_path.chmod(0o755)
+        assert self.mode(file_checks.own_folder(tmp_path)) == 0o700
+        tmp_path.chmod(mode)
+        with pytest.raises(ValueError, match="may be written to by others"):
+            file_checks.own_folder(tmp_path)
+
     def test_another_users_is_refused_unless_that_user_is_named(self, tmp_path, monkeypatch):
         mine = os.geteuid()
         tmp_path.chmod(0o755)

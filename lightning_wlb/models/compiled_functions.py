@@ -38,11 +38,11 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_wlb.data.cache import cache_folder
-from lightning_wlb.file_checks import own_folder
+from lightning_wlb.file_checks import check_owner, own_folder
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import (
     EAGER_SOFTMAX,
@@ -253,12 +253,22 @@ class CompiledFunction:
 def _use_own_cache() -> None:
     """Keep inductor's pickles and libraries where no other user can have put any.
 
-    torch's own choice is a folder of a known name among temporary files, whoever made it.
+    torch's own choice is a folder of a known name among temporary files, whoever made it. A folder
+    that the environment names is used if it is this user's or root's.
     """
-    if (folder := default_cache_dir()) == cache_dir():
-        try:
-            own_folder(Path(folder))
-        except (OSError, ValueError):
+    default = default_cache_dir()
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        if (named := Path(os.environ.get(name, default))) != Path(default):
+            try:
+                named.mkdir(parents=True, exist_ok=True)
+                check_owner(named.stat(), named, [0])
+            except (OSError, ValueError) as error:
+                del os.environ[name]
+                warnings.warn(f"{name} is not used: {error}", stacklevel=4)
+    try:
+        own_folder(Path(default))
+    except (OSError, ValueError):
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")
-            # Precompiled headers stay in torch's own choice, whatever the environment says.
-            torch._inductor.config.cpp_cache_precompile_headers = False
+        # Precompiled headers stay in torch's own choice, whatever the environment says.
+        torch._inductor.config.cpp_cache_precompile_headers = False

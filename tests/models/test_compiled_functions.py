@@ -3,6 +3,9 @@ import os
 import shutil
 import tempfile
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_wlb.models import loss
+from lightning_wlb.models import compiled_functions, loss
 from lightning_wlb.models.compiled_functions import (
     BlockFunctions,
     CompiledFunction,
@@ -231,6 +234,7 @@ def check_functions(device, dtype, most):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+@torch._inductor.config.patch(cpp_cache_precompile_headers=True)
 def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch):
     # A link is what another user could put there without being root.
     (tmp_path / "theirs").mkdir()
@@ -239,9 +243,38 @@ def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(link))  # as torch sets it
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", True)
     compiled = CompiledFunction(torch.sin, [])
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     compiled(torch.ones(4))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "cache"))
     assert not torch._inductor.config.cpp_cache_precompile_headers
+
+
+@torch._inductor.config.patch(cpp_cache_precompile_headers=True)
+def test_a_cache_that_the_environment_names_is_this_users_too(tmp_path, monkeypatch):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for each in (mine, theirs):
+        each.mkdir()
+    stat = Path.stat
+
+    def owned(path: Path, **options: Any) -> Any:
+        found = stat(path, **options)
+        uid = found.st_uid + 9999 * (path.name == "theirs")
+        return SimpleNamespace(st_uid=uid, st_mode=found.st_mode)
+
+    monkeypatch.setattr(Path, "stat", owned)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"torchinductor_{getpass.getuser()}").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(mine))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(mine))
+    compiled_functions._use_own_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"] == str(mine)
+    assert not torch._inductor.config.cpp_cache_precompile_headers, "they are in torch's own folder"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(theirs))
+    with pytest.warns(UserWarning, match=r"_CACHE_DIR is not used: .*theirs belongs to") as said:
+        compiled_functions._use_own_cache()
+    assert len(said) == 2
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "cache"))
+    assert "TRITON_CACHE_DIR" not in os.environ
