@@ -26,7 +26,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import ActivationCheckpointing, ReplicaPlan, StepPlan, alike
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.programs import meetings_of, program_of
+from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.schedule.simulator import Simulation, simulate_replicas
 from lightning_wlb.strategy.wlb import WLBStrategy
 
@@ -216,5 +216,5 @@ def _replayed(
     return simulate_replicas(
         programs,
         lambda replica, action: measured[replica, action],
-        shared=meetings_of(replicas),
+        sharers=[replica.sharers for replica in replicas],
     )

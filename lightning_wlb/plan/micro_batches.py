@@ -135,6 +135,11 @@ class ReplicaPlan:
         """The name and the micro-batches of both passes, in the order in which each runs them."""
         return ("forward", self.forward), ("backward", self.backward)
 
+    @property
+    def sharers(self) -> list[tuple[int, ...]]:
+        """The replicas that run each micro-batch together, in forward order."""
+        return [each.replicas for each in self.forward]
+
     def changed(self, change: Callable[[MicroBatch], MicroBatch]) -> ReplicaPlan:
         """The same plan with each micro-batch changed, in both passes alike."""
         made = {each: change(each) for each in self.forward}

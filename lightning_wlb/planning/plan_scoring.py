@@ -39,7 +39,6 @@ from lightning_wlb.prediction.step_totals import (
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
-from lightning_wlb.schedule.programs import meetings_of
 from lightning_wlb.schedule.simulator import simulate_replicas
 
 
@@ -157,8 +156,8 @@ class WorkScorer:
         steps = simulate_replicas(
             programs,
             lambda replica, action: passes[replica].of(action),
-            opened_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
-            shared=meetings_of(replicas),
+            changed_bytes=lambda replica, action: passes[replica].tokens[action.micro_batch],
+            sharers=[replica.sharers for replica in replicas],
         )
         return PlanScore(steps[0].total_ns, max(peak for step in steps for peak in step.peak_bytes))
 

@@ -51,7 +51,6 @@ from lightning_wlb.schedule.layer_split import split_stages
 from lightning_wlb.schedule.programs import (
     check_stages,
     make_programs,
-    meetings_of,
     program_of,
 )
 from lightning_wlb.schedule.simulator import simulate_replicas
@@ -241,19 +240,23 @@ class Predictor:
             source = action.stage - 1 if action.kind == FORWARD else action.stage
             return self.latency.pipeline_ns(costs[replica][action.micro_batch].rows, source)
 
+        def changed_bytes(replica: int, action: Action) -> int:
+            own: int = saved[replica][action.micro_batch][action.stage]
+            others = freed[replica].get(action, 0)
+            return own - others if action.kind == FORWARD else own + others
+
         simulations = simulate_replicas(
             programs,
             lambda replica, action: durations[replica][action],
             transfer,
-            opened_bytes=lambda replica, action: saved[replica][action.micro_batch][action.stage],
-            freed_bytes=lambda replica, action: freed[replica].get(action, 0),
+            changed_bytes=changed_bytes,
             constant_bytes=memory.constant(costs),
             begins=lambda replica, action: self.traffic.begins(
                 action.stage, durations[replica][action]
             ),
             reduced=self.traffic.ends,
             synchronisation_ns=self.traffic.optimise,
-            shared=meetings_of(replicas),
+            sharers=[replica.sharers for replica in replicas],
         )
         peaks = [
             memory.peak(of_ranks, simulation.held_bytes, of_replica)

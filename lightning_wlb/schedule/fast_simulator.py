@@ -52,7 +52,7 @@ class Pipeline(NamedTuple):
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
     """The replicas that share each of a replica's first micro-batches, one entry for each."""
-    return [each.replicas for each in replica.forward if len(each.replicas) > 1]
+    return [members for members in replica.sharers if len(members) > 1]
 
 
 def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The pipeline schedules by name, the programs of a step, and where replicas meet in them.
+"""The pipeline schedules by name, and the programs of a step.
 
 Every schedule is a case of PackFlow (:mod:`~lightning_wlb.schedule.packflow`); one line of
 :data:`SCHEDULES` registers another, and the tests prove that none of them deadlocks
@@ -9,7 +9,7 @@ Cost: linear in actions; for shared micro-batches in those of all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_wlb.argument_checks import whole
@@ -129,20 +129,3 @@ def program_of(
         )
     order = backward_orders(replicas)[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)
-
-
-def meetings_of(replicas: Sequence[ReplicaPlan]) -> Callable[[int, Action], Hashable] | None:
-    """A function of (replica, action) that names the actions which replicas run together.
-
-    The name is the same on all replicas that run the action together, and None for an action of one
-    replica. Shared micro-batches come first, so they have the same number on all their replicas.
-    Where no micro-batch is shared, there is no function, but None.
-    """
-    if all(len(each.replicas) == 1 for replica in replicas for each in replica.forward):
-        return None
-
-    def name(replica: int, action: Action) -> Hashable:
-        members = replicas[replica].forward[action.micro_batch].replicas
-        return None if len(members) == 1 else (members, action)
-
-    return name

@@ -12,7 +12,7 @@ def predicted():
     return simulate(
         [parse_program("0F0 0B0"), parse_program("1F0 1B0")],
         lambda action: 2_500 if action.kind == "F" else 4_000,
-        opened_bytes=lambda action: 10 + action.stage,
+        changed_bytes=lambda action: 10 + action.stage,
         constant_bytes=[100, 200],
         synchronisation_ns=1_000,
     )

@@ -69,7 +69,7 @@ def threads_of_step(
         programs: of each pipeline one for each stage.
         exchanged: between shards and the step.
         shared: the actions that pipelines run together, see
-            :func:`~lightning_wlb.schedule.programs.meetings_of`.
+            :func:`~tests.schedule.support.meetings_of`.
     """
     made = [
         _OfRank(rank, number, scheme, programs[number], exchanged, shared)

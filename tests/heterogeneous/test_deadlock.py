@@ -15,12 +15,13 @@ from lightning_wlb.heterogeneous.planning.sharded_layouts import Places, Weights
 from lightning_wlb.heterogeneous.running_exchange import Forwarder
 from lightning_wlb.heterogeneous.setup import weights_of
 from lightning_wlb.plan import Schemes, rank_in
-from lightning_wlb.schedule.programs import meetings_of, program_of
+from lightning_wlb.schedule.programs import program_of
 from tests.heterogeneous.deadlock_proof import Exchanged, threads_of_step
 from tests.heterogeneous.random_runs import executor_of, random_run, reference
 from tests.heterogeneous.test_parameters import PER_NODE, STEPS, run_of
 from tests.ranks import run_ranks
 from tests.schedule.rendezvous import Post, Wait, run_to_the_end
+from tests.schedule.support import meetings_of, sharers_of
 from tests.strategy.harness import relative_error, whole
 
 FROZEN = ("layers.1.", "layers.2.attention.")
@@ -164,7 +165,8 @@ def test_no_step_of_random_runs_can_deadlock(ranks: int) -> None:
                 for number, scheme in enumerate(strategy)
             ]
             exchanged = Exchanged(buckets_of(weights, strategy), run.per_node)
-            shared = meetings_of(plan.replicas)
-            merged += shared is not None
+            sharers = sharers_of(plan.replicas)
+            merged += any(len(each) > 1 for own in sharers for each in own)
+            shared = meetings_of(sharers)
             assert run_to_the_end(threads_of_step(strategy, programs, exchanged, shared)) == []
     assert merged

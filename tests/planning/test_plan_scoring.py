@@ -73,7 +73,7 @@ def test_the_recurrence_is_what_the_simulator_finds(lengths, packs, ranks, taper
             + loads[0][action.micro_batch] * (1 if action.kind == FORWARD else -1)
             + loads[1][action.micro_batch] * (action.kind == BACKWARD)
         ),
-        opened_bytes=lambda action: sum(part.tokens for part in made[action.micro_batch]),
+        changed_bytes=lambda action: sum(part.tokens for part in made[action.micro_batch]),
     )
     assert scorer([replica]) == (step.total_ns, max(step.peak_bytes))
 

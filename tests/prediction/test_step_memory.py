@@ -72,7 +72,11 @@ def test_sent_gradients_wait_for_the_next_message_that_comes_back() -> None:
     memory = memory_of(2)
     freed = memory.freed(programs, replica, [cost_of(10)] * 4)
     one = memory.model.boundary_bytes(10)
-    simulated = simulate(programs, lambda _: 1, freed_bytes=lambda action: freed.get(action, 0))
+
+    def changed_bytes(action: Action) -> int:
+        return freed.get(action, 0) * (1 if action.kind == "B" else -1)
+
+    simulated = simulate(programs, lambda _: 1, changed_bytes=changed_bytes)
     # Stage 0 runs 0B0 before it sends for 1F2: two gradients are on their way at most, and the
     # last two until the step's end.
     assert simulated.held_bytes[1] == (0, 0, *(6 * (one,)))

@@ -54,7 +54,7 @@ def check_replicas(
         micro_batches: of each replica, how many pass through its pipeline.
         virtual_stages: V, how many stages each rank owns; rank r of P owns r, r + P, r + 2P, ...
         shared: the actions that replicas run together, see
-            :func:`~lightning_wlb.schedule.programs.meetings_of`.
+            :func:`~tests.schedule.support.meetings_of`.
 
     Raises:
         ValueError: naming the missing, doubled or misplaced action, or every rank's first action

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
+from lightning_wlb.schedule.packflow import packflow
 from lightning_wlb.schedule.simulator import Simulation, simulate_replicas
 
 
@@ -18,12 +20,38 @@ def parse_program(text: str) -> list[Action]:
     return [Action.parse(word) for word in text.split()]
 
 
-def simulate(programs, duration, transfer=None, **given) -> Simulation:
+def programs_of(ranks: int, orders: Iterable[tuple[list[int], list[int]]]) -> list[list]:
+    """[replicas][ranks], the programs of PackFlow for the order of each replica."""
+    return [[packflow(rank, ranks, *order) for rank in range(ranks)] for order in orders]
+
+
+def meetings_of(
+    sharers: Sequence[Sequence[tuple[int, ...]]],
+) -> Callable[[int, Action], Hashable]:
+    """A function of (replica, action) that names the actions which replicas run together.
+
+    The name is the same on all replicas that run the action together, None for an action of one
+    replica. ``sharers`` has those of each replica's micro-batches (``ReplicaPlan.sharers``).
+    """
+
+    def name(replica: int, action: Action) -> Hashable:
+        members = sharers[replica][action.micro_batch]
+        return None if len(members) == 1 else (members, action)
+
+    return name
+
+
+def sharers_of(replicas: Sequence[ReplicaPlan]) -> list[list[tuple[int, ...]]]:
+    """The sharers of all replicas of a step."""
+    return [replica.sharers for replica in replicas]
+
+
+def simulate(programs, duration, transfer=None, *, changed_bytes=None, **given) -> Simulation:
     """``simulate_replicas`` of one pipeline, with functions of the action alone."""
 
     def of_replica(function):
-        return function and (lambda replica, action: function(action))
+        return lambda replica, action: function(action) if function else 0
 
-    for name in ("opened_bytes", "freed_bytes"):
-        given[name] = of_replica(given.get(name))
-    return simulate_replicas([programs], of_replica(duration), of_replica(transfer), **given)[0]
+    functions = of_replica(duration), of_replica(transfer)
+    given["changed_bytes"] = of_replica(changed_bytes)
+    return simulate_replicas([programs], *functions, **given)[0]

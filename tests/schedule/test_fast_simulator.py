@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
-from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
-from lightning_wlb.schedule.programs import meetings_of
+from lightning_wlb.schedule.packflow import backward_orders, planned_warm_up
 from lightning_wlb.schedule.simulator import simulate_replicas
+from tests.schedule.support import programs_of, sharers_of
 from tests.schedule.test_shared import plan_of
 
 
@@ -64,14 +64,11 @@ def test_replicas_end_when_the_simulator_ends_them(quads, pairs, own, ranks, num
         return pipelines[replica].transfer[receiver][action.micro_batch]
 
     steps = simulate_replicas(
-        [
-            [packflow(rank, ranks, *order) for rank in range(ranks)]
-            for order in backward_orders(replicas)
-        ],
+        programs_of(ranks, backward_orders(replicas)),
         duration,
         transfer,
         begins=lambda replica, action: begins[action.stage],
-        shared=meetings_of(replicas),
+        sharers=sharers_of(replicas),
     )
     ends = [
         [

@@ -1,14 +1,9 @@
 import pytest
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.programs import (
-    SCHEDULES,
-    make_programs,
-    meetings_of,
-    program_of,
-)
+from lightning_wlb.schedule.programs import SCHEDULES, make_programs, program_of
 from tests.schedule.proof import check_replicas, check_schedule
-from tests.schedule.support import format_program
+from tests.schedule.support import format_program, meetings_of, sharers_of
 
 
 def test_gpipe_is_all_forwards_then_all_backwards():
@@ -86,18 +81,7 @@ def test_a_replica_without_slices_follows_those_that_it_meets():
     ]
     assert replicas[0].slices[2].context == 0
     programs = [[program_of("1f1b", 0, 1, 1, replicas, number)] for number in (0, 1)]
-    check_replicas(programs, [3, 5], shared=meetings_of(replicas))
+    check_replicas(programs, [3, 5], shared=meetings_of(sharers_of(replicas)))
     assert format_program(programs[0][0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
     with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):
         program_of("interleaved", 0, 2, 2, replicas, 0)
-
-
-def test_where_replicas_meet():
-    alone = [replica_of(1, 1), replica_of(1, number=1, shared=(1,))]
-    assert meetings_of(alone) is None
-    together = [replica_of(1, 1, shared=(0, 1)), replica_of(1, shared=(0, 1), number=1)]
-    name = meetings_of(together)
-    first, second = (program_of("1f1b", 0, 1, 1, together, number) for number in (0, 1))
-    assert name(0, first[0]) == name(1, second[0]) is not None
-    assert name(0, first[0]) != name(0, first[1])
-    assert name(0, first[-1]) is None

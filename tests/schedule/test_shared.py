@@ -5,24 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
-from lightning_wlb.schedule.packflow import (
-    backward_order,
-    backward_orders,
-    packflow,
-)
+from lightning_wlb.schedule.packflow import backward_order, backward_orders
 from lightning_wlb.schedule.simulator import simulate_replicas
 from tests.schedule.proof import check_replicas
-from tests.schedule.support import parse_program
-
-
-def together(*names):
-    """``names[replica][micro-batch]`` is what a shared micro-batch is called; None: own."""
-
-    def shared(replica, action):
-        name = names[replica][action.micro_batch]
-        return None if name is None else (name, action.stage, action.kind)
-
-    return shared
+from tests.schedule.support import meetings_of, parse_program, programs_of, sharers_of
 
 
 def one_rank(*programs):
@@ -31,10 +17,10 @@ def one_rank(*programs):
 
 def test_shared_actions_begin_together():
     """Replica 1 comes to the shared micro-batch late, and both leave it together."""
-    programs = one_rank("0F0 0B0 0F1 0B1", "0F0 0F1 0B1 0B0")
-    shared = together(["x", None], [None, "x"])
     first, second = simulate_replicas(
-        programs, lambda replica, action: 10 if replica == 0 else 25, shared=shared
+        one_rank("0F0 0B0 0F1 0B1", "0F1 0F0 0B0 0B1"),
+        lambda replica, action: 10 if replica == 0 else 25,
+        sharers=[[(0, 1), (0,)], [(0, 1), (1,)]],
     )
     assert [(span.begin_ns, str(span.action)) for span in first.spans[0]] == [
         (25, "0F0"), (50, "0B0"), (60, "0F1"), (70, "0B1"),
@@ -43,12 +29,12 @@ def test_shared_actions_begin_together():
 
 
 def test_replicas_in_different_orders_deadlock():
-    programs = one_rank("0F0 0F1 0B0 0B1", "0F0 0F1 0B0 0B1")
-    shared = together(["x", "y"], ["y", "x"])
+    programs = one_rank("0F0 0F1 0B0 0B1", "0F1 0F0 0B1 0B0")
+    sharers = [[(0, 1)] * 2] * 2
     with pytest.raises(ValueError, match="rank 0 waits for the other replicas that run 0F0"):
-        check_replicas(programs, [2, 2], shared=shared)
-    with pytest.raises(ValueError, match="replicas wait for each other"):
-        simulate_replicas(programs, lambda replica, action: 1, shared=shared)
+        check_replicas(programs, [2, 2], shared=meetings_of(sharers))
+    with pytest.raises(ValueError, match="0F0, rank 0 of replica 1 stands still at 0F1"):
+        simulate_replicas(programs, lambda replica, action: 1, sharers=sharers)
 
 
 def plan_of(quads, pairs, own):
@@ -72,21 +58,13 @@ def plan_of(quads, pairs, own):
     return replicas
 
 
-def names_of(replicas):
-    return [
-        [replica.slices_of(each) if len(each.replicas) > 1 else None for each in replica.forward]
-        for replica in replicas
-    ]
-
-
 def test_a_longer_warm_up_of_one_replica_needs_aligned_orders():
     replicas = plan_of([1], 1, [[], [], [], [2]])
-    shared = together(*names_of(replicas))
     counts = [len(replica.forward) for replica in replicas]
-    alone = [[packflow(0, 1, *backward_order(replica))] for replica in replicas]
+    shared = meetings_of(sharers_of(replicas))
     with pytest.raises(ValueError, match="rank 2 waits for the other replicas that run 0B0"):
-        check_replicas(alone, counts, shared=shared)
-    check_replicas([[packflow(0, 1, *order)] for order in backward_orders(replicas)], counts)
+        check_replicas(programs_of(1, map(backward_order, replicas)), counts, shared=shared)
+    check_replicas(programs_of(1, backward_orders(replicas)), counts, shared=shared)
 
 
 @given(
@@ -97,13 +75,12 @@ def test_a_longer_warm_up_of_one_replica_needs_aligned_orders():
 )
 def test_shared_first_never_deadlocks(quads, pairs, own, ranks):
     replicas = plan_of(quads, pairs, own)
-    programs = [
-        [packflow(rank, ranks, *order) for rank in range(ranks)]
-        for order in backward_orders(replicas)
-    ]
-    shared = together(*names_of(replicas))
+    programs = programs_of(ranks, backward_orders(replicas))
+    shared = meetings_of(sharers_of(replicas))
     check_replicas(programs, [len(replica.forward) for replica in replicas], shared=shared)
-    results = simulate_replicas(programs, lambda replica, action: 1 + replica, shared=shared)
+    results = simulate_replicas(
+        programs, lambda replica, action: 1 + replica, sharers=sharers_of(replicas)
+    )
     begins = {}
     for replica, result in enumerate(results):
         for span in (span for rank in result.spans for span in rank):
