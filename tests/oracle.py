@@ -1,11 +1,12 @@
 """The definition of a right loss and gradient: one process, dense masked attention, no packing.
 
 Labels, positions and masks are built here from the raw documents; nothing of the project is used
-but the model and ``attention/kernels_exact.py``. Each piece runs alone.
+but the model. Each piece runs alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_wlb.attention.kernels_exact import dense_attention
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.models.transformer import Transformer
 
@@ -59,6 +59,59 @@ def oracle(
             found = torch.autograd.grad(loss, parameters)
             gradients = [old + new for old, new in zip(gradients, found, strict=True)]
     return total, dict(zip(names, gradients, strict=True))
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor,
+    positions: Tensor,
+    key_document_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in which a token sees its own document up to its own position.
+
+    The definition to which every attention of the package is held, and so are whole models'
+    gradients. Computed in the dtype of the inputs; give float64 where it is to judge others.
+
+    Args:
+        q: [queries, heads, head_dim].
+        k: [keys, kv_heads, head_dim]. Query head h reads key head h // (heads / kv_heads).
+        v: [keys, kv_heads, v_dim].
+        document_ids: int [queries], equal for two tokens that may see each other.
+        positions: int [queries], in tokens.
+        key_document_ids: int [keys]; the queries' own where the keys are the same tokens.
+        key_positions: int [keys]; the queries' own where the keys are the same tokens.
+        scale: factor of the scores; 1 / sqrt(head_dim) if None.
+        sliding_window: most tokens that a token sees, itself included; all if None.
+        softcap: scaled scores s become softcap · tanh(s / softcap); none if None.
+        sinks: [heads], a score for each head that takes part in softmax and has no value.
+
+    Returns:
+        [queries, heads, v_dim]. A query that may see no key at all gets NaN, or zero with sinks.
+    """
+    key_document_ids = document_ids if key_document_ids is None else key_document_ids
+    key_positions = positions if key_positions is None else key_positions
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    visible = (document_ids[:, None] == key_document_ids[None, :]) & (
+        key_positions[None, :] <= positions[:, None]
+    )
+    if sliding_window is not None:
+        visible &= positions[:, None] - key_positions[None, :] < sliding_window
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def count_targets(

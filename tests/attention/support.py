@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions, Kernel
-from lightning_wlb.attention.kernels_exact import dense_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 from tests.device import DEVICE
+from tests.oracle import dense_attention
 
 HALF = [97, 1, 31, 300]
 """A micro-batch for half types."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_wlb.attention import kernels_exact
 from lightning_wlb.attention.kernel_interface import AttentionOptions
-from lightning_wlb.attention.kernels_exact import dense_attention, exact_attention
+from lightning_wlb.attention.kernels_exact import exact_attention
 from tests.attention.support import (
     SEGMENTS,
     Watched,
@@ -22,6 +22,7 @@ from tests.attention.support import (
     results,
 )
 from tests.device import DEVICE
+from tests.oracle import dense_attention
 
 OPTIONS = AttentionOptions(0.3, 100, 2.0)
 
