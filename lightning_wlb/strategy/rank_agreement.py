@@ -25,7 +25,7 @@ import json
 import os
 import platform
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
@@ -48,7 +48,6 @@ from lightning_wlb.file_checks import open_regular
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.parallelize import Tie
 
 SAMPLED = 1 << 16
 """How many values of a parameter, and bytes of a file's ends, are compared."""
@@ -113,7 +112,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
     return {name: _text(each) for name, each in facts.items()}
 
 
-def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie]) -> dict[str, str]:
+def training_of(module: LanguageModule, executor: Executor) -> dict[str, str]:
     """The facts of what a run trains with: settings, optimizers, schedules, values with copies."""
     trainer, place = module.trainer, executor.pipeline.rank
     parameters = dict(executor.model.named_parameters())
@@ -134,12 +133,12 @@ def training_of(module: LanguageModule, executor: Executor, ties: Sequence[Tie])
         of = f"learning rate schedule {number}"
         facts[of] = type(each.scheduler).__name__, each.interval, each.frequency
         facts[f"state of {of}{here}"] = each.scheduler.state_dict()
-    for tie in ties:
-        for weight in (parameters[end] for end in (tie.embedding, tie.head) if end in parameters):
+    for head, embedding in executor.model.tied.items():
+        for weight in (parameters[end] for end in (embedding, head) if end in parameters):
             at = place.data, place.context, place.tensor
             settings = group_of.get(id(weight), {})
-            facts[f"settings of the tied {tie.embedding}"] = {**settings, "params": None}
-            facts[f"values of the tied {tie.embedding} at {at}"] = _checksum([weight])
+            facts[f"settings of the tied {embedding}"] = {**settings, "params": None}
+            facts[f"values of the tied {embedding} at {at}"] = _checksum([weight])
     shards = [each for each in parameters.values() if isinstance(each, DTensor)]
     if copies := [each for each in shards if any(at.is_replicate() for at in each.placements[1:])]:
         at = place.data, place.pipeline, place.context

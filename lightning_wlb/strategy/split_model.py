@@ -36,7 +36,7 @@ from lightning_wlb.strategy.checks import checked_model
 from lightning_wlb.strategy.rank_agreement import compare_ranks, digest_of, training_of
 from lightning_wlb.training.clipping_and_nonfinite import StepGuard
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
+from lightning_wlb.training.parallelize import add_tied_gradients, parallelize
 from lightning_wlb.training.pipeline_messages import PipelineRank
 from lightning_wlb.training.precision import WLBPrecision, name_of
 
@@ -46,7 +46,6 @@ class SplitModel:
     """A module's model on the ranks of a mesh.
 
     Args:
-        ties: weights that are in its embedding and in its head.
         precision: the Trainer's, such as ``"bf16-mixed"``.
         mesh_searched: whether its mesh was searched for.
         prepared_for: the heterogeneous pipelines that the executor can run steps on, and their
@@ -54,7 +53,6 @@ class SplitModel:
     """
 
     executor: Executor
-    ties: list[Tie]
     groups: MeshGroups
     precision: str
     mesh_searched: bool
@@ -92,7 +90,7 @@ class SplitModel:
         model, shape, mesh = checked_model(module), module.model_shape, rank.mesh
         shape.check_tensor_parallel(mesh.tensor)
         stages = model_stages(shape, mesh.stages, mean_context)
-        ties, parameters = parallelize(
+        parameters = parallelize(
             model,
             groups.mesh,
             stages,
@@ -114,7 +112,6 @@ class SplitModel:
         )
         split = SplitModel(
             executor=Executor(model, pipeline, groups, parameters),
-            ties=ties,
             groups=groups,
             precision=str(precision.precision),
             mesh_searched=mesh_searched,
@@ -171,22 +168,22 @@ class SplitModel:
             module._modules.update(split)
 
     @property
-    def tied_copies(self) -> list[Tie]:
-        """The ties whose head is on this rank's stage and whose embedding is on another."""
+    def tied_copies(self) -> dict[str, str]:
+        """Parameters that another stage has, too: name on this stage -> name on the other."""
         rank = self.executor.pipeline.rank
-        return self.ties if rank.last_stage and not rank.first_stage else []
+        return self.executor.model.tied if rank.last_stage and not rank.first_stage else {}
 
     @property
     def renamed(self) -> dict[str, str]:
         """Names in checkpoints by names in the module: a tied copy has the embedding's name."""
-        return {f"model.{tie.head}": f"model.{tie.embedding}" for tie in self.tied_copies}
+        return {f"model.{own}": f"model.{other}" for own, other in self.tied_copies.items()}
 
     def add_tied_gradients(self) -> None:
         """Add the gradients of tied weights whose ends are on two stages; collective over both."""
         rank, peer = self.executor.pipeline.rank, None
-        if self.ties and rank.first_stage != rank.last_stage:
+        if rank.first_stage != rank.last_stage:
             peer = rank.group("pipeline")[-1 if rank.first_stage else 0]
-        add_tied_gradients(self.executor.model, self.ties, peer, self.groups.pipeline)
+        add_tied_gradients(self.executor.model, peer, self.groups.pipeline)
 
     def memory_model(self, module: LanguageModule, reduce_dtype: str) -> MemoryModel:
         """The memory model of this rank's parts."""
@@ -230,7 +227,7 @@ class StepRunner:
         self._ran: tuple[StepBatch, Tensor] | None = None
         self._compared: set[bool] = set()  # before the first evaluation, and the first training
         executor = split.executor
-        copies = [executor.model.get_parameter(tie.head) for tie in split.tied_copies]
+        copies = [executor.model.get_parameter(name) for name in split.tied_copies]
         pipeline = executor.pipeline
         guard.attach(executor.model, split.mesh, pipeline.device, copies, name_of)
 
@@ -244,7 +241,7 @@ class StepRunner:
         module, executor = self._module, self._split.executor
         denominator = module.loss_denominator(batch.plan)
         if (training := torch.is_grad_enabled()) not in self._compared:
-            compare_ranks(lambda: training_of(module, executor, self._split.ties))
+            compare_ranks(lambda: training_of(module, executor))
             self._compared.add(training)
         if training:
             if self._ran is not None:

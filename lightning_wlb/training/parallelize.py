@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +44,7 @@ def parallelize(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     sum_dtype: torch.dtype,
-) -> tuple[list[Tie], ParameterBuckets]:
+) -> ParameterBuckets:
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
     Args:
@@ -56,13 +54,12 @@ def parallelize(
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
 
     Returns:
-        The weights that the model's two ends share, and what gathers the parameters in a step.
+        What gathers the parameters in a step.
 
     Raises:
-        ValueError: a buffer without values, or a parameter that two layers or several pipeline
-            stages share.
+        ValueError: a buffer without values, or a parameter that two layers, several pipeline stages
+            or, against what ``model.tied`` says, the two ends share.
     """
-    ties = find_ties(model)
     place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
     check_parameters(model, places)
     keep_stages(model, stages, place, places)
@@ -89,10 +86,9 @@ def parallelize(
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor,
         )
         initialise()
-    buckets = _buckets(model, ties, dict(list(enumerate(stages))[place::places]))
+    buckets = _buckets(model, dict(list(enumerate(stages))[place::places]))
     tensor_group = tensor_mesh.get_group() if tensor_mesh.size() > 1 else None
-    in_steps = ParameterBuckets(buckets, group, tensor_group, compute_dtype, sum_dtype)
-    return ties, in_steps
+    return ParameterBuckets(buckets, group, tensor_group, compute_dtype, sum_dtype)
 
 
 def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> None:
@@ -107,7 +103,7 @@ def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> N
         model.head = None
 
 
-def _buckets(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[Bucket]:
+def _buckets(model: Decoder, stages: dict[int, range]) -> list[Bucket]:
     """Every layer, the two ends and the rest of the model, each a bucket, in order of first use.
 
     Ends that are tied on one rank are one bucket.
@@ -115,13 +111,13 @@ def _buckets(model: Decoder, ties: list[Tie], stages: dict[int, range]) -> list[
     first, last = min(stages), max(stages)
     ends = [end for end in (model.embed, model.head) if isinstance(end, nn.Module)]
     parts: list[tuple[list[nn.Module], list[int]]] = []
-    if ties and len(ends) == 2:
+    if model.tied and len(ends) == 2:
         parts.append((ends, [first, last]))
     elif model.embed is not None:
         parts.append(([model.embed], [first]))
     for stage, layers in stages.items():
         parts.extend(([model.layers[str(number)]], [stage]) for number in layers)
-    if model.head is not None and not (ties and len(ends) == 2):
+    if model.head is not None and not (model.tied and len(ends) == 2):
         parts.append(([model.head], [last]))
     inside = [[each for whole in modules for each in whole.modules()] for modules, _ in parts]
     known = {id(each) for modules in inside for each in modules}
@@ -142,6 +138,7 @@ def check_parameters(model: Decoder, pipeline: int) -> None:
         ValueError: naming the parameter, with the remedy.
     """
     owners: dict[int, set[str]] = defaultdict(set)
+    first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         refuse_hooks(name, parameter)
         part, *inside = name.split(".")
@@ -161,6 +158,13 @@ def check_parameters(model: Decoder, pipeline: int) -> None:
                 " an end. Only the embedding and the head may share one: give each layer parameters"
                 " of its own."
             )
+        if len(own) > 1 and {name, first[id(parameter)]} not in map(set, model.tied.items()):
+            raise ValueError(
+                f"{type(model).__name__}: {name} is the parameter {first[id(parameter)]}, which its"
+                " property tied does not say, so pipeline stages would train two. Let tied return"
+                " {name in the head: name in the embedding}."
+            )
+        first.setdefault(id(parameter), name)
 
 
 def refuse_empty_buffers(model: nn.Module) -> None:
@@ -194,31 +198,7 @@ def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> No
                     kind[name] = done[id(tensor)]  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Tie:
-    """One weight under two names of the model: in its embedding and in its head."""
-
-    embedding: str
-    head: str
-
-
-def find_ties(model: nn.Module) -> list[Tie]:
-    """Weights that the model's embedding and head share, by name in the model."""
-    names: dict[int, str] = {
-        id(parameter): f"embed.{name}"
-        for name, parameter in cast(nn.Module, model.embed).named_parameters()
-    }
-    head = cast(nn.Module, model.head)
-    return [
-        Tie(names[id(parameter)], f"head.{name}")
-        for name, parameter in head.named_parameters()
-        if id(parameter) in names
-    ]
-
-
-def add_tied_gradients(
-    model: nn.Module, ties: list[Tie], peer: int | None, group: dist.ProcessGroup | None
-) -> None:
+def add_tied_gradients(model: Decoder, peer: int | None, group: dist.ProcessGroup | None) -> None:
     """Add the other stage's gradient shard to this stage's, for every tied weight.
 
     ``peer`` is the global rank of the same shard on the other end; None on stages without a tied
@@ -227,8 +207,8 @@ def add_tied_gradients(
     if peer is None:
         return
     parameters = dict(model.named_parameters())
-    for tie in ties:
-        mine = parameters[tie.embedding if tie.embedding in parameters else tie.head]
+    for head, embedding in model.tied.items():
+        mine = parameters[embedding if embedding in parameters else head]
         if not mine.requires_grad:
             continue
         assert mine.grad is not None, "the final reduction gives every parameter a gradient"

@@ -47,7 +47,7 @@ from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.sharding import HEADS, NAMES, layout
 from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.parallelize import Tie, add_tied_gradients, parallelize
+from lightning_wlb.training.parallelize import add_tied_gradients, parallelize
 from lightning_wlb.training.pipeline_messages import PipelineRank
 from tests.oracle import oracle
 from tests.strategy.harness import relative_error, whole
@@ -241,7 +241,7 @@ def _packs(draw: Random, own: Sequence[int], lengths: Sequence[int]) -> list[lis
     return [pack for pack in packs if pack]
 
 
-def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, list[Tie]]:
+def executor_of(run: Run, number: int, dtype: torch.dtype) -> Executor:
     """A rank's, on the mesh and on other pipelines; shards are in float64 or float32."""
 
     def build() -> Transformer:
@@ -253,7 +253,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
     weights = weights_of(model, sorted(tensors))
     groups = mesh_groups(rank, CPU, None)
     wide = torch.promote_types(dtype, torch.float32)
-    ties, gathering = parallelize(
+    gathering = parallelize(
         model,
         groups.mesh,
         list(run.stages),
@@ -271,7 +271,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> tuple[Executor, li
     exchanging = exchange_groups(number, run.mesh.devices, run.per_node, None)
     settings = StageSettings(build, run.config.dim, "1f1b", dtype, wide, CPU)
     made.heterogeneous = HeterogeneousPipelines(model, redistribute, exchanging, settings)
-    return made, ties
+    return made
 
 
 def train(
@@ -284,11 +284,11 @@ def train(
 
     ``after`` is called behind each step, with its number.
     """
-    runner, ties = executor_of(run, number, dtype)
+    runner = executor_of(run, number, dtype)
     model, rank, store = runner.model, run.mesh.coordinate(number), run.store
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tied = model.tied
-    copies = [p for n, p in model.named_parameters() if n in tied] if ties else []
+    copies = [p for n, p in model.named_parameters() if n in tied]
     losses, gradients = [], []
     for step, plan in enumerate(run.plans):
         batch = make_step_batch(
@@ -296,10 +296,10 @@ def train(
         )
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
-        if not runner.left_mesh and ties and rank.first_stage != rank.last_stage:
+        if not runner.left_mesh and rank.first_stage != rank.last_stage:
             ends = rank.group("pipeline")
             peer = ends[-1] if rank.first_stage else ends[0] if rank.last_stage else None
-            add_tied_gradients(model, ties, peer, runner.groups.pipeline)
+            add_tied_gradients(model, peer, runner.groups.pipeline)
         runner.read()
         trained = {n: each for n, each in model.named_parameters() if each.requires_grad}
         gradients.append({name: whole(each.grad) for name, each in trained.items()})

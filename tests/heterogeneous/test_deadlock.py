@@ -37,7 +37,7 @@ def buckets_of(weights: Weights, schemes: Schemes) -> list[int]:
 def recorded(rank: int) -> tuple[dict[bool, list], dict]:
     """What a rank posts in a step, in its own thread and (True) beside it; gradients."""
     run = run_of(0, frozen=FROZEN)
-    (plan,), (runner, _) = run.plans, executor_of(run, rank, torch.float64)
+    (plan,), runner = run.plans, executor_of(run, rank, torch.float64)
     batch = make_step_batch(plan, run.store, rank_in(STRATEGY, rank), {}, 0, False)
     channels = runner.heterogeneous(plan).pipeline.groups.items()
     kinds = {id(group): channel.kind for channel, group in channels}

@@ -128,6 +128,13 @@ def test_what_one_rank_may_share():
         check_parameters(model, 1)
 
 
+def test_ends_that_share_a_parameter_say_so():
+    model = Transformer(config(False))
+    model.head.weight = model.embed.weight
+    with pytest.raises(ValueError, match=r"head\.weight is the parameter embed\.weight, which its"):
+        check_parameters(model, 1)
+
+
 def test_a_hook_that_would_never_run_is_refused():
     model = Transformer(config(False))
     model.embed.weight.register_hook(lambda gradient: gradient * 0)

@@ -22,7 +22,7 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.strategy.launch import bound_device
 from lightning_wlb.training import parallelize as gradients
 from lightning_wlb.training import pipeline_messages as messages
-from lightning_wlb.training.parallelize import Tie, add_tied_gradients
+from lightning_wlb.training.parallelize import add_tied_gradients
 from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 from tests.ranks import run_ranks
 
@@ -68,9 +68,10 @@ def crossing(rank: int) -> tuple[list[float], list[float], list[type]]:
             arrived = travelling.receive(Action(1, FORWARD, 0), 0, (1, 2))
             travelling.send(Action(1, BACKWARD, 0), 0, on_device([3.0, 4.0]))
         travelling.finish()
-        model = nn.ParameterDict({"embed": weight})
+        model = nn.Module()
+        model.embed, model.tied = weight, {"head": "embed"}
         weight.grad = on_device([5.0 + rank, 6.0])
-        add_tied_gradients(model, [Tie("embed", "head")], 1 - rank, next(iter(channels.values())))
+        add_tied_gradients(model, 1 - rank, next(iter(channels.values())))
     with mock.patch.object(mesh, "is_cuda_over_gloo", return_value=True):
         axes = mesh.device_mesh(Mesh(context=2), "cpu")
         groups = [axes.get_group("context"), mesh.data_context(axes).get_group()]
