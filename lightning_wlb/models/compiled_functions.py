@@ -8,10 +8,10 @@ counts (of SwiGLU three matrices instead of four). What lies on two sides of a c
 residual sum and the norm behind it, is not fused.
 
 A function is compiled once for any number of rows: that dim is marked dynamic. It must compile as
-one graph, so that nothing falls back unseen. Parameters are arguments, because a step may bring
-other tensors of the same shapes, as gathered ones are. A function runs uncompiled on fewer than two
-rows, for which inductor would compile again; under a dispatch mode, which looks at every operation;
-inside :func:`uncompiled`; and for good once it could not be compiled.
+one graph, and a rank on which it does not compile ends the run: all others would wait for it in
+every step. Parameters are arguments, because a step may bring other tensors of the same shapes, as
+gathered ones are. A function runs uncompiled on fewer than two rows, for which inductor would
+compile again; under a dispatch mode, which looks at every operation; and inside :func:`uncompiled`.
 
 Cost: seconds of compiler time per function, at its first call with gradients and at its first
 without; some tens of microseconds of checks per call. Not for functions that communicate or call
@@ -28,12 +28,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
@@ -141,15 +139,14 @@ class BlockFunctions:
 
     @classmethod
     def compiled(cls) -> BlockFunctions:
-        """The functions compiled for one model; one that cannot be compiled runs as it is."""
-        failures: list[str] = []
+        """The functions compiled for one model."""
         return cls(
-            CompiledFunction(rms_norm, failures),
-            CompiledFunction(_rotated_heads_real, failures, 2, rotated_heads),
-            CompiledFunction(swiglu, failures),
+            CompiledFunction(rms_norm),
+            CompiledFunction(_rotated_heads_real, 2, rotated_heads),
+            CompiledFunction(swiglu),
             Softmax(
-                CompiledFunction(_log_sum_exp_at_once, failures, 1, log_sum_exp),
-                CompiledFunction(logits_gradient_at_once, failures, 4, logits_gradient),
+                CompiledFunction(_log_sum_exp_at_once, 1, log_sum_exp),
+                CompiledFunction(logits_gradient_at_once, 4, logits_gradient),
             ),
         )
 
@@ -177,44 +174,26 @@ def uncompiled() -> Iterator[None]:
 class CompiledFunction:
     """A function that is compiled at its first call.
 
-    One that fails is not tried again. Others are not given up for it: what a forward has run
-    compiled, its recomputation in backward must run compiled too.
-
     Args:
         function: pure; it returns a tensor.
-        failures: the failures so far of all functions of the model. This one adds its own, and a
-            warning tells the first, because the others have the same cause as a rule.
         rows: the first so many arguments are tensors whose first dim varies.
         eager: an equal function that runs uncompiled in its place, faster; itself if None.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        failures: list[str],
-        rows: int = 1,
-        eager: Function | None = None,
-    ) -> None:
-        self._function, self._failures, self._rows = function, failures, rows
+    def __init__(self, function: Function, rows: int = 1, eager: Function | None = None) -> None:
+        self._function, self._rows = function, rows
         self._eager = eager or function
         self._compiled: Function | None = None
-        self._ready: set[bool] = set()  # with gradients and without, once it has run so
-        self._failed = False
 
     def __call__(self, *args: Any) -> Tensor:
-        """The function's value."""
-        dispatching = is_in_torch_dispatch_mode(include_infra_modes=False)
-        if _uncompiled or self._failed or len(args[0]) < 2 or dispatching:
-            return self._eager(*args)
-        try:
-            return self._run(*args)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            # Raised before anything of the function has run.
-            self._failed = True
-            self._tell(error)
-            return self._eager(*args)
+        """The function's value.
 
-    def _run(self, *args: Any) -> Tensor:
+        Raises:
+            RuntimeError: ``torch.compile`` fails, with the cause and the remedy.
+        """
+        dispatching = is_in_torch_dispatch_mode(include_infra_modes=False)
+        if _uncompiled or len(args[0]) < 2 or dispatching:
+            return self._eager(*args)
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
         if self._compiled is None:
@@ -226,28 +205,16 @@ class CompiledFunction:
             self._compiled = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options
             )
-        if torch.is_grad_enabled() in self._ready:
+        try:
             return self._compiled(*args)
-        # Else what backward needs is compiled there, where there is no way back.
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            result = self._compiled(*args)
-        self._ready.add(torch.is_grad_enabled())
-        return result
-
-    def _tell(self, error: Exception) -> None:
-        # The rest of such a message is about stack traces and how to report a bug.
-        first, *rest = str(error).strip().split("\n\n")
-        said = (line for part in rest for line in part.splitlines() if "error:" in line)
-        self._failures.append(" ".join([f"{type(error).__name__}: {first}", *islice(said, 1)]))
-        if len(self._failures) == 1:
-            warnings.warn(
-                "compile=True: torch.compile fails here, so this process runs blocks of the model"
-                f" uncompiled, which is slower and as exact. The cause is {self._failures[0]}\nIf a"
-                " C++ compiler is missing, install one (g++, or set CXX); if other models of this"
-                " process have reached the limit of recompilations, call torch.compiler.reset()"
-                " between them; else set compile=False.",
-                stacklevel=3,
-            )
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            cause = " ".join(str(error).strip().partition("\n\n")[0].split())
+            raise RuntimeError(
+                f"compile=True: torch.compile fails on {self._function.__name__}:"
+                f" {type(error).__name__}: {cause} If a C++ compiler is missing, install one (g++,"
+                " or set CXX); if other models of this process have reached the limit of"
+                " recompilations, call torch.compiler.reset() between them; else set compile=False."
+            ) from error
 
 
 def _use_own_cache() -> None:

@@ -73,8 +73,7 @@ class LanguageModule(L.LightningModule):
             memory, where a device profile says what fits; else ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
         compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
-            loss's softmax) by ``torch.compile``, once for all lengths, in the first step. Where
-            that fails there is a warning, and they run uncompiled.
+            loss's softmax) by ``torch.compile``, once for all lengths, in the first step.
         seed: for the initial weights; ``seed_everything``'s if None, or else 0.
 
     Attributes:
