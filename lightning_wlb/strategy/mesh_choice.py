@@ -25,10 +25,13 @@ own is built once more, without memory.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_wlb.argument_checks import choice, whole
@@ -38,7 +41,6 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import shape_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
-from lightning_wlb.distributed.device_mesh import Size, checked_sizes, is_settled, resolve_mesh
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -53,14 +55,16 @@ from lightning_wlb.strategy.rank_agreement import compare_ranks, settings_of
 from lightning_wlb.strategy.split_model import SplitModel
 from lightning_wlb.supervision.progress import BETWEEN, PROGRESS
 
+Size = int | Literal["auto"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
     """What a user gives of the mesh: sizes in mesh order, ``"auto"`` or None where open.
 
     Raises:
-        MisconfigurationException: for a size that is none.
-        ValueError: if the schedule is unknown or cannot run so many stages per rank.
+        ValueError: for a size that is neither ``"auto"`` nor a whole number of at least 1, or if
+            the schedule is unknown or cannot run so many stages per rank.
     """
 
     sizes: tuple[Size, ...] = ("auto", "auto", "auto", "auto")
@@ -68,7 +72,11 @@ class MeshOptions:
     virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", checked_sizes(*self.sizes))
+        sizes = (
+            "auto" if size == "auto" else whole(f"{axis}_parallel_size", size, 1)
+            for axis, size in zip(AXES, self.sizes, strict=True)
+        )
+        object.__setattr__(self, "sizes", tuple(sizes))
         choice("schedule", self.schedule, (*SCHEDULES, "auto"))
         if (stages := self.virtual_stages) is not None:
             stages = whole("virtual_pipeline_size", stages, 1)
@@ -83,13 +91,42 @@ class MeshOptions:
             schedule = "1f1b" if stages in (None, 1) else "interleaved"
         return schedule, stages or (2 if schedule == "interleaved" else 1)
 
+    @property
+    def _fixed(self) -> int:
+        """The product of the sizes that are given."""
+        return math.prod(size for size in self.sizes if size != "auto")
+
+    def settles(self, world_size: int) -> bool:
+        """Whether one mesh alone has the sizes, so that there is nothing to choose."""
+        return self._fixed >= world_size or self.sizes.count("auto") <= 1
+
     def usual_mesh(self, world_size: int) -> Mesh:
         """The mesh if nothing is searched: the first open size takes the ranks that are left.
+
+        Any further open size is 1.
 
         Raises:
             MisconfigurationException: the sizes do not fit the number of ranks.
         """
-        return resolve_mesh(world_size, *self.sizes, virtual_stages=self.usual[1])
+        sizes: list[int] = []
+        rest = max(world_size // self._fixed, 1)
+        for size in self.sizes:
+            sizes.append(rest if size == "auto" else size)
+            rest = 1 if size == "auto" else rest
+        data, pipeline, context, tensor = sizes
+        mesh = Mesh(data, pipeline, context, tensor, self.usual[1])
+        if mesh.devices != world_size:
+            shown = " × ".join(
+                f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True)
+            )
+            raise MisconfigurationException(
+                f"The mesh {shown} needs a multiple of {self._fixed} ranks"
+                f"{'' if 'auto' in self.sizes else ' and exactly that many'}, but the Trainer"
+                f" runs {world_size} (devices × num_nodes). Change devices or num_nodes, or the"
+                " *_parallel_size arguments of WLBStrategy, so that their product is the number"
+                ' of ranks; one of them may be "auto".'
+            )
+        return mesh
 
     def allow(self, mesh: Mesh, schedule: str) -> bool:
         """Whether a mesh and its schedule have everything that is given."""
@@ -144,7 +181,7 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
         profile = run_profile(devices, backend, data, searched=searched)
     else:
         mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
-        searched = not is_settled(devices.count, options.sizes)
+        searched = not options.settles(devices.count)
         profile = run_profile(devices, backend, data, searched=searched)
         # Without data or module nothing can be trained, which is answered later.
         if searched and data is not None and isinstance(module, LanguageModule):

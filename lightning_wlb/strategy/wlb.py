@@ -35,7 +35,6 @@ from lightning_wlb.argument_checks import choice
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext
-from lightning_wlb.distributed.device_mesh import Size
 from lightning_wlb.distributed.process_groups import MeshGroups, mesh_groups
 from lightning_wlb.heterogeneous.setup import Dynamic
 from lightning_wlb.mesh import Mesh, Rank
@@ -43,7 +42,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
 from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
-from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, choose_run_mesh
+from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, Size, choose_run_mesh
 from lightning_wlb.strategy.run_planning import RunPlanning
 from lightning_wlb.strategy.split_model import SplitModel, StepRunner, WholeModelSummary
 from lightning_wlb.supervision.faults import without_hiding_cause
@@ -97,8 +96,7 @@ class WLBStrategy(ParallelStrategy):
             faster by more than 2 %, or none; the log has the figure. ``"off"``: the mesh alone.
 
     Raises:
-        MisconfigurationException: a size is neither ``"auto"`` nor a whole number, or (when a run
-            begins) the sizes do not fit the number of devices.
+        MisconfigurationException: the sizes do not fit the number of devices, when a run begins.
         ValueError: for an argument that is none of these, or a schedule that cannot run so many
             stages per rank.
     """

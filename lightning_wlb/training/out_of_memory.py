@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
-from lightning_wlb.cost.memory_model import MemoryModel, StageParts
+from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.plan import MicroBatch, Recompute
+from lightning_wlb.plan import Recompute
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.profiling.device import is_out_of_memory
 from lightning_wlb.schedule.actions import Action
@@ -81,74 +81,35 @@ def note(
     count = most_open(program, pipeline.rank.mesh.virtual_stages)
     parts = StepMemory.of(model, pipeline.stages).rank_parts[place]
 
-    def needed_by(each: MicroBatch) -> int:
-        return model.rank_bytes(parts, count, each.rows, len(own.forward), each.recompute)
+    def needed(rows: int, recompute: Recompute) -> int:
+        return model.rank_bytes(parts, count, rows, len(own.forward), recompute)
 
-    longest = max(own.forward, key=needed_by)
-    held = needed_by(longest)
-    choices = dict(_by_micro_batch(batch, longest, model, parts, count))
-    if not schemes:  # whose steps do not depend on the mesh
-        choices |= _by_mesh(longest, model, parts, count, len(own.forward))
-    less = sorted(
-        ((held - needed, option) for option, needed in choices.items() if needed < held),
-        reverse=True,
+    longest = max(own.forward, key=lambda each: needed(each.rows, each.recompute))
+    rows, tokens = longest.rows, own.tokens_of(longest)
+    held = needed(rows, longest.recompute)
+    choices = {
+        f"activation_checkpointing={mode!r}": needed(rows, mode) for mode in get_args(Recompute)
+    }
+    window, tensor = batch.plan.nominal_tokens // batch.plan.micro_batches, model.mesh.tensor
+    if tokens > window:
+        fewer = -(-rows * window // tokens // tensor) * tensor
+        choices[f"cap={window}"] = needed(fewer, longest.recompute)
+    less = sorted(((held - each, option) for option, each in choices.items()), reverse=True)
+    options = [f"{option}: {_megabytes(saved)} less" for saved, option in less if saved > 0]
+    options.append(
+        "WLBStrategy(dynamic=...) without these pipelines, or 'off'"
+        if schemes
+        else "a mesh of more ranks for each replica, of which lightning-wlb plan --mesh says more"
     )
-    options = [f"{option}: {_megabytes(saved)} less" for saved, option in less]
-    if schemes:
-        options.append("WLBStrategy(dynamic=...) without this strategy, or 'off'")
     gaps = ""
     if pipeline.device.type == "cuda" and not has_expandable_segments():
         gaps = f" {ALLOCATOR}={EXPANDABLE} leaves fewer gaps between tensors of changing sizes."
     return (
         f"{said}. By the memory model this rank needs {_megabytes(held)}:"
         f" {_megabytes(model.state_bytes(parts))} for parameters, gradients and optimizer state,"
-        f" the rest for {count} open micro-batches of {longest.rows} rows. What takes less:"
+        f" the rest for {count} open micro-batches of {rows} rows. What takes less:"
         f" {'; '.join(options)}.{gaps}"
     )
-
-
-def _by_micro_batch(
-    batch: StepBatch, longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int
-) -> Iterator[tuple[str, int]]:
-    """Options for the micro-batches, and the bytes that this rank needs with each."""
-    number, tensor = len(batch.own_plan.forward), model.mesh.tensor
-    for mode in get_args(Recompute):
-        yield (
-            f"activation_checkpointing={mode!r}",
-            model.rank_bytes(parts, count, longest.rows, number, mode),
-        )
-    tokens = batch.own_plan.tokens_of(longest)
-    window = batch.plan.nominal_tokens // batch.plan.micro_batches
-    if tokens > window:
-        rows = -(-longest.rows * window // tokens // tensor) * tensor
-        yield f"cap={window}", model.rank_bytes(parts, count, rows, number, longest.recompute)
-
-
-def _by_mesh(
-    longest: MicroBatch, model: MemoryModel, parts: StageParts, count: int, number: int
-) -> Iterator[tuple[str, int]]:
-    """Sizes of the mesh, and the bytes that this rank needs with each of ``number`` micro-batches.
-
-    They take as many devices where the data-parallel ranks can be halved, else twice as many.
-    """
-    mesh, rows, recompute = model.mesh, longest.rows, longest.recompute
-    data = mesh.data // 2 if mesh.data % 2 == 0 else mesh.data
-
-    def needed(rows: int, parts: StageParts = parts, count: int = count, **sizes: int) -> int:
-        other = replace(model, mesh=replace(mesh, data=data, **sizes))
-        padded = -(-rows // other.mesh.tensor) * other.mesh.tensor
-        return other.rank_bytes(parts, count, padded, number, recompute)
-
-    yield (
-        f"context_parallel_size={2 * mesh.context}",
-        needed(-(-rows // 2), context=2 * mesh.context),
-    )
-    if all(size % (2 * mesh.tensor) == 0 for _, size in model.shape.split_sizes):
-        yield f"tensor_parallel_size={2 * mesh.tensor}", needed(rows, tensor=2 * mesh.tensor)
-    if sum(parts.layers) > 1:
-        half = replace(parts, layers=tuple(-(-each // 2) for each in parts.layers))
-        deeper = needed(rows, half, min(2 * count, number), pipeline=2 * mesh.pipeline)
-        yield f"pipeline_parallel_size={2 * mesh.pipeline}", deeper
 
 
 def _megabytes(count: int) -> str:

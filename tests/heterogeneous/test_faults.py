@@ -66,7 +66,7 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline_and_what_that_needs()
     full = model.rank_bytes(parts, 1, 6000, 2, "full")
     assert f"activation_checkpointing='full': {(needed - full) / 1e6:,.1f} MB less" in said
     assert "parallel_size" not in said, "sizes of the mesh do not change this step"
-    assert "WLBStrategy(dynamic=...) without this strategy" in said
+    assert "WLBStrategy(dynamic=...) without these pipelines" in said
 
 
 class Bad(Transformer):

@@ -116,9 +116,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_remedy():
     without = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
     with (
         torch._inductor.config.patch(without),
-        pytest.raises(
-            RuntimeError, match=r"InvalidCxxCompiler: .*missing, install one"
-        ),
+        pytest.raises(RuntimeError, match=r"InvalidCxxCompiler: .*missing, install one"),
     ):
         model(micro_batch)
 

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.decoder import Decoder
@@ -235,6 +235,63 @@ def test_what_a_schedule_comes_to_where_nothing_is_chosen(asked, usual) -> None:
 )
 def test_a_mesh_is_gone_on_with_where_it_has_what_is_given(options, goes_on) -> None:
     assert MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved") == goes_on
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "expected"),
+    [
+        (8, ("auto", 2, 1, 2), (2, 2, 1, 2)),
+        (8, (2, 2, 1, 2), (2, 2, 1, 2)),
+        (8, (1, 1, 2, "auto"), (1, 1, 2, 4)),
+        # Only the first "auto" takes what is left.
+        (8, ("auto", "auto", 2, "auto"), (4, 1, 2, 1)),
+    ],
+)
+def test_the_first_auto_takes_the_ranks_that_are_left(world_size, asked, expected):
+    assert MeshOptions(sizes=asked).usual_mesh(world_size) == Mesh(*expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "needs"),
+    [
+        (8, (2, 2, 1, 1), "a multiple of 4 ranks and exactly that many"),
+        (8, ("auto", 3, 1, 1), "a multiple of 3 ranks"),
+    ],
+)
+def test_a_product_that_is_not_the_world_size_is_answered(world_size, asked, needs):
+    with pytest.raises(MisconfigurationException) as error:
+        MeshOptions(sizes=asked).usual_mesh(world_size)
+    text = str(error.value)
+    shown = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, asked, strict=True))
+    assert f"The mesh {shown} needs {needs}, but the Trainer runs {world_size}" in text
+    assert "Change devices or num_nodes" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "settled"),
+    [
+        (1, ("auto",) * 4, True),
+        (2, ("auto",) * 4, False),
+        (4, ("auto", 4, "auto", "auto"), True),  # nothing is left
+        (4, ("auto", 2, "auto", 1), False),
+        (4, ("auto", 1, 1, 1), True),  # nor any choice
+        (8, (2, 2, 2, 1), True),
+    ],
+)
+def test_there_is_nothing_to_choose_where_one_mesh_alone_is_as_asked(world_size, asked, settled):
+    assert MeshOptions(sizes=asked).settles(world_size) == settled
+
+
+@pytest.mark.parametrize("size", [0, 1.5, "two", None, True])
+def test_a_size_is_a_positive_whole_number_or_auto(size):
+    with pytest.raises(ValueError, match=r"context_parallel_size=.* Give a whole number"):
+        MeshOptions(sizes=("auto", 1, size, 1))
+
+
+def test_virtual_stages_go_into_the_mesh_and_take_no_ranks():
+    options = MeshOptions(sizes=("auto", 4, 1, 1), schedule="interleaved", virtual_stages=3)
+    assert options.usual_mesh(8) == Mesh(2, 4, virtual_stages=3)
 
 
 def known(device: str, searched: bool, profile: Profile | str | None = None, nodes: int = 1):
