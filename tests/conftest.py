@@ -34,7 +34,6 @@ if sys.argv[0] == "-c":
 # By the CPU time that they take, most first.
 LONG = (
     "strategy/test_gradients.py",
-    "strategy/test_slices_and_merges.py",
     "checkpoints/test_sharded.py",
     "strategy/test_wlb.py",
     "test_examples.py",

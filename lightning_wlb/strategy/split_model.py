@@ -2,15 +2,14 @@
 
 The model holds its :class:`SplitModel`, which so outlives the Trainer that has split the model:
 another Trainer goes on with the same shards, and both are freed together. A :class:`StepRunner`
-runs the steps of one run on it. :class:`WholeModelSummary` describes the whole model in place of
-Lightning's table, which would have the parameters of rank 0's stage, and 0 FLOPs.
+runs the steps of one run on it.
 
-Cost: that of :func:`.parallelize`; the summary takes one exchange of two numbers.
+Cost: that of :func:`.parallelize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -26,8 +25,7 @@ from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.memory_model import MemoryModel
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.distributed.process_groups import MeshGroups, gather_from_all_ranks
+from lightning_wlb.distributed.process_groups import MeshGroups
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Schemes
@@ -294,52 +292,30 @@ def _refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
     )
 
 
-class WholeModelSummary(pl.Callback):
-    """Describes the whole model when training starts.
+def describe_model(module: LanguageModule, window: int | None) -> None:
+    """Log what a module trains, in place of Lightning's tables, which are taken from its Trainer.
 
-    ``copies`` are parameters of the module that another stage has, too: the head that is tied to
-    it.
+    Those would have the parameters of rank 0's stage alone, and 0 FLOPs.
+
+    Args:
+        module: its model is whole yet.
+        window: the context window, if it is known.
     """
-
-    def __init__(self, rank: Rank, copies: Collection[str], describes: bool) -> None:
-        self.rank, self.copies, self.describes = rank, copies, describes
-
-    @staticmethod
-    def take_over(trainer: pl.Trainer, rank: Rank, copies: Collection[str]) -> None:
-        """Take the place of Lightning's tables among a Trainer's callbacks, as often as it runs."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        tables = [each for each in callbacks if type(each) in (ModelSummary, RichModelSummary)]
-        earlier = [each for each in callbacks if isinstance(each, WholeModelSummary)]
-        for each in (*tables, *earlier):
-            callbacks.remove(each)
-        describes = bool(tables) or any(each.describes for each in earlier)
-        callbacks.append(WholeModelSummary(rank, copies, describes))
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what is trained; collective over all ranks."""
-        if self.describes:
-            assert isinstance(pl_module, LanguageModule)
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            window = data.settings.context_window if isinstance(data, WLBDataModule) else None
-            rank_zero_info(self._describe(pl_module, window))
-
-    def _describe(self, module: LanguageModule, window: int | None) -> str:
-        own = [each for name, each in module.named_parameters() if name not in self.copies]
-        numbers = [sum(each.numel() for each in own)]
-        numbers.append(sum(each.numel() for each in own if each.requires_grad))
-        mine = torch.tensor(numbers, dtype=torch.int64, device=module.device)
-        everyone = gather_from_all_ranks(mine).tolist()
-        stages = [everyone[rank] for rank in self.rank.group("pipeline")]
-        total, trained = map(sum, zip(*stages, strict=True))
-        said = f"{type(module).__name__}: {total:,} parameters"
-        if trained < total:
-            said += f", {trained:,} of them trained"
-        if len(stages) > 1:
-            said += f"; on the ranks of a pipeline {', '.join(f'{each[0]:,}' for each in stages)}"
-        if window is not None:
-            work = Work.of(module.model_shape)
-            said += (
-                f"; a document of {window:,} tokens takes {work.forward(window):.3g} FLOPs forward"
-                f" and {work.backward(window):.3g} backward"
-            )
-        return f"{said}."
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    tables = [each for each in callbacks if type(each) in (ModelSummary, RichModelSummary)]
+    for each in tables:
+        callbacks.remove(each)
+    if not tables or SplitModel.of(module) is not None:
+        return
+    total = sum(each.numel() for each in module.parameters())
+    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    said = f"{type(module).__name__}: {total:,} parameters"
+    if trained < total:
+        said += f", {trained:,} of them trained"
+    if window is not None:
+        work = Work.of(module.model_shape)
+        said += (
+            f"; a document of {window:,} tokens takes {work.forward(window):.3g} FLOPs forward"
+            f" and {work.backward(window):.3g} backward"
+        )
+    rank_zero_info(f"{said}.")

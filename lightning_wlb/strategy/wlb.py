@@ -44,7 +44,7 @@ from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
 from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
 from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, Size, choose_run_mesh
 from lightning_wlb.strategy.run_planning import RunPlanning
-from lightning_wlb.strategy.split_model import SplitModel, StepRunner, WholeModelSummary
+from lightning_wlb.strategy.split_model import SplitModel, StepRunner, describe_model
 from lightning_wlb.supervision.faults import without_hiding_cause
 from lightning_wlb.supervision.watchdog import say
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
@@ -287,6 +287,7 @@ class WLBStrategy(ParallelStrategy):
             self._module, self.optimizers = module, []
         self.checkpoints.check_folders(trainer, self.cluster_environment)
         fitting, data = trainer.state.fn == TrainerFn.FITTING, checks.data_module_of(trainer)
+        describe_model(module, None if data is None else data.settings.context_window)
         self.split = SplitModel.of(module) or SplitModel.make(
             module,
             rank=self.rank,
@@ -307,7 +308,6 @@ class WLBStrategy(ParallelStrategy):
         self.steps = StepRunner(self.split, module, self.guard, name_document)
         module.executor = self._run_step
         self.precision_plugin.guard = self.guard
-        WholeModelSummary.take_over(trainer, self.rank, [*self.split.renamed])
         self.barrier()
         if fitting:
             checks.make_optimizers(module, lambda: self.setup_optimizers(trainer))

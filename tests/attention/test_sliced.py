@@ -1,7 +1,7 @@
 """Sliced attention on one rank: what is copied, and in which dtype gradients are summed.
 
 That outputs and gradients are right, on any mesh, is tested where whole steps are
-(tests/strategy/test_slices_and_merges.py and test_random_plans.py).
+(tests/strategy/test_gradients.py and test_random_plans.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""Promise 1: gradients and parameters do not depend on mesh, packing order, sharding, schedule."""
+"""Promise 1: gradients and parameters do not depend on mesh, packing order, sharding, schedule.
 
+Nor on how a plan slices pieces over micro-batches, merges replicas, and what it recomputes.
+"""
+
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -8,6 +12,7 @@ import pytest
 
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import (
     CASES,
     Case,
@@ -22,16 +27,26 @@ from tests.strategy.harness import (
 
 
 class Run(NamedTuple):
-    """One run of three steps."""
+    """One run of three steps, whose plans are changed where a change is named."""
 
     mesh: tuple[int, int, int, int]
     case: Case
     schedule: str = "auto"
     virtual: int | None = None
+    change: str | None = None
 
     def __str__(self) -> str:
         schedule = "" if self.schedule == "auto" else f"-{self.schedule}"
-        return f"{'x'.join(map(str, self.mesh))}{schedule}-{self.case.packing}-{self.case.sharding}"
+        how = f"{self.change or self.case.packing}-{self.case.sharding}"
+        return f"{'x'.join(map(str, self.mesh))}{schedule}-{how}"
+
+
+ONE, DP, PP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
+
+
+def changed(change: str, mesh: tuple[int, ...], number: int, schedule: str = "1f1b") -> Run:
+    """A run with changed plans, which mix what they recompute. Cases 1 and 2 tie embeddings."""
+    return Run(mesh, on_mesh(CASES[number], mesh, schedule), schedule, change=change)
 
 
 # Mesh -> which cases. What a sharding does shows where a context-parallel group is, alone and with
@@ -66,6 +81,23 @@ RUNS = (
     Run((2, 2, 1, 1), CASES[0], "interleaved", 2),
     Run((1, 2, 2, 1), CASES[2], "interleaved", 2),
     Run((1, 2, 1, 2), CASES[1], "interleaved", 2),
+    # One rank runs any legal plan in test_random_plans.py; here with FSDP and the Trainer.
+    changed("sliced", ONE, 2),
+    changed("sliced", DP, 0),
+    changed("sliced", PP, 1),
+    changed("sliced", PP, 0, "interleaved"),
+    changed("sliced", CP, 3),
+    changed("sliced", TP, 0),
+    changed("merged", DP, 2),
+    changed("sliced and merged", DP, 3),
+    changed("sliced", (1, 1, 2, 2), 5),
+    changed("sliced", (1, 2, 2, 1), 3, "interleaved"),
+    changed("sliced", (1, 4, 1, 1), 2),
+    # In every other step all four replicas share one micro-batch, else two and two.
+    changed("merged", (2, 1, 1, 2), 5),
+    changed("sliced and merged", (4, 1, 1, 1), 1),
+    changed("sliced and merged", (2, 1, 2, 1), 4),
+    changed("sliced and merged", (2, 2, 1, 1), 0),
 )
 # Every sharding on two and on three axes together, and the longest rings of keys.
 LONG = {
@@ -81,7 +113,18 @@ LONG = {
     (1, 2, 2, 2): (1, 5),
     (2, 1, 2, 2): (2, 3),
 }
-SOAK = tuple(Run(mesh, on_mesh(CASES[each], mesh)) for mesh in LONG for each in LONG[mesh])
+SOAK = (
+    *(Run(mesh, on_mesh(CASES[each], mesh)) for mesh in LONG for each in LONG[mesh]),
+    changed("sliced", CP, 2),
+    changed("merged", (4, 1, 1, 1), 0),
+    changed("sliced", (1, 1, 4, 1), 5),
+    changed("sliced", (2, 1, 2, 1), 4),
+    changed("sliced", (1, 2, 1, 2), 2),
+    changed("merged", (2, 1, 2, 1), 3),
+    changed("merged", (2, 2, 1, 1), 2),
+    # In the second step the pipelines of all four replicas share one micro-batch, else two and two.
+    changed("merged", (4, 2, 1, 1), 1),
+)
 TOLERANCE = 1e-10
 
 
@@ -92,11 +135,15 @@ def expected(case: Case) -> dict:
 
 def run_all(rank: int, runs: tuple[Run, ...]) -> list[dict]:
     results = []
-    for mesh, case, schedule, virtual in runs:
+    for mesh, case, schedule, virtual, change in runs:
         recorder = Recorder()
         strategy = WLBStrategy(*mesh, schedule=schedule, virtual_pipeline_size=virtual)
         runner = trainer(strategy, int(np.prod(mesh)), callbacks=[recorder])
-        runner.fit(module(case), data(case))
+        if change is None:
+            runner.fit(module(case), data(case))
+        else:  # plans say what is recomputed
+            free = replace(case, activation_checkpointing="auto")
+            runner.fit(module(free), changed_data(case, change))
         results.append(recorder.record())
     return results
 
@@ -113,7 +160,7 @@ def records(ranks: int, of: tuple[Run, ...]) -> dict[Run, list[dict]]:
 def test_gradients_and_parameters_equal_one_process(run):
     found = records(int(np.prod(run.mesh)), RUNS)[run]
     check_equal(found, run.case)
-    if run.mesh[0] == 2 and run.case.packing == "wlb":
+    if run.mesh[0] == 2 and run.case.packing == "wlb" and run.change is None:
         # Replicas with different numbers of micro-batches are part of what was tested.
         assert len({tuple(record["micro_batches"]) for record in found}) > 1
 
@@ -124,11 +171,18 @@ def test_gradients_and_parameters_equal_one_process_on_more_meshes(run):
     check_equal(records(int(np.prod(run.mesh)), SOAK)[run], run.case)
 
 
+def test_changed_plans_of_one_process_without_an_executor():
+    recorder = Recorder()
+    trainer("auto", 1, callbacks=[recorder]).fit(module(CASES[0]), changed_data(CASES[0], "sliced"))
+    check_equal([recorder.record()], CASES[0])
+
+
 def test_the_meshes_and_cases_meet():
     """Every sharding with context, and in the long runs with each other axis; each pair of axes."""
 
     def values(trait: str, runs: tuple[Run, ...], *axes: int) -> set[str]:
-        met = [run.case for run in runs if all(run.mesh[axis] > 1 for axis in axes)]
+        plain = (run for run in runs if run.change is None)
+        met = [run.case for run in plain if all(run.mesh[axis] > 1 for axis in axes)]
         return {getattr(case, trait) for case in met}
 
     context = 2

@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +146,7 @@ class Run:
     checkpointing: str = "none"
     steps: int = 2
     fields: tuple[tuple[str, Any], ...] = ()
+    lora: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def config(self) -> Any:
@@ -174,7 +175,10 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
     for run in runs:
         recorder = Recorder()
         with KeepDouble():
-            module = Packed(run.config, activation_checkpointing=run.checkpointing, **OPTIONS)
+            # With adapters the values of `Packed` take the place of weights.
+            weights = {} if run.lora is None else {"pretrained": "none", "lora": run.lora}
+            given = {"activation_checkpointing": run.checkpointing, **weights, **OPTIONS}
+            module = Packed(run.config, **given)
             strategy = WLBStrategy(
                 *run.mesh, schedule=run.schedule, virtual_pipeline_size=run.virtual
             )

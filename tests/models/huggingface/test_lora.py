@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from tests.models.huggingface.folders import write
 from tests.models.huggingface.support import (
     ByDocument,
     KeepDouble,
-    Packed,
     Run,
-    named_by_family,
+    on_ranks,
     value,
 )
 from tests.ranks import run_ranks
@@ -43,19 +41,15 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2}
 TOKENS = torch.arange(3, 40)[None]
 
 
-def lora_of(family: str) -> dict[str, Any]:
-    return ATTENTION if family in ("deepseek_v3", "qwen2_moe") else LORA
-
-
 RUNS = (
     # Packed projections whose columns are gathered; tied ends on two stages, both frozen.
-    Run("phi3", (1, 2, 1, 2)),
-    Run("gemma3_text", (1, 2, 1, 2), checkpointing="full"),
+    Run("phi3", (1, 2, 1, 2), lora=LORA),
+    Run("gemma3_text", (1, 2, 1, 2), checkpointing="full", lora=LORA),
     # More ranks than a packed parameter or an adapter has rows.
-    Run("phi3", (4, 1, 1, 1)),
+    Run("phi3", (4, 1, 1, 1), lora=LORA),
     # Latent attention and experts; a norm inside of the block, more ranks than key/value heads.
-    Run("deepseek_v3", (1, 1, 2, 2)),
-    Run("gemma2", (1, 1, 1, 4)),
+    Run("deepseek_v3", (1, 1, 2, 2), lora=ATTENTION),
+    Run("gemma2", (1, 1, 1, 4), lora=LORA),
 )
 
 
@@ -71,41 +65,19 @@ class Adapted(ByDocument):
                 parameter.copy_(value(base_name(name), parameter.shape))
 
 
-@cache
-def expected(family: str) -> dict[str, Any]:
+def expected(run: Run) -> dict[str, Any]:
     recorder = Recorder()
     with KeepDouble():
-        # Its own values take the place of weights.
-        module = Adapted(tiny(family), pretrained="none", lora=lora_of(family), **OPTIONS)
+        module = Adapted(tiny(run.family), pretrained="none", lora=run.lora, **OPTIONS)
         runner = trainer("auto", 1, max_steps=RUNS[0].steps, callbacks=[recorder])
         runner.fit(module, data(RUNS[0].case))
     return recorder.record()
 
 
-def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
-    """Gradients and parameters of each run, by the names in the model with peft's adapters."""
-    results = []
-    for run in runs:
-        recorder = Recorder()
-        with KeepDouble():
-            module = Packed(
-                tiny(run.family),
-                pretrained="none",
-                lora=lora_of(run.family),
-                activation_checkpointing=run.checkpointing,
-                **OPTIONS,
-            )
-            strategy = WLBStrategy(*run.mesh)
-            runner = trainer(strategy, 4, max_steps=run.steps, callbacks=[recorder])
-            runner.fit(module, data(run.case))
-        results.append(named_by_family(recorder.record(), module.model))
-    return results
-
-
 def test_adapters_train_on_meshes_as_peft_trains_them_in_one_process():
     ranks = run_ranks(on_ranks, 4, RUNS, process_group=False, timeout=200)
     for number, run in enumerate(RUNS):
-        wanted = expected(run.family)
+        wanted = expected(run)
         after = {
             base_name(name.removeprefix("model.")): p for name, p in wanted["parameters"].items()
         }
