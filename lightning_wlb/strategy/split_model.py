@@ -277,7 +277,7 @@ class StepRunner:
             self._split.add_tied_gradients()
         executor.read()
         if not executor.settings_agree:
-            compare_ranks(lambda: training_of(self._module, executor, self._split.ties))
+            compare_ranks(lambda: training_of(self._module, executor))
         self._guard.ran(batch, executor.losses)
         if not torch.allclose(returned.detach().to(loss), loss, rtol=0, atol=0, equal_nan=True):
             _refuse_loss(returned, loss)
