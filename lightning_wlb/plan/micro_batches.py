@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -110,7 +111,7 @@ class MicroBatch:
     recompute: Recompute = "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplicaPlan:
     """What one data-parallel replica does in a step.
 
@@ -129,6 +130,11 @@ class ReplicaPlan:
     def tokens(self) -> int:
         """New tokens of the replica in this step."""
         return sum(part.tokens for part in self.slices)
+
+    @cached_property
+    def last_uses(self) -> list[int]:
+        """See :func:`last_uses`, of the forward pass."""
+        return last_uses(self.slices, self.forward)
 
     @property
     def passes(self) -> tuple[tuple[str, tuple[MicroBatch, ...]], ...]:
@@ -156,6 +162,22 @@ class ReplicaPlan:
         return sum(self.slices[index].tokens for index in micro_batch.slices)
 
 
+def last_uses(slices: Sequence[Slice], forward: Sequence[MicroBatch]) -> list[int]:
+    """For each micro-batch the last one that has a slice of one of its pieces, often itself."""
+    pieces = [part[:2] for part in slices]
+    if len(set(pieces)) == len(pieces):
+        return list(range(len(forward)))  # every piece is whole
+    last = {
+        pieces[number]: index
+        for index, micro_batch in enumerate(forward)
+        for number in micro_batch.slices
+    }
+    return [
+        max([last[pieces[number]] for number in micro_batch.slices], default=index)
+        for index, micro_batch in enumerate(forward)
+    ]
+
+
 def symmetric_backward(
     slices: Sequence[Slice], forward: Sequence[MicroBatch]
 ) -> tuple[MicroBatch, ...]:
@@ -165,18 +187,11 @@ def symmetric_backward(
     slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without
     slicing every chain is one micro-batch and backward runs in the order of forward.
     """
-    last_of_piece: dict[tuple[int, int], int] = {}
-    for index, micro_batch in enumerate(forward):
-        for number in micro_batch.slices:
-            last_of_piece[slices[number].document, slices[number].origin] = index
     order: list[MicroBatch] = []
-    chain: list[MicroBatch] = []
-    end = -1
-    for index, micro_batch in enumerate(forward):
-        chain.append(micro_batch)
-        for number in micro_batch.slices:
-            end = max(end, last_of_piece[slices[number].document, slices[number].origin])
-        if index >= end:
-            order.extend(reversed(chain))
-            chain = []
+    first = end = 0
+    for index, last in enumerate(last_uses(slices, forward)):
+        end = max(end, last)
+        if index == end:
+            order += forward[first : index + 1][::-1]
+            first = end = index + 1
     return tuple(order)

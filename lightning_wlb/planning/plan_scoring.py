@@ -30,9 +30,10 @@ from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step_totals import (
+    ReplicaTotals,
     StepTimes,
+    StepTotals,
     has_totals,
-    orders_of,
     peak_bytes,
     step_times,
 )
@@ -40,6 +41,9 @@ from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
 from lightning_wlb.schedule.simulator import simulate_replicas
+
+MOST_JUDGED = 1 << 10
+"""Replicas whose judgement is remembered: those of a step's candidates on a thousand ranks."""
 
 
 class PlanScore(NamedTuple):
@@ -258,8 +262,8 @@ class ProfileScorer:
         predictor, given = self.predictor, self.activation_checkpointing
         decides = given == "auto"
         replicas = recomputing(replicas, "none" if given == "auto" else given)
-        costs = list(map(predictor.costs, replicas))
         if not has_totals(predictor):
+            costs = list(map(predictor.costs, replicas))
             if decides:
                 costs = least_recomputation(predictor, replicas, costs, None)
             simulated = predictor.run(replicas, costs)
@@ -269,12 +273,12 @@ class ProfileScorer:
             )
             times = StepTimes(simulated.simulations[0].total_ns, ends)
             return times, simulated.peak_bytes
-        orders = orders_of(replicas)
-        peak = peak_bytes(predictor, costs, orders)
-        if decides and peak > self.limit:
-            costs = least_recomputation(predictor, replicas, costs, orders)
-            peak = peak_bytes(predictor, costs, orders)
-        return step_times(predictor, replicas, costs, orders), peak
+        step = StepTotals(predictor, self._known(replicas))
+        if decides and step.peak > self.limit:
+            costs = least_recomputation(predictor, replicas, step.costs, step.orders)
+            peak = peak_bytes(predictor, costs, step.orders)
+            return step_times(predictor, replicas, costs, step.orders), peak
+        return step.times, step.peak
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The replicas with the least recomputation that fits, or with the one that is given."""
@@ -283,8 +287,38 @@ class ProfileScorer:
             return recomputing(replicas, self.activation_checkpointing)
         if has_totals(predictor):
             without = recomputing(replicas, "none")
-            costs = [predictor.costs(replica, estimated=True) for replica in without]
             clear = CLEARLY_PERCENT * self.limit // 100
-            if peak_bytes(predictor, costs, orders_of(without)) <= clear:
+            if StepTotals(predictor, self._known(without, estimated=True)).peak <= clear:
                 return without
         return settled(predictor, replicas)
+
+    def _known(
+        self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
+    ) -> list[ReplicaTotals]:
+        """The totals of each replica, remembered: a step is judged after each of its replicas."""
+        known = self._totals_of
+        if len(known) + len(replicas) > MOST_JUDGED:
+            known.clear()
+        keys = [_key(replica, estimated) for replica in replicas]
+        for key, replica in zip(keys, replicas, strict=True):
+            if key not in known:
+                known[key] = ReplicaTotals(self.predictor, replica, estimated)
+        return [known[key] for key in keys]
+
+    @cached_property
+    def _totals_of(self) -> dict[object, ReplicaTotals]:
+        return {}
+
+
+def _key(replica: ReplicaPlan, estimated: bool) -> object:
+    """What the judgement of a replica depends on; its number only where it shares micro-batches."""
+    return (
+        replica.slices,
+        tuple(
+            [
+                (each.slices, each.recompute, "" if estimated else each.sharding, each.replicas[1:])
+                for each in replica.forward
+            ]
+        ),
+        tuple([each.slices for each in replica.backward]),
+    )

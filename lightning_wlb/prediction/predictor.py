@@ -316,15 +316,7 @@ class Predictor:
         They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
         sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
-        last = {  # micro-batch of each piece
-            (part.document, part.origin): at
-            for at, micro_batch in enumerate(replica.forward)
-            for part in replica.slices_of(micro_batch)
-        }
-        kept = [
-            any(last[part.document, part.origin] > at for part in replica.slices_of(micro_batch))
-            for at, micro_batch in enumerate(replica.forward)
-        ]
+        kept = [last > at for at, last in enumerate(replica.last_uses)]
         if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
             return self._estimates.of(replica, kept)
         return [

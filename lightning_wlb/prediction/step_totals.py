@@ -14,6 +14,8 @@ Cost: about 0.1 ms and 20 µs per micro-batch for a replica, the costs of micro-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +55,13 @@ class StepTimes(NamedTuple):
     ends_ns: tuple[int, ...]
 
 
+class Ends(NamedTuple):
+    """When the ranks of a replica have run their actions, and how long their last ones take, ns."""
+
+    ends: Sequence[int]
+    last: Sequence[int]
+
+
 def has_totals(predictor: Predictor) -> bool:
     """Whether :func:`step_times` and :func:`peak_bytes` know the predictor's schedule."""
     return predictor.schedule == "1f1b" and predictor.latency.mesh.virtual_stages == 1
@@ -80,6 +89,16 @@ def step_times(
         costs: [replicas][micro-batches].
         orders: :func:`orders_of` the replicas.
     """
+    return total_times(predictor, rank_ends(predictor, replicas, costs, orders))
+
+
+def rank_ends(
+    predictor: Predictor,
+    replicas: Sequence[ReplicaPlan],
+    costs: Sequence[Sequence[MicroBatchCost]],
+    orders: Sequence[ActionOrder],
+) -> list[Ends]:
+    """When the ranks of each replica end; the arguments are those of :func:`step_times`."""
     traffic = predictor.traffic
     pipelines = []
     for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
@@ -96,16 +115,22 @@ def step_times(
             else (),
         )
         pipelines.append(pipeline)
-    ends = step_ends(pipelines)
+    return [
+        Ends(ends, [each[pipeline.order[-1]] for each in pipeline.backward if pipeline.order])
+        for pipeline, ends in zip(pipelines, step_ends(pipelines), strict=True)
+    ]
+
+
+def total_times(predictor: Predictor, every: Sequence[Ends]) -> StepTimes:
+    """When the step ends whose replicas' ranks end so."""
+    traffic = predictor.traffic
     last: dict[int, list[tuple[int, int]]] = {}
-    for pipeline, of_ranks in zip(pipelines, ends, strict=True):
-        if pipeline.order:
-            for rank, end in enumerate(of_ranks):
-                took = pipeline.backward[rank][pipeline.order[-1]]
-                last.setdefault(rank, []).append((end, took))
-    of_replicas = tuple(map(max, ends))
-    end = max(max(of_replicas, default=0), traffic.ends(last))
-    return StepTimes(end + traffic.optimise, of_replicas)
+    for of_replica in every:
+        for rank, of_rank in enumerate(zip(*of_replica, strict=False)):
+            last.setdefault(rank, []).append(of_rank)
+    ends = tuple(max(each.ends) for each in every)
+    end = max(max(ends, default=0), traffic.ends(last))
+    return StepTimes(end + traffic.optimise, ends)
 
 
 def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
@@ -127,17 +152,109 @@ def peak_bytes(
     """Most bytes that a rank holds, state included; arguments are those of :func:`step_times`."""
     memory = predictor.memory
     constant = memory.constant(costs)
-    most = 0
-    for of_replica, order in zip(costs, orders, strict=True):
-        if of_replica:
-            backwards = np.array(order.order, dtype=np.int64)
-            run = _forwards_run(order, len(constant))
-            saved = memory.saved(of_replica)
-            held = held_besides(memory, order, of_replica, constant)
-            held += _sums_before(saved)[run, np.arange(len(constant))]
-            held -= _sums_before(saved[backwards])[:-1]
-            most = max(most, int((held + memory.inside(of_replica)[backwards]).max()))
-    return most
+    return max(
+        (
+            int((constant + peaks_besides(memory, *each)).max())
+            for each in zip(costs, orders, strict=True)
+            if each[0]
+        ),
+        default=0,
+    )
+
+
+def peaks_besides(
+    memory: StepMemory, costs: Sequence[MicroBatchCost], order: ActionOrder
+) -> Integers:
+    """Most bytes that each rank of a replica holds, besides what it holds all along.
+
+    Returns:
+        int64 [ranks].
+    """
+    backwards = np.array(order.order, dtype=np.int64)
+    ranks = len(memory.parts)
+    run = _forwards_run(order, ranks)
+    saved = memory.saved(costs)
+    held = held_besides(memory, order, costs, [0] * ranks)
+    held += _sums_before(saved)[run, np.arange(ranks)]
+    held -= _sums_before(saved[backwards])[:-1]
+    peaks: Integers = (held + memory.inside(costs)[backwards]).max(axis=0)
+    return peaks
+
+
+@dataclass(frozen=True)
+class ReplicaTotals:
+    """What a replica adds to the totals of its step, each part made once when it is asked for.
+
+    Args:
+        predictor: one that :func:`has_totals`.
+        replica: its plan.
+        estimated: whether its costs are estimated also where shardings are chosen.
+    """
+
+    predictor: Predictor
+    replica: ReplicaPlan
+    estimated: bool = False
+
+    @cached_property
+    def costs(self) -> list[MicroBatchCost]:
+        """What its micro-batches cost."""
+        return self.predictor.costs(self.replica, estimated=self.estimated)
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether others share one of its micro-batches; then it has none of what follows."""
+        return any(len(each.replicas) > 1 for each in self.replica.forward)
+
+    @cached_property
+    def order(self) -> ActionOrder:
+        """The order of its actions."""
+        return orders_of([self.replica])[0]
+
+    @cached_property
+    def ends(self) -> Ends:
+        """When its ranks end."""
+        return rank_ends(self.predictor, [self.replica], [self.costs], [self.order])[0]
+
+    @cached_property
+    def peaks(self) -> Integers:
+        """See :func:`peaks_besides`."""
+        return peaks_besides(self.predictor.memory, self.costs, self.order)
+
+
+class StepTotals:
+    """The totals of a step from those of its replicas.
+
+    Args:
+        predictor: one that :func:`has_totals`.
+        replicas: all of a step, or some that share micro-batches with each other only.
+    """
+
+    def __init__(self, predictor: Predictor, replicas: Sequence[ReplicaTotals]) -> None:
+        self._predictor, self._replicas = predictor, replicas
+        self._plans = [each.replica for each in replicas]
+        self._shares = any(each.shares for each in replicas)
+        self.costs = [each.costs for each in replicas]
+
+    @cached_property
+    def orders(self) -> list[ActionOrder]:
+        """:func:`orders_of` the replicas."""
+        return orders_of(self._plans) if self._shares else [each.order for each in self._replicas]
+
+    @property
+    def times(self) -> StepTimes:
+        """When the step ends."""
+        if self._shares:
+            return step_times(self._predictor, self._plans, self.costs, self.orders)
+        return total_times(self._predictor, [each.ends for each in self._replicas])
+
+    @cached_property
+    def peak(self) -> int:
+        """Most bytes that a rank holds."""
+        if self._shares:
+            return peak_bytes(self._predictor, self.costs, self.orders)
+        constant = self._predictor.memory.constant(self.costs)
+        peaks = [each.peaks for each in self._replicas if each.costs]
+        return max((int((constant + each).max()) for each in peaks), default=0)
 
 
 def held_besides(

@@ -135,19 +135,8 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
 
     Without slices they are 0, 1, ... and 1, 2, ...
     """
-    slices = replica.slices
-    last_of_piece: dict[tuple[int, ...], int] = {}
-    for index, micro_batch in enumerate(replica.forward):
-        for number in micro_batch.slices:
-            last_of_piece[slices[number][:2]] = index
-    places = _places(replica)
-    backward: list[int] = []
-    needs: list[int] = []
-    for micro_batch, place in zip(replica.backward, places, strict=True):
-        backward.append(place)
-        last = [last_of_piece[slices[number][:2]] for number in micro_batch.slices]
-        needs.append(max(last, default=place) + 1)
-    return backward, needs
+    backward = _places(replica)
+    return backward, [replica.last_uses[place] + 1 for place in backward]
 
 
 def _places(replica: ReplicaPlan) -> list[int]:

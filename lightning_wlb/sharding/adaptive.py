@@ -92,40 +92,36 @@ def choose_each(
     """
     best = [(candidates[0], sum(each.lengths)) for each in micro_batches]
     least: dict[int, int] = {}
-    # One rank has all tokens whatever the sharding, and without tokens there is nothing to spread.
-    left = [at for at, each in enumerate(micro_batches) if each.ranks > 1 and len(each.lengths)]
-    for name in candidates:
-        tried = [micro_batches[at] for at in left]
-        going_on = []
-        for at, each, (latency, rows, ideal) in zip(
-            left, tried, _latencies(name, tried, cost), strict=True
-        ):
-            if at not in least or latency < least[at]:
-                least[at], best[at] = latency, (name, rows)
-            if 100 * each.ranks * latency > IDEAL_PERCENT * ideal:
-                going_on.append(at)
-        left = going_on
+    alike: dict[int, list[int]] = {}
+    for at, each in enumerate(micro_batches):
+        # One rank has all tokens whatever the sharding; without tokens there is nothing to spread.
+        if each.ranks > 1 and len(each.lengths):
+            alike.setdefault(each.ranks, []).append(at)
+    for ranks, left in alike.items():
+        for name in candidates:
+            tried = [micro_batches[at] for at in left]
+            going_on = []
+            for at, (latency, rows, ideal) in zip(
+                left, _latencies(name, tried, ranks, cost), strict=True
+            ):
+                if at not in least or latency < least[at]:
+                    least[at], best[at] = latency, (name, rows)
+                if 100 * ranks * latency > IDEAL_PERCENT * ideal:
+                    going_on.append(at)
+            left = going_on
     return [(name, -(-rows // tensor_parallel_size) * tensor_parallel_size) for name, rows in best]
 
 
 def _latencies(
-    name: str, micro_batches: Sequence[Tokens], cost: SegmentCost
+    name: str, micro_batches: Sequence[Tokens], ranks: int, cost: SegmentCost
 ) -> list[tuple[int, int, int]]:
     """(latency, most rows of a rank, work of whole pieces) of each micro-batch under a sharding."""
     if not micro_batches:
         return []
     sizes = [np.array(each.lengths, dtype=np.int64) for each in micro_batches]
-    # Ranks and pieces are numbered over all micro-batches, so that one table holds their chunks.
-    first_rank = offsets(np.array([each.ranks for each in micro_batches]))
+    first_rank = ranks * np.arange(len(sizes) + 1)
     first_piece = offsets(np.array([len(each) for each in sizes]))
-    tables = [
-        SHARDINGS[name](size, each.ranks) for size, each in zip(sizes, micro_batches, strict=True)
-    ]
-    shift = np.repeat(
-        np.stack((first_rank, first_piece), axis=1)[:-1], [len(each) for each in tables], axis=0
-    )
-    table = np.concatenate(tables)
-    table[:, :2] += shift
+    table = SHARDINGS[name](sizes, ranks)
     lengths = np.concatenate(sizes)
     contexts = np.concatenate([each.contexts for each in micro_batches]).astype(np.int64)
     rank, piece, start, stop = merged(table, lengths).T

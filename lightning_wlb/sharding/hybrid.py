@@ -37,6 +37,7 @@ import numpy as np
 
 from lightning_wlb.cost.attention_tiles import OVERHEAD, TILE, UNITS
 from lightning_wlb.sharding.integer_ranges import Integers
+from lightning_wlb.sharding.methods import one_by_one
 
 WHOLE_SHARES = (8, 32)
 """A piece stays whole up to 1/8 of a rank's work, or up to 1/32; tried in this order, because whole
@@ -94,10 +95,9 @@ class _Deal:
         self.cost[rank] += cost
 
 
+@one_by_one
 def hybrid(lengths: Integers, ranks: int) -> Integers:
     """Cut long pieces at tile boundaries, keep short ones whole, equalise rows and work."""
-    if len(lengths) == 0:
-        return np.empty((0, 4), dtype=np.int64)
     # Most micro-batches are of a few pieces, too few for numpy to pay.
     sizes = lengths.tolist()
     costs = list(map(_segment_cost, sizes, sizes))

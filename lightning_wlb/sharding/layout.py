@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from lightning_wlb.sharding.hybrid import hybrid
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.methods import (
     HEADS,
+    Sharding,
     equal_ranges,
     per_document,
     per_document_contiguous,
@@ -19,19 +20,14 @@ from lightning_wlb.sharding.methods import (
     ptrr,
 )
 
-SHARDINGS: dict[str, Callable[[Integers, int], Integers]] = {
+SHARDINGS: dict[str, Sharding] = {
     "hybrid": hybrid,
     "per_document_contiguous": per_document_contiguous,
     "per_document": per_document,
     "per_sequence": per_sequence,
     "ptrr": ptrr,
 }
-"""(lengths of the pieces in tokens [pieces], ranks) -> chunks int64 [chunks, 4].
-
-The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's start.
-A new sharding is a function and a line here. Every token belongs to exactly one chunk, and no chunk
-is empty. Their order is free, and they may be adjacent: :func:`layout` merges them.
-"""
+"""The shardings by name; a new one is a function and a line here."""
 
 NAMES = (*SHARDINGS, HEADS)
 """The names that :func:`layout` knows."""
@@ -116,11 +112,14 @@ def layout(
         first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
         rows = shared = -(-int(sizes.sum()) // ranks)
     else:
-        if ranks == 1:
+        if ranks == 1 or len(sizes) == 0:
             number = np.arange(len(sizes))
             table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
         else:
-            table = merged(SHARDINGS[sharding](sizes, ranks), sizes)
+            chunks = (
+                SHARDINGS[sharding]([sizes], ranks) if len(sizes) else np.empty((0, 4), np.int64)
+            )
+            table = merged(chunks, sizes)
         table, first, rows, shared = _ordered(table, len(sizes), ranks)
     rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
     return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)

@@ -29,11 +29,49 @@ Cost: vectorised, linear in chunks; one heap operation for each remainder, one s
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from itertools import islice
 
 import numpy as np
 
 from lightning_wlb.cost.attention_tiles import TILE, reference_kernel_cost
-from lightning_wlb.sharding.integer_ranges import Integers, cut, ranges
+from lightning_wlb.sharding.integer_ranges import Integers, cut, offsets, ranges
+
+Sharding = Callable[[Sequence[Integers], int], Integers]
+"""(lengths of the pieces of each micro-batch in tokens, ranks) -> chunks int64 [chunks, 4].
+
+The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's start.
+Ranks and pieces are numbered over all micro-batches: those of micro-batch i from i·ranks on. Every
+token belongs to exactly one chunk, and no chunk is empty. Their order is free, and they may be
+adjacent: :func:`.layout` merges them. A micro-batch has at least one piece.
+"""
+
+MOST_REMEMBERED = 1 << 12
+"""Chunks of micro-batches of one piece that are remembered, for each sharding."""
+
+
+def one_by_one(chunks_of: Callable[[Integers, int], Integers]) -> Sharding:
+    """The sharding whose chunks a function makes for one micro-batch at a time.
+
+    Micro-batches of one piece mostly recur, since pieces are cut at tiles; theirs are remembered.
+    """
+
+    @lru_cache(MOST_REMEMBERED)
+    def of_one(length: int, ranks: int) -> Integers:
+        return chunks_of(np.array([length], dtype=np.int64), ranks)
+
+    @wraps(chunks_of)
+    def of_each(lengths: Sequence[Integers], ranks: int) -> Integers:
+        tables = [
+            of_one(int(each[0]), ranks) if len(each) == 1 else chunks_of(each, ranks)
+            for each in lengths
+        ]
+        first = offsets(np.array(list(map(len, lengths))))[:-1]
+        shift = np.stack((ranks * np.arange(len(lengths)), first, 0 * first, 0 * first), axis=1)
+        return np.concatenate(tables) + np.repeat(shift, list(map(len, tables)), axis=0)
+
+    return of_each
 
 
 def _owners(ranks: int) -> Integers:
@@ -42,17 +80,21 @@ def _owners(ranks: int) -> Integers:
     return np.minimum(numbers, 2 * ranks - 1 - numbers)
 
 
-def per_sequence(lengths: Integers, ranks: int) -> Integers:
+def per_sequence(lengths: Sequence[Integers], ranks: int) -> Integers:
     """Cut the concatenated pieces in 2·ranks nearly equal chunks, whatever lies in them (Llama 3).
 
     Segments are few and long, which kernels like; attention is unequal as soon as there are several
     documents. Use it where every micro-batch is one document or attention hardly counts.
     """
-    chunks = cut(lengths, int(lengths.sum()) * np.arange(2 * ranks + 1) // (2 * ranks))
-    chunks[:, 0] = _owners(ranks)[chunks[:, 0]]
+    totals = _totals(lengths)
+    cuts = totals[:, None] * np.arange(2 * ranks) // (2 * ranks) + offsets(totals)[:-1, None]
+    chunks = cut(np.concatenate(lengths), cuts.ravel())
+    number, chunk = np.divmod(chunks[:, 0], 2 * ranks)
+    chunks[:, 0] = ranks * number + _owners(ranks)[chunk]
     return chunks
 
 
+@one_by_one
 def per_document(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; single tokens of the remainder go round the ranks (WLB-LLM §5.1).
 
@@ -68,7 +110,7 @@ def per_document(lengths: Integers, ranks: int) -> Integers:
     return np.concatenate((_pairs(size, ranks), single))
 
 
-def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
+def per_document_contiguous(lengths: Sequence[Integers], ranks: int) -> Integers:
     """Cut every piece; its remainder goes as one chunk to the rank with the fewest rows.
 
     Where that would give the rank more than its share of all remainders, the chunk is cut there, so
@@ -76,24 +118,39 @@ def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
     the fewest attention pairs, so that it is not always the same ranks that have more work; then to
     the lowest.
     """
-    size = lengths // (2 * ranks)
-    starts = 2 * ranks * size
+    every = np.concatenate(lengths)
+    size = every // (2 * ranks)
+    pairs = _pairs(size, ranks)
+    counts = list(map(len, lengths))
+    pairs[:, 0] += ranks * np.repeat(np.arange(len(lengths)), counts)[pairs[:, 1]]
+    rest = zip((2 * ranks * size).tolist(), every.tolist(), strict=True)
+    remainders: list[tuple[int, int, int, int]] = []
+    piece = 0
+    for number, count in enumerate(counts):
+        _deal_remainders(remainders, list(islice(rest, count)), ranks, ranks * number, piece)
+        piece += count
+    return np.concatenate((pairs, np.array(remainders, dtype=np.int64).reshape(-1, 4)))
+
+
+def _deal_remainders(
+    dealt: list[tuple[int, int, int, int]],
+    rest: list[tuple[int, int]],
+    ranks: int,
+    first_rank: int,
+    first_piece: int,
+) -> None:
+    """Append the chunks of a micro-batch's remainders, each from its start to its stop."""
     # The paired part gives every rank the same, so only remainders are counted.
-    most = -(-int((lengths - starts).sum()) // ranks)
-    ranked = [(0, 0, rank) for rank in range(ranks)]
-    remainders = []
-    for document, (start, stop) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        at = start
+    most = -(-sum(stop - start for start, stop in rest) // ranks)
+    ranked = [(0, 0, rank) for rank in range(first_rank, first_rank + ranks)]
+    for piece, (at, stop) in enumerate(rest, first_piece):
         while at < stop:
             rows, pairs, rank = ranked[0]
             end = min(stop, at + most - rows)
-            remainders.append((rank, document, at, end))
+            dealt.append((rank, piece, at, end))
             pairs += (end * (end + 1) - at * (at + 1)) // 2
             heapq.heapreplace(ranked, (rows + end - at, pairs, rank))
             at = end
-    return np.concatenate(
-        (_pairs(size, ranks), np.array(remainders, dtype=np.int64).reshape(-1, 4))
-    )
 
 
 def _pairs(size: Integers, ranks: int) -> Integers:
@@ -105,31 +162,35 @@ def _pairs(size: Integers, ranks: int) -> Integers:
     return np.stack(np.broadcast_arrays(*columns), axis=2).reshape(-1, 4)
 
 
-def ptrr(lengths: Integers, ranks: int) -> Integers:
+def ptrr(lengths: Sequence[Integers], ranks: int) -> Integers:
     """Deal tiles of the concatenated pieces in rounds of alternating direction, by work."""
-    total = int(lengths.sum())
-    divisible = total // (TILE * ranks) * ranks * TILE
-    cuts = np.arange(0, divisible, TILE)
-    if divisible < total:
-        rest = divisible + (total - divisible) * np.arange(ranks) // ranks
-        cuts = np.concatenate((cuts, rest))
+    totals = _totals(lengths)
+    # Whole tiles that divide among the ranks, and a last round of equal smaller ones.
+    whole = totals // (TILE * ranks) * ranks
+    rest = totals - TILE * whole
+    tiles = whole + ranks * (rest > 0)
+    first = offsets(tiles)
+    number = np.repeat(np.arange(len(totals)), tiles)  # micro-batch of each tile
+    place = np.arange(first[-1]) - first[number]
+    behind = np.maximum(place - whole[number], 0)
+    cuts = TILE * np.minimum(place, whole[number]) + rest[number] * behind // ranks
     # A tile with the ends of pieces in it is several segments.
-    tile, document, start, stop = cut(lengths, cuts).T
-    cost = np.zeros(len(cuts), dtype=np.int64)
-    np.add.at(cost, tile, reference_kernel_cost(stop - start, stop))
-    owner = _deal(cost, divisible // TILE, ranks)
-    return np.stack((owner[tile], document, start, stop), axis=1)
-
-
-def _deal(cost: Integers, whole: int, ranks: int) -> Integers:
-    """The rank of each tile; the first ``whole`` tiles have 128 rows. Ties go by number."""
-    order = np.argsort(-cost, kind="stable")
-    # The smaller tiles are the last round, or rows would not be equal.
-    order = np.concatenate((order[order < whole], order[order >= whole]))
+    chunks = cut(np.concatenate(lengths), cuts + offsets(totals)[number])
+    tile, _, start, stop = chunks.T
+    cost = offsets(reference_kernel_cost(stop - start, stop))
+    cost = np.diff(cost[np.searchsorted(tile, np.arange(first[-1] + 1))])
+    # The smaller tiles are the last round, or rows would not be equal. Ties go by number.
+    order = np.lexsort((-cost, place >= whole[number], number))
     there_and_back = np.concatenate((np.arange(ranks), np.arange(ranks)[::-1]))
-    owner = np.empty(len(cost), dtype=np.int64)
-    owner[order] = np.resize(there_and_back, len(cost))
-    return owner
+    owner = np.empty_like(order)
+    owner[order] = there_and_back[place % (2 * ranks)] + ranks * number
+    chunks[:, 0] = owner[tile]
+    return chunks
+
+
+def _totals(lengths: Sequence[Integers]) -> Integers:
+    """Tokens of each micro-batch, int64 [micro-batches]."""
+    return np.array([each.sum() for each in lengths], dtype=np.int64)
 
 
 HEADS = "heads"
