@@ -96,12 +96,13 @@ class _Records(pickle._Unpickler):
         path = f"{module}.{name}"
         return self._known.setdefault(path, type(path, (Record,), {"name": path}))
 
-    def _call(self, called: type[Record], arguments: tuple[Any, ...]) -> Record:
-        return called(*arguments)
+    def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
+        """Refuse a call which a pickle may not make."""
 
     def _load_call(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
-        self.stack.append(self._call(called, arguments))
+        self._check_call(called, arguments)
+        self.stack.append(called(*arguments))
 
     def _load_state(self) -> None:
         state = self.stack.pop()
@@ -217,7 +218,7 @@ class _DryRun(_Records):
     def persistent_load(self, pid: Any) -> Any:
         return Record(pid)
 
-    def _call(self, called: type[Record], arguments: tuple[Any, ...]) -> Record:
+    def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
         path, first = called.name, arguments[0] if arguments else ""
         name = path.rpartition(".")[2]
         bounded = {
@@ -231,4 +232,3 @@ class _DryRun(_Records):
         for items in arguments:
             if type(items) is list:  # of a set
                 self._check_keys(items)
-        return super()._call(called, arguments)

@@ -16,15 +16,17 @@ import math
 import re
 from pathlib import Path
 from reprlib import repr  # which ends, whatever is made up of itself
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -33,30 +35,22 @@ from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.checkpoints.pickle_checks import Record, load_records
 from lightning_wlb.file_checks import check_regular, read_bytes
 
+_T = TypeVar("_T")
 NAME = ".metadata"
 _MOST_BYTES = 1 << 30
 """Most bytes of ``.metadata``: several million shards."""
 SHARD = re.compile(r"__\d+_\d+\.distcp")
 """The names of files with shards."""
 
-_LIBRARY = "torch.distributed.checkpoint"
+_CLASSES = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo),
+    *(BytesStorageMetadata, ChunkStorageMetadata, TensorStorageMetadata),
+)
 _RECORDS = {
-    f"{_LIBRARY}.metadata.BytesStorageMetadata",
-    f"{_LIBRARY}.metadata.ChunkStorageMetadata",
-    f"{_LIBRARY}.metadata.Metadata",
-    f"{_LIBRARY}.metadata.MetadataIndex",
-    f"{_LIBRARY}.metadata.StorageMeta",
-    f"{_LIBRARY}.metadata.TensorProperties",
-    f"{_LIBRARY}.metadata.TensorStorageMetadata",
-    f"{_LIBRARY}.metadata._MEM_FORMAT_ENCODING",
-    f"{_LIBRARY}.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    *(
-        f"{room}.{kind}Path"
-        for room in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows")
-    ),
+    *(f"{each.__module__}.{each.__name__}" for each in _CLASSES),
+    *("torch.Size", "torch.serialization._get_layout"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath"),
+    *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
 }
 _MOST_DIMS = 64
 """Most dims of a tensor, which is torch's own limit."""
@@ -91,20 +85,22 @@ def _metadata(folder: Path, found: Any) -> Metadata:
     state = _state(found, "Metadata")
     # By a tensor's name, and its chunk's offsets as a text, whose hash nobody can choose.
     places: dict[str, dict[str, tuple[MetadataIndex, _StorageInfo]]] = {}
-    for each, place in _dict(state["storage_data"]).items():
+    for each, place in _plain(state["storage_data"], dict).items():
         index = _index(each)
         places.setdefault(index.fqn, {})[str(index.offset)] = index, _place(place)
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name, each in _dict(state["state_dict_metadata"]).items():
-        there = places.get(_text(name), {})
-        bytes_ = isinstance(each, Record) and "Bytes" in each.name
-        stored[name] = _bytes(each) if bytes_ else _tensor(each, len(there))
+    for name, each in _plain(state["state_dict_metadata"], dict).items():
+        there = places.get(_plain(name, str), {})
+        plain = isinstance(each, Record) and each.name.endswith("BytesStorageMetadata")
+        stored[name] = BytesStorageMetadata() if plain else _tensor(each, len(there))
         for offset, size in _entries(stored[name]):
             if offset not in there:
                 raise ValueError(f"no file holds {name} from {offset} on")
             if (length := there[offset][1].length) < size:
                 raise ValueError(f"{name} is said to have {size:,} bytes in {length:,}")
-    paths = {_text(name): path for name, path in _dict(state["planner_data"] or {}).items()}
+    paths = {
+        _plain(name, str): path for name, path in _plain(state["planner_data"] or {}, dict).items()
+    }
     for name, path in paths.items():
         long = type(path) is not tuple or len(path) + sum(map(len, path)) > len(name) + 1
         if long or ".".join(path) != name:
@@ -155,20 +151,15 @@ def _tensor(found: Record, count: int) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
-def _bytes(found: Record) -> BytesStorageMetadata:
-    _record(found, "BytesStorageMetadata")
-    return BytesStorageMetadata()
-
-
 def _index(found: Any) -> MetadataIndex:
     state = _state(found, "MetadataIndex")
     offset = state.get("offset")
-    return MetadataIndex(_text(state["fqn"]), None if offset is None else _size(offset))
+    return MetadataIndex(_plain(state["fqn"], str), None if offset is None else _size(offset))
 
 
 def _place(found: Any) -> _StorageInfo:
     state = _state(found, "_StorageInfo")
-    name, offset, length = _text(state["relative_path"]), state["offset"], state["length"]
+    name, offset, length = _plain(state["relative_path"], str), state["offset"], state["length"]
     if not SHARD.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a shard in the folder")
     if state.get("transform_descriptors") is not None:
@@ -179,7 +170,7 @@ def _place(found: Any) -> _StorageInfo:
 
 
 def _state(found: Any, name: str) -> dict[str, Any]:
-    return _dict(_record(found, name).state)
+    return _plain(_record(found, name).state, dict)
 
 
 def _record(found: Any, name: str) -> Record:
@@ -195,13 +186,7 @@ def _size(found: Any) -> torch.Size:
     return torch.Size(values)
 
 
-def _dict(found: Any) -> dict[Any, Any]:
-    if type(found) is not dict:
-        raise ValueError(f"{repr(found)} in place of a dictionary")
-    return found
-
-
-def _text(found: Any) -> str:
-    if type(found) is not str:
-        raise ValueError(f"{repr(found)} in place of a name")
+def _plain(found: Any, kind: type[_T]) -> _T:
+    if type(found) is not kind:
+        raise ValueError(f"{repr(found)} in place of a {'name' if kind is str else 'dictionary'}")
     return found
