@@ -27,13 +27,17 @@ from rich.console import Console
 from benchmarks import peers, report
 from benchmarks.workloads import generator_a, stdlib_lengths
 from lightning_wlb.adapters.megatron import PlannedContextParallel, PlannedPacking
-from lightning_wlb.adapters.plan_step import milliseconds_of, plan_step
+from lightning_wlb.adapters.plan_step import plan_step
 from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
 from lightning_wlb.adapters.verl import get_seqlen_balanced_partitions, work_of_verl
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.plan import Slice
+from lightning_wlb.prediction.estimate import UnplacedMicroBatch, estimated_costs
+from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 RANKS, CAP, STEP, STEPS, ACCUMULATED = 8, 32_768, 128, 6, 4
 SHAPE = TransformerConfig.preset("7b").shape
@@ -54,6 +58,24 @@ def workloads() -> dict[str, np.ndarray]:
     }
 
 
+def milliseconds_of(step: Dealt, tokens: np.ndarray, profile: Profile) -> float:
+    """Predicted compute of the slowest rank of a step, each rank one device of the profile."""
+    latency = LatencyModel(profile, SHAPE)
+    stages = model_stages(SHAPE, 1, mean_context_of(tokens, int(tokens.max())))
+    predictor = Predictor(latency, tuple(stages))
+    asked = [
+        UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
+        for rank in step
+        for each in rank
+        if each
+    ]
+    costs = iter(estimated_costs(latency, asked))
+    times = [
+        [sum(predictor.action_ns(0, next(costs))) if each else 0 for each in rank] for rank in step
+    ]
+    return max(map(sum, times)) / 1e6
+
+
 def figures(steps: list[Dealt], lengths: list[np.ndarray], profile: Profile) -> dict[str, float]:
     """Imbalance and predicted time of some steps, each with its own lengths."""
     longest = lockstep = even = milliseconds = 0.0
@@ -63,7 +85,7 @@ def figures(steps: list[Dealt], lengths: list[np.ndarray], profile: Profile) -> 
         rows = range(max(map(len, work)))
         lockstep += sum(max(rank[k] if k < len(rank) else 0 for rank in work) for k in rows)
         even += sum(map(sum, work)) / len(work)
-        milliseconds += milliseconds_of(step, tokens, SHAPE, profile)
+        milliseconds += milliseconds_of(step, tokens, profile)
     most = max(
         sum(int(tokens[i]) for i in each)
         for step, tokens in zip(steps, lengths, strict=True)

@@ -49,7 +49,7 @@ import lightning_wlb
 assert not [name for name in sys.modules if name.startswith("lightning_wlb.")]
 assert "numpy" not in sys.modules
 from lightning_wlb import plan_step
-step = plan_step([5, 3, 900, 4], ranks=2, max_tokens=1000, model="7b", profile="h100")
+step = plan_step([5, 3, 900, 4], ranks=2, max_tokens=1000, model="7b")
 print(step.micro_batches)
 for room in ("mesh", "plan", "cost.profile", "schedule.simulator", "sharding", "prediction.step",
              "planning.planner", "mesh_search.search", "heterogeneous.planning.pool_search"):

@@ -21,11 +21,7 @@ step is one group without barriers. As in Megatron, that takes a pipeline of one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from lightning_wlb.adapters.plan_step import plan_step, shape_of
 from lightning_wlb.cost.flops import Work
@@ -136,13 +132,3 @@ class PlannedContextParallel:
         ]
         lengths = [[piece.tokens for piece in each] for each in own]
         return [lengths], [[[piece.document for piece in each] for each in own]]
-
-
-def packed_sample(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sequences, each the same keys of [tokens], as one packed sample with ``cu_seqlens``."""
-    ends = list(accumulate((len(next(iter(each.values()))) for each in samples), initial=0))
-    packed = {key: torch.cat([each[key] for each in samples]) for key in samples[0]}
-    longest = max(stop - start for start, stop in pairwise(ends))
-    packed["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
-    packed["max_seqlen"] = torch.tensor(longest, dtype=torch.int32)
-    return packed

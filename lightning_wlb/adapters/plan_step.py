@@ -7,8 +7,6 @@ when not to use it, says :mod:`lightning_wlb.planning.balanced_step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_wlb.argument_checks import flag, whole
 from lightning_wlb.cost.flops import PassWork, Work
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.models.config import PRESETS, as_config
-from lightning_wlb.plan import Slice
 from lightning_wlb.planning.balanced_step import (
     Balance,
     BalancedStep,
@@ -29,8 +24,6 @@ from lightning_wlb.planning.balanced_step import (
     deal_step,
     lockstep_work,
 )
-from lightning_wlb.prediction.estimate import UnplacedMicroBatch, estimated_costs
-from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
 WorkOf = PassWork | Callable[[NDArray[np.float64]], ArrayLike] | Sequence[float]
 
@@ -49,7 +42,6 @@ def plan_step(
     lockstep: bool = False,
     no_empty: bool = False,
     pairs: Sequence[Sequence[int]] = (),
-    profile: str | Profile | None = None,
 ) -> BalancedStep:
     """Give one step's sequences to ranks and micro-batches of equal work.
 
@@ -72,7 +64,6 @@ def plan_step(
             rank with few long ones gets some of the shortest.
         pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
             the rejected answer of a preference.
-        profile: a device profile, to predict times by; needs ``model``.
 
     Returns:
         Plain lists, which print well. The same arguments give the same answer on every machine.
@@ -92,8 +83,7 @@ def plan_step(
             "plan_step needs either model=, such as '7b' or a Hugging Face config, or work=, such"
             " as lambda tokens: 24576 * tokens + tokens**2, to know what a sequence costs."
         )
-    shape = None if model is None else shape_of(model)
-    costs = _work_of(tokens, Work.of(shape).total if shape else work)
+    costs = _work_of(tokens, work if model is None else Work.of(shape_of(model)).total)
     items = _items(tokens, as_integers(costs), pairs, keep_order)
     over = int(items.tokens.argmax())
     if cap is not None and items.tokens[over] > cap:
@@ -120,12 +110,7 @@ def plan_step(
     ]
     length = tokens.tolist()
     held = [[sum(length[i] for i in each) for each in rank] for rank in parts]
-    balance = _balance(costs, items, dealt, ranks)
-    if profile is not None:
-        if shape is None:
-            raise ValueError("profile= predicts the time of a model: give model= and not work=.")
-        balance = _timed(balance, profile, shape, tokens, parts, lockstep)
-    return BalancedStep(parts, held, balance, cap)
+    return BalancedStep(parts, held, _balance(costs, items, dealt, ranks), cap)
 
 
 def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
@@ -206,57 +191,3 @@ def _balance(
     most = max(sum(works[item] for each in rank for item in each) for rank in dealt)
     even = sum(works) / ranks
     return Balance(float(before.max()) / mean, most / even, lockstep_work(items, dealt) / even)
-
-
-def _timed(
-    balance: Balance,
-    profile: str | Profile,
-    shape: ModelShape,
-    tokens: NDArray[np.int64],
-    parts: list[list[list[int]]],
-    lockstep: bool,
-) -> Balance:
-    """The balance with predicted times.
-
-    What it is compared with runs equally many micro-batches of the sequences dealt in turn.
-    """
-    given = profile if isinstance(profile, Profile) else Profile.load(profile)
-    ranks, count = len(parts), max(map(len, parts))
-    turns = [list(range(rank, len(tokens), ranks)) for rank in range(ranks)]
-    before = [[own[k::count] for k in range(count)] for own in turns]
-    times = [milliseconds_of(each, tokens, shape, given, lockstep) for each in (before, parts)]
-    return replace(balance, milliseconds_before=times[0], milliseconds=times[1], profile=given.name)
-
-
-def milliseconds_of(
-    step: list[list[list[int]]],
-    tokens: NDArray[np.int64],
-    shape: ModelShape,
-    profile: Profile,
-    lockstep: bool = False,
-) -> float:
-    """Predicted compute of the slowest rank of a step, each rank one device of the profile.
-
-    Args:
-        step: [rank][micro-batch] -> numbers of sequences.
-        tokens: int64, of each sequence.
-        shape: of the model.
-        profile: of the device.
-        lockstep: whether ranks wait for each other in every micro-batch.
-    """
-    latency = LatencyModel(profile, shape)
-    stages = model_stages(shape, 1, mean_context_of(tokens, int(tokens.max())))
-    predictor = Predictor(latency, tuple(stages))
-    asked = [
-        UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
-        for rank in step
-        for each in rank
-        if each
-    ]
-    costs = iter(estimated_costs(latency, asked))
-    times = [
-        [sum(predictor.action_ns(0, next(costs))) if each else 0 for each in rank] for rank in step
-    ]
-    if lockstep:
-        return sum(map(max, zip_longest(*times, fillvalue=0))) / 1e6
-    return max(map(sum, times)) / 1e6

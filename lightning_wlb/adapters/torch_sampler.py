@@ -77,7 +77,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return len(self.lengths) // self.sequences * self.micro_batches * shares
 
     def __iter__(self) -> Iterator[list[int]]:
-        return _Position(self)
+        steps = self.steps()
+        if self.options.get("max_tokens") is not None:
+            steps = iter(list(steps))  # a step that does not fit ends the run before it begins
+        position = 0
+        for step in steps:
+            own = step if self.rank is None else [step[self.rank]]
+            for batch in (rank[k] for k in range(self.micro_batches) for rank in own):
+                position += 1
+                if position > self.batches:
+                    self.batches = position
+                    yield batch
+        self.epoch, self.batches = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, whose order depends on the seed and its number."""
@@ -115,36 +126,3 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 )
             names = taken.tolist()
             yield [[[names[i] for i in each] for each in rank] for rank in plan.micro_batches]
-
-
-class _Position(Iterator[list[int]]):
-    """An iteration, which torchdata asks for its state."""
-
-    def __init__(self, sampler: BalancedBatchSampler) -> None:
-        self._sampler = sampler
-        self._source = self._rest()
-
-    def __next__(self) -> list[int]:
-        return next(self._source)
-
-    def state_dict(self) -> dict[str, int]:
-        return self._sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._sampler.load_state_dict(state)
-        self._source = self._rest()
-
-    def _rest(self) -> Iterator[list[int]]:
-        sampler = self._sampler
-        steps = sampler.steps()
-        if sampler.options.get("max_tokens") is not None:
-            steps = iter(list(steps))  # a step that does not fit ends the run before it begins
-        position = 0
-        for step in steps:
-            own = step if sampler.rank is None else [step[sampler.rank]]
-            for batch in (rank[k] for k in range(sampler.micro_batches) for rank in own):
-                position += 1
-                if position > sampler.batches:
-                    sampler.batches = position
-                    yield batch
-        sampler.epoch, sampler.batches = sampler.epoch + 1, 0

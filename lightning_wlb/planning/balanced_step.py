@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from lightning_wlb.planning.partition import Integers, in_order, partition
 
 FORMAT = "lightning-wlb balanced step"
-VERSION = 1
+VERSION = 2
 
 PRECISE = 2.0**50
 """The work of a step, as integers: enough for every difference, and far from overflow."""
@@ -48,25 +48,15 @@ class Balance:
         imbalance_before: of sequences dealt in turn, as ``DistributedSampler`` does.
         imbalance: as planned, where ranks wait for each other at the end of the step.
         lockstep_imbalance: as planned, where ranks wait for each other in every micro-batch.
-        milliseconds_before: predicted for the slowest rank from a device profile, else None.
-        milliseconds: the same as planned.
-        profile: name of the device profile, if there is one.
     """
 
     imbalance_before: float
     imbalance: float
     lockstep_imbalance: float
-    milliseconds_before: float | None = None
-    milliseconds: float | None = None
-    profile: str | None = None
 
     def __str__(self) -> str:
         text = f"imbalance {self.imbalance_before:.3f} -> {self.imbalance:.3f}"
-        text += f" ({self.lockstep_imbalance:.3f} if ranks meet in every micro-batch)"
-        if self.milliseconds is not None:
-            text += f", {self.milliseconds_before:,.1f} -> {self.milliseconds:,.1f} ms"
-            text += f" (simulated, profile {self.profile})"
-        return text
+        return f"{text} ({self.lockstep_imbalance:.3f} if ranks meet in every micro-batch)"
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_wlb.adapters.megatron import (
     PlannedContextParallel,
     PlannedPacking,
-    packed_sample,
 )
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.models.config import TransformerConfig
@@ -96,15 +94,3 @@ def test_packing_has_one_column_for_each_rank() -> None:
     assert sorted(i for group in groups for own in group[::2] for i in own) == sorted(lengths)
     with pytest.raises(ValueError, match="do not fill"):
         Scheduler(20_000, 1, 4, None).get_groups_and_subsamples(given[:3])
-
-
-def test_packed_samples_are_what_megatron_unpacks() -> None:
-    module = megatron("datasets.data_schedule")
-    rows = [
-        {"tokens": torch.arange(size), "labels": torch.arange(1, size + 1)} for size in (3, 1, 5)
-    ]
-    packed = packed_sample(rows)
-    assert packed["max_seqlen"] == 5
-    again = module.HybridCPDataLoaderWrapper.unpack_batch(None, [packed])
-    for one, other in zip(rows, again, strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)

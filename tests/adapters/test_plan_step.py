@@ -108,11 +108,9 @@ def test_lockstep_balances_every_micro_batch() -> None:
     assert rows.in_turn[:4] == [rank[0] for rank in rows.micro_batches]
 
 
-def test_models_work_and_time() -> None:
+def test_models_and_work() -> None:
     lengths = np.random.default_rng(1).integers(100, 20_000, 40)
-    named = plan_step(lengths, ranks=4, max_tokens=32_768, model="7b", profile="h100")
-    assert named.balance.milliseconds < named.balance.milliseconds_before
-    assert "simulated, profile h100" in str(named)
+    named = plan_step(lengths, ranks=4, max_tokens=32_768, model="7b")
     shape = TransformerConfig.preset("7b").shape
     assert (
         named.micro_batches
@@ -143,11 +141,9 @@ def test_what_is_wrong_is_named() -> None:
         plan_step([3, 4], work=cost, pairs=[(0, 1), (1,)])
     with pytest.raises(ValueError, match="must be neighbours"):
         plan_step([3, 4, 5], work=cost, pairs=[(0, 2)], keep_order=True)
-    with pytest.raises(ValueError, match="give model= and not work="):
-        plan_step([3, 4], work=cost, profile="h100")
     with pytest.raises(ValueError, match="different numbers of micro-batches"):
         _ = plan_step([9] * 5, ranks=2, max_tokens=9, work=cost, equal_counts=False).in_turn
-    later = json.loads(plan_step([3], work=cost).to_json()) | {"version": 2}
+    later = json.loads(plan_step([3], work=cost).to_json()) | {"version": 1}
     with pytest.raises(ValueError, match="read it with its writer"):
         BalancedStep.from_json(json.dumps(later))
 
