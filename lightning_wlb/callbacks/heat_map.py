@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.mesh import AXES, Mesh, Rank
+from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import Schemes, rank_in
 
 KEPT_STEPS = 64
@@ -66,7 +66,6 @@ class HeatMap:
         self._sum = np.zeros((mesh.devices, 0))
         self._even = 0.0
         self._kept: deque[tuple[float, int, Schemes, np.ndarray]] = deque(maxlen=KEPT_STEPS)
-        self._left_mesh = False
 
     def add(
         self,
@@ -102,7 +101,6 @@ class HeatMap:
         levels = imbalance.measured_imbalance(timings, slots)
         degree = max(levels.pipeline.degree, levels.data.degree)
         self._kept.append((degree, step, strategy, shown))
-        self._left_mesh |= bool(strategy)
 
     def _add_sorted(
         self, cells: list[np.ndarray], work: np.ndarray, timings: imbalance.Timings, slots: float
@@ -161,7 +159,7 @@ class HeatMap:
         bar.ax.set_yscale("linear")
         _annotate(right, image, "{:.2f}")
         right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)
-        _ticks(right, self._sorted_labels(), "ranks of the heaviest replica first, lightest last")
+        _ticks(right, [], "ranks of the heaviest replica first, lightest last")
         save_png(figure, path)
 
     def _rank_labels(self, strategy: Schemes) -> list[str]:
@@ -169,26 +167,10 @@ class HeatMap:
         labels = []
         for index in range(self.mesh.devices):
             rank = rank_in(strategy, index) if strategy else self.mesh.coordinate(index)
-            labels.append(f"rank {index}\n{_place(rank, AXES)}".rstrip())
+            several = (axis for axis in AXES if getattr(rank.mesh, axis) > 1)
+            place = ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
+            labels.append(f"rank {index}\n{place}".rstrip())
         return labels
-
-    def _sorted_labels(self) -> list[str]:
-        """Rows of the second panel: where a rank stands in the n-th heaviest replica.
-
-        Where steps leave the mesh a row is another place in each, and has no label.
-        """
-        labels = []
-        for index in range(0 if self._left_mesh else self.mesh.devices):
-            rank = self.mesh.coordinate(index)
-            which = f"replica {rank.data + 1}\n" if self.mesh.data > 1 else ""
-            labels.append((which + _place(rank, AXES[1:])).rstrip() or "rank 0")
-        return labels
-
-
-def _place(rank: Rank, axes: tuple[str, ...]) -> str:
-    """``context 1, tensor 0``: where a rank stands on those axes that have several ranks."""
-    several = (axis for axis in axes if getattr(rank.mesh, axis) > 1)
-    return ", ".join(f"{axis} {getattr(rank, axis)}" for axis in several)
 
 
 def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Colorbar:

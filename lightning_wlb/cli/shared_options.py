@@ -191,7 +191,7 @@ classes, which ``WLBDataModule("stdlib")`` trains on."""
 
 GENERATOR_A = "generator-a"
 
-STORE_FILES = (".arrow", ".feather", ".ipc", ".parquet", ".bin", ".idx", ".jsonl", ".jsonl.gz")
+STORE_FILES = (".arrow", ".parquet", ".bin", ".idx", ".jsonl", ".jsonl.gz")
 """Endings of files that hold documents; any other file holds lengths."""
 
 

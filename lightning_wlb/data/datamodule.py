@@ -85,11 +85,11 @@ class WLBDataModule(L.LightningDataModule):
         plans_by_work: whether no device profile is wanted: ``profile="none"``.
 
     Raises:
-        MisconfigurationException: documents that are not known or not there, more documents held
-            out than there are, or (when a Trainer runs it) no model shape, a vocabulary smaller
-            than the documents', data parallelism under a strategy that does not divide the plan, or
-            a Trainer of another namespace.
-        ValueError: settings that contradict each other, from the planner and the stores.
+        ValueError: documents that are not known or not there, more documents held out than there
+            are, or settings that contradict each other.
+        MisconfigurationException: when a Trainer runs it: no model shape, a vocabulary smaller than
+            the documents', data parallelism under a strategy that does not divide the plan, or a
+            Trainer of another namespace.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the documents, and refuse what the Trainer cannot do with them."""
-        store, held_out, _ = self._stores()
+        held_out = self._stores()[1]
         if self.trainer is None:
             return
         if stage == TrainerFn.FITTING:
@@ -177,9 +177,9 @@ class WLBDataModule(L.LightningDataModule):
                     " step is planned from the documents that come next. To overfit, give"
                     " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
                 )
-            self._refuse_fractions(store, "limit_train_batches", "val_check_interval")
+            self._refuse_fractions("limit_train_batches", "val_check_interval")
         if held_out is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            self._refuse_fractions(held_out, "limit_val_batches")
+            self._refuse_fractions("limit_val_batches")
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -214,33 +214,25 @@ class WLBDataModule(L.LightningDataModule):
                     " documents, or the number of documents to hold out."
                 )
             store = opening.documents(self.test_documents)
-        self._refuse_fractions(store, "limit_test_batches")
+        self._refuse_fractions("limit_test_batches")
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:
         """Refuse, as :func:`.refuse_prediction` says."""
         refuse_prediction()
 
-    def _refuse_fractions(self, store: DocumentStore, *names: str) -> None:
-        """Refuse options of the Trainer that are a fraction of an epoch over the store.
+    def _refuse_fractions(self, *names: str) -> None:
+        """Refuse options of the Trainer that are a fraction of an epoch.
 
         Lightning takes such a fraction of a loader's length, which a step loader has not.
-
-        Raises:
-            MisconfigurationException: with the number of steps that the fraction is about.
         """
         for name in names:
             value = getattr(self.trainer, name, None)
-            if not isinstance(value, float) or value in (0.0, 1.0):
-                continue
-            steps, counted = about_steps(store, self.settings), ""
-            if steps is not None:
-                counted = f": an epoch has about {steps}, so {name}={max(round(value * steps), 1)}"
-            raise MisconfigurationException(
-                f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
-                " documents arrive and not counted beforehand. Give a whole number of"
-                f" steps{counted}."
-            )
+            if isinstance(value, float) and value not in (0.0, 1.0):
+                raise MisconfigurationException(
+                    f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
+                    " documents arrive and not counted beforehand. Give a whole number of steps."
+                )
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
         if isinstance(store, MixedDocuments):
@@ -288,11 +280,6 @@ class WLBDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict.get("planner"))
-        if state_dict.get("profile"):  # of version 0.1
-            rank_zero_info(
-                "WLBDataModule: the run that saved this checkpoint measured its devices and planned"
-                " by that. This one does not; WLBDataModule(profile=...) takes a profile."
-            )
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
@@ -372,16 +359,3 @@ class WLBDataModule(L.LightningDataModule):
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)
-
-
-def about_steps(store: DocumentStore, settings: DataSettings) -> int | None:
-    """Steps of an epoch if each took its N · C tokens; None for a mixture, whose epoch is longer.
-
-    Packings that hold documents back or fill micro-batches with what fits take a few more.
-    """
-    if isinstance(store, MixedDocuments):
-        return None
-    lengths = np.asarray(store.lengths)
-    if settings.long_documents == "truncate":
-        lengths = np.minimum(lengths, settings.context_window)
-    return -(-int(lengths.sum()) // (settings.micro_batches * settings.context_window))

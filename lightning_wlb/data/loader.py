@@ -120,12 +120,10 @@ class StepDataset(IterableDataset[StepBatch]):
         ``shape`` is such as ``LanguageModule.model_shape``. Without a ``rank`` it is the only one.
 
         Raises:
-            MisconfigurationException: documents that are no store, or a vocabulary smaller than
-                theirs.
+            MisconfigurationException: a vocabulary smaller than that of the documents.
             ValueError: documents that cannot be opened, lengths that are no whole numbers of at
                 least 1, or heads that the sharding cannot spread over the context-parallel group.
         """
-        opening.check_documents("documents", documents)
         store, rank = opening.documents(documents), rank or Rank()
         check_lengths(np.asarray(store.lengths), repr(store))
         if store.vocab_size is not None and 0 < shape.vocab_size < store.vocab_size:

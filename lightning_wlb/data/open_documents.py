@@ -60,7 +60,7 @@ def _is_arrow(source: Any) -> bool:
     marks = (PARTIAL, "state.json", "dataset_dict.json")
     if isinstance(source, Path) and any((source / mark).exists() for mark in marks):
         return True
-    return _files(source, ".arrow", ".feather", ".ipc")
+    return _files(source, ".arrow")
 
 
 def _is_texts(source: Any) -> bool:
@@ -191,22 +191,18 @@ def check_documents(name: str, given: Any) -> None:
     """Refuse what :func:`documents` would not recognise, without opening anything.
 
     Raises:
-        MisconfigurationException: with what documents can be given as.
+        ValueError: with what documents can be given as.
     """
-    if isinstance(given, DocumentStore):
-        return
-    try:
+    if not isinstance(given, DocumentStore):
         _resolved(name, given, {})
-    except ValueError as error:
-        raise _misconfiguration(str(error)) from error
 
 
 def documents_or_number(name: str, given: Any) -> int | Documents:
     """What was given in place of a number of documents to hold out, checked by type alone.
 
     Raises:
-        MisconfigurationException: documents that :func:`documents` would not recognise.
-        ValueError: a number that is not whole, or below 0.
+        ValueError: documents that :func:`documents` would not recognise, or a number that is not
+            whole, or below 0.
     """
     if isinstance(given, DocumentStore | Sequence | Mapping | Path):
         check_documents(name, given)
@@ -304,11 +300,11 @@ def hold_out(
         The others, and those set aside, both in the order of ``store``.
 
     Raises:
-        MisconfigurationException: if none or all documents would be set aside.
+        ValueError: none or all documents would be set aside.
     """
     documents = len(store.lengths)
     if not 0 < count < documents:
-        raise _misconfiguration(
+        raise ValueError(
             f"{name}={count} of {documents} documents cannot be held out: choose a number from 0"
             f" to {documents - 1}."
         )
@@ -319,10 +315,3 @@ def hold_out(
     if isinstance(store, MixedDocuments):
         return store.subset(kept), DocumentSubset(store, chosen)
     return DocumentSubset(store, kept), DocumentSubset(store, chosen)
-
-
-def _misconfiguration(text: str) -> Exception:
-    # Imported here, since planning and tokenising need no Lightning.
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    return MisconfigurationException(text)

@@ -60,7 +60,6 @@ def test_a_row_is_a_rank_also_in_steps_on_pipelines_of_their_own(tmp_path: Path)
         "rank 1\ndata 0, tensor 1",
         "rank 2\ndata 1",
     ]
-    assert drawing._sorted_labels() == []
     drawing.draw(tmp_path / "map.png", "")
     assert imread(tmp_path / "map.png")[..., :3].std() > 0.05
 

@@ -3,7 +3,6 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -13,11 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.datamodule import WLBDataModule, about_steps
-from lightning_wlb.data.open_documents import documents
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.planning import DataSettings
 from tests.strategy import harness
@@ -193,14 +190,6 @@ def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
     assert module.steps == [*steps, 0, 1, 2], "a new Trainer starts from the beginning"
 
 
-def test_a_profile_that_a_run_of_version_01_measured_is_left_with_a_line() -> None:
-    datamodule = data()
-    with mock.patch("lightning_wlb.data.datamodule.rank_zero_info") as said:
-        datamodule.load_state_dict({"planner": None, "profile": Profile.load("cpu").to_json()})
-    assert "measured its devices" in said.call_args.args[0]
-    assert datamodule.state_dict() == {"planner": None}
-
-
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
     module, datamodule = Recorder(), data(validation_documents=10)
     runner = trainer(tmp_path, max_steps=6, val_check_interval=2, check_val_every_n_epoch=None)
@@ -266,7 +255,6 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
 
     for datamodule, module, message in [
         (data(), Shapeless(), r"Shapeless has model_shape=None. Pass WLBDataModule\(model_shape="),
-        (data(validation_documents=40), Recorder(), "number from 0 to 39"),
         (data(documents=[[1, 200]]), Recorder(), r"201 different tokens, the model a.* of 99"),
     ]:
         with pytest.raises(MisconfigurationException, match=message):
@@ -275,6 +263,8 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
         trainer(tmp_path).validate(Recorder(), data())
     with pytest.raises(MisconfigurationException, match="needs a Trainer"):
         data().train_dataloader()
+    with pytest.raises(ValueError, match="number from 0 to 39"):
+        trainer(tmp_path, max_steps=1).fit(Recorder(), data(validation_documents=40))
     with pytest.raises(ValueError, match="holds no documents"):
         trainer(tmp_path, max_steps=1).fit(Recorder(), data(documents=[]))
 
@@ -320,21 +310,6 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
 TOKENS = [[number] * 10 for number in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "long_documents", "steps"),
-    [([32, 32], "split", 1), ([32, 33], "split", 2), ([320], "split", 5), ([320], "truncate", 1)],
-)
-def test_steps_of_an_epoch(lengths: list[int], long_documents: str, steps: int) -> None:
-    store = InMemoryDocuments([[1] * length for length in lengths])
-    settings = DataSettings(32, 2, packing="original", long_documents=long_documents)
-    assert about_steps(store, settings) == steps
-
-
-def test_a_mixture_is_not_counted() -> None:
-    store = documents({"mixture": [{"documents": TOKENS, "weight": 1}]})
-    assert about_steps(store, DataSettings(32, 2)) is None
-
-
 def firsts(store) -> set[int]:
     """The documents of a store, by their first token."""
     return {int(store.read(number, 0, 1)[0]) for number in range(len(store.lengths))}
@@ -355,7 +330,7 @@ def test_more_test_documents_than_there_are() -> None:
     made = WLBDataModule(
         TOKENS, context_window=16, micro_batches=2, validation_documents=15, test_documents=5
     )
-    with pytest.raises(MisconfigurationException, match="test_documents=5 of 5 documents cannot"):
+    with pytest.raises(ValueError, match="test_documents=5 of 5 documents cannot"):
         made.setup("fit")
     with pytest.raises(ValueError, match="test_documents"):
         WLBDataModule(TOKENS, context_window=16, micro_batches=2, test_documents=-1)

@@ -83,7 +83,7 @@ def test_what_a_store_returns_is_what_it_said(method: str, answer: Any, message:
     make_step_batch(plan, honest, Rank(), {}, 0, True, None, 9)
     with pytest.raises(ValueError, match=message) as error:
         make_step_batch(plan, lying, Rank(), {}, 0, True, None, 9)
-    assert str(error.value).startswith("document 1 of Lying(2 documents, 10 tokens, vocab_size=9)")
+    assert str(error.value).startswith("document 1 of Lying")
 
 
 def test_other_kinds_of_whole_numbers_are_taken() -> None:
@@ -100,7 +100,7 @@ def test_a_worker_names_store_document_and_range() -> None:
     shape = TransformerConfig(vocab_size=9).shape
     loader = StepLoader(StepDataset.for_model(Lying("read", fail), data, shape), num_workers=1)
     with pytest.raises(
-        ValueError, match=r"document 1 of Lying\(.*\): reading tokens of \[0, 6\) failed: OSError"
+        ValueError, match=r"document 1 of Lying: reading tokens of \[0, 6\) failed: OSError"
     ):
         next(iter(loader))
 

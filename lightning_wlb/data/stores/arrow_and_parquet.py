@@ -1,7 +1,7 @@
 """Arrow and Parquet files: every row is a document, and its columns are mapped into memory.
 
-:class:`ArrowDocuments` opens Hugging Face ``datasets`` folders and Arrow IPC files (streams and
-file format) without the ``datasets`` library. A folder that ``lightning-wlb tokenize`` wrote also
+:class:`ArrowDocuments` opens Hugging Face ``datasets`` folders and Arrow IPC streams without the
+``datasets`` library. A folder that ``lightning-wlb tokenize`` wrote also
 says its vocabulary. Compressed Arrow files cannot be mapped and are refused.
 
 :class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
@@ -294,7 +294,7 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     if columns.attention is not None:
         kinds[-1] = columns.attention, pa.list_(pa.bool_())
     schema = pa.schema(kinds)
-    row, counts = 0, _token_counts(parquet.metadata, columns.tokens)
+    counts = _token_counts(parquet.metadata, columns.tokens)
     needed, free = 4 * sum(counts), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
@@ -310,13 +310,6 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                 columns=columns.names,
             ):
                 lists = [batch.column(batch.schema.get_field_index(n)) for n in columns.names]
-                for name, rows in zip(columns.names, lists, strict=True):
-                    if rows.null_count or rows.values.null_count:
-                        raise ValueError(
-                            f"{path}: column {name!r} has nulls among rows {row} to"
-                            f" {row + len(batch) - 1}. Every row must be a list of numbers. Mend"
-                            " the source."
-                        )
                 counts[group] -= len(lists[0].values)
                 if counts[group] < 0:
                     raise ValueError(
@@ -325,7 +318,6 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                     )
                 small = [rows.cast(field.type) for rows, field in zip(lists, schema, strict=True)]
                 writer.write_batch(pa.record_batch(small, schema=schema))
-                row += len(batch)
 
 
 def _small(kind: pa.DataType) -> pa.DataType:

@@ -2,13 +2,12 @@
 
 A store tells the length of every document without reading tokens, so that every rank can plan a
 step for the whole mesh and then read its own share alone. For another format implement
-:class:`DocumentStore`; for one of memory-mapped files, derive from :class:`MappedDocuments`, which
-turns ranges into 64-bit tokens, refuses tokens outside the vocabulary and lets a store be sent to
-another process: a forked worker shares the maps, a pickled store opens its files again.
-:class:`DocumentSubset` is some documents of a store.
+:class:`DocumentStore`. :class:`CheckedDocuments` turns ranges into 64-bit tokens and refuses
+tokens outside the vocabulary and masks of other values than 0 and 1. :class:`MappedDocuments` are
+those in memory-mapped files, which can be sent to another process: a forked worker shares the maps,
+a pickled store opens its files again. :class:`DocumentSubset` is some documents of a store.
 
-Cost of mapped documents: 8 bytes for each document. Reading copies the range and looks at each of
-its tokens twice.
+Cost: 8 bytes for each document. Reading copies the range and looks at each of its tokens twice.
 """
 
 from __future__ import annotations
@@ -50,14 +49,10 @@ class DocumentStore(Protocol):
         """Whether each token of ``[start, stop)`` may be a target, bool; None: all may."""
 
 
-def check_lengths(
-    lengths: npt.NDArray[Any],
-    store: str,
-    remedy: str = "Leave empty documents out of the store.",
-) -> None:
+def check_lengths(lengths: npt.NDArray[Any], store: str) -> None:
     """Refuse a store without documents, documents without tokens and lengths of another type.
 
-    ``store`` is how the error calls the store, ``remedy`` what to do about empty documents.
+    ``store`` is how the error calls the store.
 
     Raises:
         ValueError: naming the first empty document or the type, and the remedy.
@@ -69,7 +64,7 @@ def check_lengths(
     if len(empty):
         raise ValueError(
             f"{store}: {len(empty)} of {len(lengths)} documents have no tokens, the first is"
-            f" document {int(empty[0])}. {remedy}"
+            f" document {int(empty[0])}. Leave them out; stores of files do with empty='drop'."
         )
 
 
@@ -219,44 +214,31 @@ Empty = Literal["refuse", "drop"]
 Array = npt.NDArray[Any]
 
 
-class MappedDocuments(ABC):
-    """Documents in files. A subclass finds the files and the lengths, and calls this constructor.
+class CheckedDocuments(ABC):
+    """Documents whose tokens and masks are checked as they are read; a subclass holds them.
 
     Args:
         name: how errors call the store.
-        lengths: tokens of every row of the source, int64 [rows].
+        lengths: tokens of every document, int64 [documents].
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them and say how many.
 
     Raises:
-        ValueError: no documents, an empty one, or an argument of another kind.
+        ValueError: no documents, or an empty one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        lengths: npt.NDArray[np.int64],
-        vocab_size: int | None,
-        empty: Empty,
-    ) -> None:
-        self.name = name
-        self._rows: npt.NDArray[np.int64] | None = None
-        if choice(f"{name}: empty", empty, get_args(Empty)) == "drop":
-            lengths = self._without_empty(lengths)
-        check_lengths(lengths, name, "Open the store with empty='drop', or leave them out of it.")
-        self.lengths = lengths
+    def __init__(self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None) -> None:
+        check_lengths(lengths, name)
+        self.name, self.lengths = name, lengths
         self.vocab_size = (
             None if vocab_size is None else whole(f"{name}: vocab_size", vocab_size, 1)
         )
 
-    _make: Callable[[], MappedDocuments]
-
     @abstractmethod
     def _tokens(self, row: int, start: int, stop: int) -> Array:
-        """Tokens ``[start, stop)`` of a row of the source, of any integer type."""
+        """Tokens ``[start, stop)`` of a document's row, of any integer type."""
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
-        """The mask of a range of a row, as it stands in the source; None: there is no mask."""
+        """The mask of a range of a row, as the source has it; None: there is no mask."""
         return None
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -288,7 +270,7 @@ class MappedDocuments(ABC):
         return flags.astype(np.bool_)
 
     def name_of(self, document: int) -> str:
-        """How errors call a document: its row in the source, and the store."""
+        """How errors call a document: by its row in the source, and the store."""
         return f"document {self._row(document)} of {self.name}"
 
     def __len__(self) -> int:
@@ -299,6 +281,41 @@ class MappedDocuments(ABC):
             f"{self.name}: {len(self)} documents, {int(self.lengths.sum())} tokens,"
             f" vocab_size={self.vocab_size}"
         )
+
+    def _row(self, document: int) -> int:
+        """The document's row in the source."""
+        return document
+
+
+class MappedDocuments(CheckedDocuments):
+    """Documents in files. A subclass finds the files and the lengths, and calls this constructor.
+
+    Args:
+        name: how errors call the store.
+        lengths: tokens of every row of the source, int64 [rows].
+        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
+        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them and say how many.
+
+    Raises:
+        ValueError: no documents, an empty one, or an argument of another kind.
+    """
+
+    _make: Callable[[], MappedDocuments]
+
+    def __init__(
+        self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None, empty: Empty
+    ) -> None:
+        self._rows: npt.NDArray[np.int64] | None = None
+        if choice(f"{name}: empty", empty, get_args(Empty)) == "drop" and not lengths.all():
+            from lightning.pytorch.utilities import rank_zero_info
+
+            self._rows = np.flatnonzero(lengths)
+            rank_zero_info(
+                f"{name}: {len(lengths) - len(self._rows)} of {len(lengths)} documents have no"
+                " tokens and are left out (empty='drop')."
+            )
+            lengths = lengths[self._rows]
+        super().__init__(name, lengths, vocab_size)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep the arguments: a store in another process is made anew of them."""
@@ -312,16 +329,3 @@ class MappedDocuments(ABC):
 
     def _row(self, document: int) -> int:
         return document if self._rows is None else int(self._rows[document])
-
-    def _without_empty(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        rows = np.flatnonzero(lengths)
-        if len(rows) == len(lengths):
-            return lengths
-        from lightning.pytorch.utilities import rank_zero_info
-
-        rank_zero_info(
-            f"{self.name}: {len(lengths) - len(rows)} of {len(lengths)} documents have no tokens"
-            " and are left out (empty='drop')."
-        )
-        self._rows = rows
-        return lengths[rows]

@@ -13,7 +13,7 @@ that lead outside its values are refused here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,20 +207,6 @@ class MappedBatch(NamedTuple):
         return MappedBatch(tokens, mask, attention), lengths
 
 
-def _messages(whole: Any, is_file: bool) -> Iterable[Any]:
-    """The messages of an Arrow stream, or of a file those with dictionaries and record batches."""
-    if not is_file:
-        return pa.ipc.MessageReader.open_stream(whole)
-    (size,) = struct.unpack_from("<i", whole, len(whole) - 10)
-    footer, found = whole[len(whole) - 10 - size :], []
-    for number in (2, 3):  # Footer.dictionaries and Footer.recordBatches, of File.fbs
-        if (blocks := _field(footer, 0, number)) is not None:
-            for at in range(struct.unpack_from("<I", footer, blocks)[0]):
-                start, head, body = struct.unpack_from("<qi4xq", footer, blocks + 4 + 24 * at)
-                found.append(pa.ipc.read_message(whole.slice(start, head + body)))
-    return found
-
-
 def _is_compressed(message: Any) -> bool:
     """Whether a message announces compressed buffers, before the library makes room for them."""
     if message.type not in ("record batch", "dictionary"):
@@ -246,30 +232,28 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
     try:
         if check_regular(path) == 0:
             raise ValueError(f"{path} is empty, it holds no Arrow data. Make it again.")
-        mapped = pa.memory_map(str(path))
-        whole = mapped.read_buffer()
-        is_file = whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC
-        if any(map(_is_compressed, _messages(whole, is_file))):
+        whole = pa.memory_map(str(path)).read_buffer()
+        if whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
+            raise ValueError(
+                f"{path} is of Arrow's file format (Feather), of which nothing is read. Write it as"
+                " an Arrow stream, as datasets' save_to_disk does, or as Parquet."
+            )
+        if any(map(_is_compressed, pa.ipc.MessageReader.open_stream(whole))):
             raise ValueError(
                 f"{path} is compressed, and cannot be mapped into memory. Write it without"
                 " compression, or as Parquet."
             )
-        if is_file:
-            reader = pa.ipc.open_file(whole)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            reader = pa.ipc.open_stream(whole)
-            if whole[-len(_END_OF_STREAM) :].to_pybytes() != _END_OF_STREAM:
-                raise ValueError(
-                    f"{path} does not end with the mark of an Arrow stream's end: it is truncated,"
-                    " or its writer was not closed. Make it again."
-                )
-            batches = iter(reader)
+        batches = pa.ipc.open_stream(whole)
+        if whole[-len(_END_OF_STREAM) :].to_pybytes() != _END_OF_STREAM:
+            raise ValueError(
+                f"{path} does not end with the mark of an Arrow stream's end: it is truncated, or"
+                " its writer was not closed. Make it again."
+            )
         found = []
         for batch in batches:
             batch.validate()  # else numpy would read behind a buffer that is too short
             found.append(batch)
-        return reader.schema, found
+        return batches.schema, found
     except (pa.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(
             f"{path} cannot be read as an Arrow file: {error}. It is truncated, damaged or"

@@ -18,13 +18,13 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
@@ -68,32 +68,19 @@ class StdlibDocuments(FlatDocuments):
         choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
         if vocab_size is not None:
             vocab_size = whole("StdlibDocuments: vocab_size", vocab_size, 1)
-        if tokenizer == "bytes" and vocab_size not in (None, 256):
+        wrong = vocab_size not in (None, 256) if tokenizer == "bytes" else (vocab_size or 256) < 256
+        if wrong:
             raise ValueError(
-                f"StdlibDocuments: vocab_size={vocab_size} with tokenizer='bytes', which has 256"
-                " tokens. Leave vocab_size out, or choose tokenizer='bpe'."
-            )
-        if tokenizer == "bpe" and vocab_size is not None and vocab_size < 256:
-            raise ValueError(
-                f"StdlibDocuments: vocab_size={vocab_size}, but a byte-level vocabulary has at"
-                " least the 256 bytes. Choose 256 or more."
+                f"StdlibDocuments: vocab_size={vocab_size} with tokenizer={tokenizer!r}. Bytes are"
+                " 256 tokens, a byte-level vocabulary (tokenizer='bpe') has these and more."
             )
         wanted = vocab_size or (256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY)
         sources = Path(directory or sysconfig.get_paths()["stdlib"])
         folder = _cached(sources, unit, tokenizer, wanted)
-        self._model = None
         if tokenizer == "bpe":
-            self._model = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            wanted = self._model.get_vocab_size()
+            wanted = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
         super().__init__(folder / "tokens.npy", folder / "offsets.npy", vocab_size=wanted)
         self.name = f"StdlibDocuments(unit={unit!r}, tokenizer={tokenizer!r})"
-
-    def decode(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> str:
-        """The text of a sequence of tokens; bytes that are not UTF-8 are replaced."""
-        numbers = [int(token) for token in tokens]
-        if self._model is None:
-            return _decoded(bytes(numbers))
-        return str(self._model.decode(numbers, skip_special_tokens=False))
 
 
 def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:
@@ -158,23 +145,18 @@ def _definitions(source: bytes) -> list[bytes]:
     return found
 
 
-def _train(texts: list[str], vocab_size: int) -> Tokenizer:
+def _train(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
     """Byte-level byte-pair encoding, trained on every k-th document."""
     characters = sum(len(text) for text in texts)
     every = max(1, -(-characters // _TRAINING_SAMPLE_CHARACTERS))
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    model.train_from_iterator(texts[::every], trainer)
+    model = ByteLevelBPETokenizer(add_prefix_space=False)
+    model.train_from_iterator(texts[::every], vocab_size, min_frequency=0, show_progress=False)
     return model
 
 
-def _encode(model: Tokenizer, texts: list[bytes], dtype: Any) -> Iterator[npt.NDArray[Any]]:
+def _encode(
+    model: ByteLevelBPETokenizer, texts: list[bytes], dtype: Any
+) -> Iterator[npt.NDArray[Any]]:
     starts = range(0, len(texts), _ENCODE_AT_ONCE)
     for first in shown(starts, "Encoding documents"):
         chunk = texts[first : first + _ENCODE_AT_ONCE]

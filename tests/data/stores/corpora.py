@@ -26,10 +26,9 @@ def corpora(most: int = 9) -> st.SearchStrategy[Documents]:
     return st.lists(tokens, min_size=1, max_size=most)
 
 
-def write_arrow(path: Path, table: pa.Table, rows: int | None = None, stream: bool = True) -> Path:
-    """An Arrow file of record batches of so many rows."""
-    make = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with make(str(path), table.schema) as writer:
+def write_arrow(path: Path, table: pa.Table, rows: int | None = None) -> Path:
+    """An Arrow stream of record batches of so many rows."""
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table, rows)
     return path
 

@@ -53,7 +53,7 @@ def masked(
     st.sampled_from(["list", "large"]),
     st.sampled_from(["none", "bool", "uint8", "labels"]),
     st.integers(1, 4),
-    st.sampled_from(["stream", "file", "parquet"]),
+    st.sampled_from(["arrow", "parquet"]),
     st.integers(0, 9),
 )
 def test_files_read_as_they_were_written(
@@ -72,11 +72,11 @@ def test_files_read_as_they_were_written(
     name, mask = masked(how, rows, masks, kind)
     if name is not None:
         columns[name] = mask
-    path = folder / ("corpus.parquet" if form == "parquet" else "corpus.arrow")
+    path = folder / f"corpus.{form}"
     if form == "parquet":
         pq.write_table(pa.table(columns), path, row_group_size=per_batch)
     else:
-        write_arrow(path, pa.table(columns), per_batch, form == "stream")
+        write_arrow(path, pa.table(columns), per_batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet, "_TOKENS_AT_ONCE", seed + 1)
         check(documents(str(path)), rows, None if how == "none" else masks)
@@ -128,7 +128,7 @@ def test_batches_without_rows_and_unpadded_rows(tmp_path: Path) -> None:
             for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]:
                 writer.write_batch(batch)
     check(documents(tmp_path), TOKENS)
-    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema):
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema):
         pass
     with pytest.raises(ValueError, match="holds no documents"):
         documents(tmp_path)
@@ -165,7 +165,7 @@ def test_a_tokenised_folder_knows_its_vocabulary(tmp_path: Path) -> None:
 def test_empty_rows_are_refused_or_dropped(tmp_path: Path) -> None:
     rows = [[], [1, 2], [], [3], []]
     path = write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": rows}))
-    with pytest.raises(ValueError, match=r"3 of 5 documents .* document 0\. Open .* empty='drop'"):
+    with pytest.raises(ValueError, match=r"3 of 5 documents .* document 0\. .* empty='drop'"):
         documents(path)
     store = documents(path, empty="drop", vocab_size=3)
     check(documents(path, empty="drop"), [[1, 2], [3]])
@@ -220,12 +220,12 @@ def test_values_that_do_not_fit_are_refused_when_read(tmp_path, table, message):
         store.read(last, 0, 2), store.mask(last, 0, 2)
 
 
-@pytest.mark.parametrize("form", ["stream", "file", "parquet"])
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
 def test_every_truncation_is_refused(tmp_path: Path, form: str) -> None:
     if form == "parquet":
         path = write_parquet(tmp_path / "a.parquet", TOKENS, 1)
     else:
-        path = write_arrow(tmp_path / "a.arrow", column(TOKENS), 1, form == "stream")
+        path = write_arrow(tmp_path / "a.arrow", column(TOKENS), 1)
     whole = path.read_bytes()
     for size in range(0, len(whole), 16):
         path.write_bytes(whole[:size])
@@ -248,13 +248,11 @@ def test_offsets_that_are_out_of_order_are_refused(tmp_path: Path) -> None:
             documents(path)
 
 
-def test_compressed_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_feather_and_missing_files_are_refused(tmp_path: Path) -> None:
     table = pa.table({"input_ids": [list(range(1000))]})
-    with pa.ipc.new_file(
-        str(tmp_path / "a.arrow"), table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
-    ) as writer:
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(ValueError, match=r"a\.arrow is compressed.*Parquet"):
+    with pytest.raises(ValueError, match=r"a\.arrow is of Arrow's file format .*Parquet"):
         documents(tmp_path / "a.arrow")
     folder = tokenised(tmp_path / "b", vocab_size=9)
     (folder / "data-00000-of-00001.arrow").unlink()
@@ -332,8 +330,8 @@ def test_where_one_may_not_write_the_users_cache_is_taken(tmp_path, monkeypatch)
 
 
 def test_an_interrupted_reading_leaves_nothing(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", [[1], [2], None, [3]])
-    with pytest.raises(ValueError, match="'input_ids' has nulls among rows 2 to 3"):
+    path = write_parquet(tmp_path / "a.parquet", [[1], [2], [2**40], [3]])
+    with pytest.raises(ValueError, match="not in range"):
         documents(path)
     assert list((tmp_path / cached.BESIDE).iterdir()) == []
 
@@ -360,7 +358,6 @@ def test_folders_patterns_and_workers(tmp_path: Path) -> None:
         ([[1.5]], {}, r"'input_ids' is of type list<element: double>"),
         ([[1], [None]], {}, "'input_ids' has nulls"),
         ([[1], []], {}, r"ParquetDocuments\(.*a.parquet\): 1 of 2 documents have no tokens"),
-        ([[2**40]], {}, "not in range"),
         ([[1, 2]], {"loss_mask": [[True]]}, r"a\.parquet: 1 rows .* the first has 2 and 1"),
     ],
 )

@@ -63,7 +63,7 @@ def test_documents_are_those_of_the_stores_in_every_pass(data) -> None:
     assert count_targets(store, later, start, stop) == count_targets(whole, number, start, stop)
     assert store.mask(later, start, stop) is None
     name, own = ("web", number) if number < len(WEB) else ("books", number - len(WEB))
-    assert store.name_of(later).startswith(f"document {own} of {name}, InMemoryDocuments(")
+    assert store.name_of(later).startswith(f"document {own} of {name}, InMemoryDocuments")
     assert store.vocab_size == whole.vocab_size
 
 

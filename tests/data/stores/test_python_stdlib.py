@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from lightning_wlb.data import cache as cached
 from lightning_wlb.data.stores import python_stdlib as stdlib
@@ -49,18 +50,24 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def texts(store: StdlibDocuments) -> list[str]:
-    return [
-        store.decode(store.read(number, 0, int(length)))
-        for number, length in enumerate(store.lengths)
-    ]
+def texts(store: StdlibDocuments, model: Tokenizer | None = None) -> list[str]:
+    """The documents, of bytes or by a tokenizer."""
+    found = [store.read(each, 0, length).tolist() for each, length in enumerate(store.lengths)]
+    return [bytes(each).decode() if model is None else model.decode(each) for each in found]
+
+
+def model_of(tokenizer: str, cache: Path) -> Tokenizer | None:
+    """What the only folder of the cache was tokenised by."""
+    paths = list(cache.glob("*/tokenizer.json"))
+    assert len(paths) == (tokenizer == "bpe")
+    return Tokenizer.from_file(str(paths[0])) if paths else None
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_definitions_with_decorators_by_path_and_line(sources: Path, tokenizer: str) -> None:
+def test_definitions_with_decorators_by_path_and_line(sources, cache, tokenizer) -> None:
     store = StdlibDocuments("definition", tokenizer, directory=sources)  # type: ignore[arg-type]
     assert isinstance(store, DocumentStore)
-    assert texts(store) == [
+    assert texts(store, model_of(tokenizer, cache)) == [
         SOURCE_B.decode(),
         "@decorated\n@twice(\n    1)\ndef first():\n    return 1\n",
         "class Second:\n    def method(self):\n        pass\n",
@@ -69,9 +76,13 @@ def test_definitions_with_decorators_by_path_and_line(sources: Path, tokenizer: 
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_files_that_are_not_empty(sources: Path, tokenizer: str) -> None:
+def test_files_that_are_not_empty(sources, cache, tokenizer) -> None:
     store = StdlibDocuments("file", tokenizer, directory=sources)  # type: ignore[arg-type]
-    assert texts(store) == [SOURCE_B.decode(), SOURCE_A.decode(), "def (:\n"]
+    assert texts(store, model_of(tokenizer, cache)) == [
+        SOURCE_B.decode(),
+        SOURCE_A.decode(),
+        "def (:\n",
+    ]
 
 
 def test_bytes_are_tokens(sources: Path) -> None:
@@ -126,9 +137,8 @@ def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
         StdlibDocuments("line")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer='words'"):
         StdlibDocuments("file", "words")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="vocab_size=300 with tokenizer='bytes'"):
-        StdlibDocuments("file", "bytes", 300)
-    with pytest.raises(ValueError, match="vocab_size=255"):
-        StdlibDocuments("file", "bpe", 255)
+    for wrong in (("bytes", 300), ("bpe", 255)):
+        with pytest.raises(ValueError, match="vocab_size={1} with tokenizer='{0}'".format(*wrong)):
+            StdlibDocuments("file", *wrong)
     with pytest.raises(ValueError, match="holds no documents"):
         StdlibDocuments("file", directory=tmp_path / "nowhere")
