@@ -24,6 +24,7 @@ from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.families import CHECKED
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.load_and_export import files_beside, write_model
+from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
 from lightning_wlb.models.huggingface.safetensors_folder import Folder
 from lightning_wlb.models.tensor_parallel import held, share_of
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -225,13 +226,13 @@ def check_round_trip(family: str, folder: Path) -> None:
     assert steps == [(done, groups) for done in range(1, groups + 1)]
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next", "granitemoehybrid"])
 def test_what_is_read_comes_out_again(family, tmp_path):
     check_round_trip(family, tmp_path)
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", sorted(CHECKED))
+@pytest.mark.parametrize("family", sorted(CHECKED | RECURRENT.keys()))
 def test_what_is_read_comes_out_again_for_every_family(family, tmp_path):
     check_round_trip(family, tmp_path)
 

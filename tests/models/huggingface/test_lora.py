@@ -50,6 +50,9 @@ RUNS = (
     # Latent attention and experts; a norm inside of the block, more ranks than key/value heads.
     Run("deepseek_v3", (1, 1, 2, 2), lora=ATTENTION),
     Run("gemma2", (1, 1, 1, 4), lora=LORA),
+    # Recurrent layers.
+    Run("qwen3_5_text", (1, 2, 2, 1), lora=LORA),
+    Run("olmo_hybrid", (2, 2, 1, 1), lora=LORA),
 )
 
 
