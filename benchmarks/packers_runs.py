@@ -13,7 +13,7 @@ from benchmarks import peers
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import (
@@ -206,7 +206,7 @@ def alike(count: int) -> ReplicaPlan:
     """A replica of so many micro-batches, whose costs are given otherwise."""
     slices = tuple(Slice(at, 0, 0, 1) for at in range(count))
     forward = tuple(MicroBatch((at,), "per_document", 1, (0,)) for at in range(count))
-    return ReplicaPlan(slices, forward, symmetric_backward(slices, forward))
+    return ReplicaPlan(slices, forward)
 
 
 def attention_anywhere(

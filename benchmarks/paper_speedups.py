@@ -187,7 +187,7 @@ def sharded(plan: StepPlan, predictor: Predictor, sharding: str) -> StepPlan:
 
     def changed(replica: ReplicaPlan) -> ReplicaPlan:
         groups = tuple(replace(group, sharding=name(replica, group)) for group in replica.forward)
-        return replace(replica, forward=groups, backward=groups)
+        return replace(replica, forward=groups)
 
     return replace(plan, replicas=tuple(map(changed, plan.replicas)))
 

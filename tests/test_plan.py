@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,6 @@ from lightning_wlb.plan import (
     StepPlan,
     micro_batches,
     piece_counts,
-    symmetric_backward,
 )
 
 
@@ -27,12 +27,8 @@ def micro_batch(*slices: int, replicas: tuple[int, ...] = (0,), rows: int = 64) 
     return MicroBatch(slices, "per_document", rows, replicas)
 
 
-def replica(slices, forward, backward=None) -> ReplicaPlan:
-    return ReplicaPlan(
-        tuple(slices),
-        tuple(forward),
-        symmetric_backward(slices, forward) if backward is None else tuple(backward),
-    )
+def replica(slices, forward) -> ReplicaPlan:
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 def step(replicas, pieces, **changes) -> StepPlan:
@@ -108,7 +104,6 @@ def test_digest_is_63_bits_and_sees_every_field() -> None:
         replace(plan, nominal_tokens=129),
         replace(plan, replicas=(second, first)),
         replace(plan, pieces=plan.pieces[::-1]),
-        replace(plan, replicas=(replace(first, backward=first.backward[::-1]), second)),
         replace(plan, replicas=(first, replace(second, forward=second.forward[::-1]))),
     ]
     digests = {variant.digest for variant in variants}
@@ -116,7 +111,7 @@ def test_digest_is_63_bits_and_sees_every_field() -> None:
     assert all(0 <= digest < 2**63 for digest in digests)
 
 
-def test_str_shows_documents_and_only_asymmetric_backwards() -> None:
+def test_str_shows_documents() -> None:
     text = str(plain())
     assert text.splitlines() == [
         "step 3 (epoch 1): 111 tokens, 20 targets, cap 64, delay mean 0.46 max 2",
@@ -125,20 +120,17 @@ def test_str_shows_documents_and_only_asymmetric_backwards() -> None:
         "  replica 1 forward 0: 50 tokens, per_document, 64 rows per rank: 7[0:30) 7@30[30:50)",
         "  replica 1 forward 1: 11 tokens, per_document, 64 rows per rank: 7@30[50:61)",
     ]
-    first, second = plain().replicas
-    turned = replace(plain(), replicas=(replace(first, backward=first.backward[::-1]), second))
-    assert "  replica 0 backward 0: 10 tokens" in str(turned)
     assert "shared by (0, 1)" in str(merged())
     assert "(epoch 1, drain)" in str(replace(plain(), drain=True))
 
 
-# --- symmetric backward -------------------------------------------------------------------
+# --- the order of backwards ---------------------------------------------------------------
 
 
 def test_backward_without_slices_runs_in_forward_order() -> None:
     slices = [Slice(number, 0, 0, 5) for number in range(4)]
     forward = (micro_batch(2), micro_batch(0, 1), micro_batch(), micro_batch(3))
-    assert symmetric_backward(slices, forward) == forward
+    assert replica(slices, forward).backward == (0, 1, 2, 3)
 
 
 def test_backward_reverses_each_chain_of_shared_pieces() -> None:
@@ -154,22 +146,18 @@ def test_backward_reverses_each_chain_of_shared_pieces() -> None:
         Slice(3, 0, 5, 7),
     ]
     forward = [micro_batch(*own) for own in [(0,), (1, 2), (3,), (4,), (5,), (6,), (7,)]]
-    backward = symmetric_backward(slices, forward)
-    assert [each.slices for each in backward] == [
-        (3,),
-        (1, 2),
-        (0,),
-        (4,),
-        (7,),
-        (6,),
-        (5,),
-    ]
+    made = replica(slices, forward)
+    assert made.backward == (2, 1, 0, 3, 6, 5, 4)
+    assert made.needs == (2, 3, 3, 4, 7, 6, 7)
+    (written,) = json.loads(step([made], []).to_json())["replicas"]
+    assert [each["slices"] for each in written["backward"]] == [
+        [3], [1, 2], [0], [4], [7], [6], [5],
+    ]  # fmt: skip
 
 
 def test_two_pieces_of_one_document_are_not_a_chain() -> None:
     slices = [Slice(0, 0, 0, 5), Slice(0, 5, 5, 9)]
-    forward = (micro_batch(0), micro_batch(1))
-    assert symmetric_backward(slices, forward) == forward
+    assert replica(slices, (micro_batch(0), micro_batch(1))).backward == (0, 1)
 
 
 @given(
@@ -177,8 +165,8 @@ def test_two_pieces_of_one_document_are_not_a_chain() -> None:
     count=st.integers(1, 6),
     data=st.data(),
 )
-def test_symmetric_backward_is_always_valid(cuts, count, data) -> None:
-    """Pieces sliced into increasing micro-batches, anywhere: the mirrored backward validates."""
+def test_slices_in_order_are_valid_and_their_backward_runs_from_the_last(cuts, count, data) -> None:
+    """Pieces sliced into increasing micro-batches, anywhere."""
     slices, micro_batches, pieces = [], [[] for _ in range(count)], []
     for document, lengths in enumerate(cuts):
         lengths = lengths[:count]
@@ -200,6 +188,15 @@ def test_symmetric_backward_is_always_valid(cuts, count, data) -> None:
     plan = step([replica(slices, forward)], pieces, target_tokens=0, cap=1000)
     assert plan.validate() is plan
     assert StepPlan.from_json(plan.to_json()) == plan
+    order = plan.replicas[0].backward
+    assert sorted(order) == list(range(count))
+    for piece in pieces:
+        own = [
+            at
+            for at, each in enumerate(micro_batches)
+            if piece.document in (slices[i].document for i in each)
+        ]
+        assert sorted(own, key=order.index) == own[::-1]
 
 
 # --- what validation catches --------------------------------------------------------------
@@ -208,10 +205,10 @@ A, B = Slice(1, 0, 0, 10), Slice(2, 0, 0, 8)
 PIECES = (Piece(1, 0, 10, 0), Piece(2, 0, 8, 0))
 
 
-def two(slices=(A, B), forward=None, backward=None, pieces=PIECES, **changes) -> StepPlan:
+def two(slices=(A, B), forward=None, pieces=PIECES, **changes) -> StepPlan:
     """One replica with a slice in each of two micro-batches, unless told otherwise."""
     forward = [micro_batch(0), micro_batch(1)] if forward is None else forward
-    return step([replica(slices, forward, backward)], pieces, **{"target_tokens": 5, **changes})
+    return step([replica(slices, forward)], pieces, **{"target_tokens": 5, **changes})
 
 
 SPLIT = Slice(1, 0, 0, 4), Slice(1, 0, 4, 10)
@@ -221,7 +218,10 @@ ONE = PIECES[:1]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slices": (Slice(1, 5, 2, 10), B)}, r"slice \(1, 5, 2, 10\) is not .* 0 <= origin <= start"),
     ({"slices": (Slice(1, 0, 10, 10), B)}, r"step 3, replica 0: slice \(1, 0, 10, 10\) is not"),
-    ({"slices": (A, A), "pieces": ONE}, r"tokens 1\[0:10\) are doubled: replicas \[0, 0\]"),
+    (
+        {"slices": (A, A), "pieces": ONE},
+        r"slice 1\[0:10\) in micro-batch 0 runs before 1\[0:10\) in micro-batch 1; .* each once",
+    ),
     ({"slices": (Slice(1, 0, 4, 10), B)}, r"tokens \[0, 4\) of document 1 .* are in no slice"),
     ({"slices": (Slice(1, 0, 0, 9), B)}, r"tokens \[9, 10\) of document 1 .* are in no slice"),
     (
@@ -245,7 +245,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pieces": (*PIECES, Piece(3, 4, 4, 0))}, r"released piece \(3, 4, 4, 0\) is not"),
     (
-        {"forward": [micro_batch(0), micro_batch(2)], "backward": []},
+        {"forward": [micro_batch(0), micro_batch(2)]},
         r"micro-batch 1 lists slice 2, but the replica has 2 slices",
     ),
     (
@@ -253,9 +253,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"slice 1\[0:10\) is in micro-batches 0 and 1",
     ),
     ({"forward": [micro_batch(0)]}, r"replica 0: slice 2\[0:8\) is in no micro-batch"),
-    ({"backward": [micro_batch(1)]}, r"only one of them runs MicroBatch\(slices=\(0,\)"),
-    ({"backward": [micro_batch(0, 1)]}, r"only one of them runs .*slices=\(0,\).*slices=\(1,\)"),
-    ({"backward": [micro_batch(0)] * 2 + [micro_batch(1)]}, "some of them several times"),
     (
         {"forward": [micro_batch(0, 1)], "cap": 17},
         r"micro-batch 0 has 18 tokens, more than the cap of 17",
@@ -270,11 +267,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"slices": SPLIT, "forward": [micro_batch(1), micro_batch(0)], "pieces": ONE},
-        r"forward: slice 1\[4:10\) in micro-batch 0 runs before 1\[0:4\)",
-    ),
-    (
-        {"slices": SPLIT, "backward": [micro_batch(0), micro_batch(1)], "pieces": ONE},
-        r"backward: slice 1\[0:4\) in micro-batch 0 runs before 1\[4:10\)",
+        r"slice 1\[4:10\) in micro-batch 0 runs before 1\[0:4\)",
     ),
     ({"target_tokens": 19}, r"target_tokens=19 is not between 0 and the step's 18 tokens"),
     ({"target_tokens": -1}, r"target_tokens=-1"),
@@ -287,18 +280,12 @@ def test_validation_names_what_is_wrong(changes: dict[str, Any], message: str) -
         two(**changes).validate()
 
 
-@pytest.mark.parametrize(
-    ("slices", "message"),
-    [
-        ((A, A), r"tokens 1\[0:10\) are doubled: replicas \[0, 1\] all hold them"),
-        (SPLIT, r"slices of the piece of document 1 at 0 are on replicas \(0,\) and \(1,\)"),
-    ],
-)
-def test_a_piece_is_on_one_replica(slices: tuple[Slice, Slice], message: str) -> None:
+@pytest.mark.parametrize("slices", [(A, A), SPLIT])
+def test_a_piece_is_on_one_replica(slices: tuple[Slice, Slice]) -> None:
     replicas = [
         replica([part], [micro_batch(0, replicas=(number,))]) for number, part in enumerate(slices)
     ]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"of document 1 at 0 are on replicas \(0,\) and \(1,\)"):
         step(replicas, ONE, target_tokens=5).validate()
 
 
@@ -318,7 +305,7 @@ def test_aligned_powers_of_two_may_merge(members) -> None:
 
 @pytest.mark.parametrize("members", [(1, 2), (0, 2), (0, 1, 2), (1, 0)])
 def test_other_ranges_may_not_merge(members) -> None:
-    with pytest.raises(ValueError, match=r"not an aligned power-of-two range|are doubled"):
+    with pytest.raises(ValueError, match="not an aligned power-of-two range"):
         shared_by(members, 4).validate()
 
 

@@ -102,13 +102,11 @@ def test_only_pipelines_that_are_alike_share_a_micro_batch() -> None:
 
 def moved(plan: StepPlan, to: Sequence[int]) -> StepPlan:
     """The plan with its replicas at other places, and pipelines without work at the rest."""
-    replicas = [ReplicaPlan((), (), ())] * (max(to) + 1)
+    replicas = [ReplicaPlan((), ())] * (max(to) + 1)
     for replica, number in zip(plan.replicas, to, strict=True):
-        passes = (
-            tuple(replace(each, replicas=tuple(to[n] for n in each.replicas)) for each in of_pass)
-            for _, of_pass in replica.passes
+        replicas[number] = replica.changed(
+            lambda each: replace(each, replicas=tuple(to[n] for n in each.replicas))
         )
-        replicas[number] = ReplicaPlan(replica.slices, *passes)
     return replace(plan, replicas=tuple(replicas))
 
 

@@ -232,7 +232,7 @@ def equal_documents(
         for at in range(count)
     )
     documents = tuple(Slice(number, 0, 0, tokens) for number in range(each * count))
-    return ReplicaPlan(documents, micro, micro)
+    return ReplicaPlan(documents, micro)
 
 
 def predict(fact: Fact) -> float:

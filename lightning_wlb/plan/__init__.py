@@ -24,7 +24,6 @@ from lightning_wlb.plan.micro_batches import (
     ReplicaPlan,
     Slice,
     piece_counts,
-    symmetric_backward,
 )
 from lightning_wlb.plan.pipeline_scheme import (
     Scheme,
@@ -53,5 +52,4 @@ __all__ = [
     "piece_counts",
     "rank_in",
     "schemes_of",
-    "symmetric_backward",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -101,7 +102,7 @@ class MicroBatch:
             an aligned power-of-two range, all of which list it. Where a step has schemes, the
             range counts only pipelines that are alike.
         recompute: what its backward computes again of every layer, in place of holding it
-            (activation checkpointing); in both passes the same for every slice.
+            (activation checkpointing).
     """
 
     slices: tuple[int, ...]
@@ -118,39 +119,57 @@ class ReplicaPlan:
     Args:
         slices: the slices that micro-batches are made of.
         forward: micro-batches in the order in which their forward runs.
-        backward: the same micro-batches in the order in which their backward runs
-            (:func:`symmetric_backward`).
     """
 
     slices: tuple[Slice, ...]
     forward: tuple[MicroBatch, ...]
-    backward: tuple[MicroBatch, ...]
 
     @property
     def tokens(self) -> int:
         """New tokens of the replica in this step."""
         return sum(part.tokens for part in self.slices)
 
-    @cached_property
-    def last_uses(self) -> list[int]:
-        """See :func:`last_uses`, of the forward pass."""
-        return last_uses(self.slices, self.forward)
-
-    @property
-    def passes(self) -> tuple[tuple[str, tuple[MicroBatch, ...]], ...]:
-        """The name and the micro-batches of both passes, in the order in which each runs them."""
-        return ("forward", self.forward), ("backward", self.backward)
-
     @property
     def sharers(self) -> list[tuple[int, ...]]:
         """The replicas that run each micro-batch together, in forward order."""
         return [each.replicas for each in self.forward]
 
+    @cached_property
+    def needs(self) -> tuple[int, ...]:
+        """For each micro-batch how many forwards must have run before its backward.
+
+        These are the forwards up to the last slice of each of its pieces, because a slice's keys
+        and values receive gradients from every later slice (SlimPack §4.1).
+        """
+        pieces = [part[:2] for part in self.slices]
+        if len(set(pieces)) == len(pieces):
+            return tuple(range(1, len(self.forward) + 1))  # every piece is whole
+        last = {
+            pieces[index]: place
+            for place, micro_batch in enumerate(self.forward)
+            for index in micro_batch.slices
+        }
+        return tuple(
+            max([last[pieces[index]] for index in each.slices], default=place) + 1
+            for place, each in enumerate(self.forward)
+        )
+
+    @cached_property
+    def backward(self) -> tuple[int, ...]:
+        """The order in which backwards run, by the micro-batches' places in ``forward``.
+
+        Micro-batches that share a piece form a chain, whose backward runs in reverse. Without
+        slices every chain is one micro-batch, and backward runs in the order of forward.
+        """
+        order: list[int] = []
+        for place, need in enumerate(accumulate(self.needs, max)):
+            if need == place + 1:  # nothing up to here is needed by what follows: a chain ends
+                order += range(place, len(order) - 1, -1)
+        return tuple(order)
+
     def changed(self, change: Callable[[MicroBatch], MicroBatch]) -> ReplicaPlan:
-        """The same plan with each micro-batch changed, in both passes alike."""
-        made = {each: change(each) for each in self.forward}
-        forward, backward = (tuple([made[each] for each in of_pass]) for _, of_pass in self.passes)
-        return ReplicaPlan(self.slices, forward, backward)
+        """The same plan with each micro-batch changed."""
+        return ReplicaPlan(self.slices, tuple([change(each) for each in self.forward]))
 
     def slices_of(self, micro_batch: MicroBatch) -> tuple[Slice, ...]:
         """The slices of a micro-batch, in layout order."""
@@ -160,38 +179,3 @@ class ReplicaPlan:
     def tokens_of(self, micro_batch: MicroBatch) -> int:
         """New tokens of a micro-batch, over its whole context-parallel group."""
         return sum(self.slices[index].tokens for index in micro_batch.slices)
-
-
-def last_uses(slices: Sequence[Slice], forward: Sequence[MicroBatch]) -> list[int]:
-    """For each micro-batch the last one that has a slice of one of its pieces, often itself."""
-    pieces = [part[:2] for part in slices]
-    if len(set(pieces)) == len(pieces):
-        return list(range(len(forward)))  # every piece is whole
-    last = {
-        pieces[number]: index
-        for index, micro_batch in enumerate(forward)
-        for number in micro_batch.slices
-    }
-    return [
-        max([last[pieces[number]] for number in micro_batch.slices], default=index)
-        for index, micro_batch in enumerate(forward)
-    ]
-
-
-def symmetric_backward(
-    slices: Sequence[Slice], forward: Sequence[MicroBatch]
-) -> tuple[MicroBatch, ...]:
-    """The order in which backward runs: that of ``forward``, each chain reversed.
-
-    Micro-batches that share a piece form a chain. Its backward runs in reverse order, because a
-    slice's keys and values receive gradients from every later slice (SlimPack §4.1). Without
-    slicing every chain is one micro-batch and backward runs in the order of forward.
-    """
-    order: list[MicroBatch] = []
-    first = end = 0
-    for index, last in enumerate(last_uses(slices, forward)):
-        end = max(end, last)
-        if index == end:
-            order += forward[first : index + 1][::-1]
-            first = end = index + 1
-    return tuple(order)

@@ -10,13 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_wlb.mesh import Rank
-from lightning_wlb.plan.micro_batches import (
-    MicroBatch,
-    Piece,
-    ReplicaPlan,
-    Slice,
-    symmetric_backward,
-)
+from lightning_wlb.plan.micro_batches import MicroBatch, Piece, ReplicaPlan, Slice
 from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, rank_in
 from lightning_wlb.plan.validation import check
 
@@ -99,7 +93,6 @@ class StepPlan:
             ReplicaPlan(
                 slices=tuple(Slice(*part) for part in replica["slices"]),
                 forward=_micro_batches(replica["forward"]),
-                backward=_micro_batches(replica["backward"]),
             )
             for replica in fields["replicas"]
         )
@@ -121,25 +114,26 @@ class StepPlan:
         for number, scheme in enumerate(self.schemes):
             lines.append(f"  replica {number} on {scheme}")
         for number, replica in enumerate(self.replicas):
-            usual = symmetric_backward(replica.slices, replica.forward)
-            for pass_name, micro_batches in replica.passes:
-                if pass_name == "backward" and micro_batches == usual:
-                    continue
-                for index, each in enumerate(micro_batches):
-                    notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
-                    if each.recompute != "none":
-                        notes += f", recompute {each.recompute}"
-                    lines.append(
-                        f"  replica {number} {pass_name} {index}: {replica.tokens_of(each)} tokens,"
-                        f" {each.sharding}, {each.rows} rows per rank{notes}:"
-                        f" {' '.join(map(str, replica.slices_of(each)))}"
-                    )
+            for index, each in enumerate(replica.forward):
+                notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
+                if each.recompute != "none":
+                    notes += f", recompute {each.recompute}"
+                lines.append(
+                    f"  replica {number} forward {index}: {replica.tokens_of(each)} tokens,"
+                    f" {each.sharding}, {each.rows} rows per rank{notes}:"
+                    f" {' '.join(map(str, replica.slices_of(each)))}"
+                )
         return "\n".join(lines)
 
 
 def _as_fields(part: Any) -> dict[str, Any]:
-    """The fields of one of a plan's dataclasses, by name; without schemes where there are none."""
+    """The fields of one of a plan's dataclasses, by name; without schemes where there are none.
+
+    Readers in other languages are given ``backward`` too, as micro-batches in its order.
+    """
     named = {field.name: getattr(part, field.name) for field in fields(part)}
+    if isinstance(part, ReplicaPlan):
+        named["backward"] = [part.forward[place] for place in part.backward]
     if named.get("schemes") == ():
         del named["schemes"]  # a plan on the run's mesh keeps its digest
     return named

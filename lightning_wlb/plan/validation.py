@@ -5,7 +5,7 @@ Cost: linear in the number of slices, except for sorting them.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -32,13 +32,11 @@ def check(
                 " each."
             )
         check_schemes(f"step {step}", schemes)
-    _check_replicas(step, replicas)
-    _check_pieces(step, pieces)
-    _check_coverage(step, replicas, pieces)
     for number, replica in enumerate(replicas):
         where = f"step {step}, replica {number}"
-        _check_micro_batches(where, replica, cap)
+        _check_slices(where, replica)
         for index, micro_batch in enumerate(replica.forward):
+            _check_micro_batch(f"{where}: micro-batch {index}", replica, micro_batch, cap)
             named = micro_batch.replicas
             if number not in named or not all(0 <= other < len(replicas) for other in named):
                 raise ValueError(
@@ -47,7 +45,9 @@ def check(
                 )
             if schemes:
                 _check_fits(f"{where}: micro-batch {index}", schemes, replica, micro_batch)
+    _check_pieces(step, pieces)
     _check_order(step, replicas)
+    _check_coverage(step, replicas, pieces)
     places = alike(schemes).values() if schemes else [range(len(replicas))]
     _check_merged(step, replicas, {own: each for each in places for own in each})
 
@@ -73,30 +73,6 @@ def _check_fits(
             " divide by the tensor size or holds fewer. It was laid out for another scheme than"
             f" that on {scheme}."
         )
-
-
-def _check_replicas(step: int, replicas: Sequence[ReplicaPlan]) -> None:
-    """Every slice holds tokens and is on one replica, or on those that share its micro-batch."""
-    holders: dict[Slice, list[int]] = defaultdict(list)
-    sharers: dict[Slice, tuple[int, ...]] = {}
-    for number, replica in enumerate(replicas):
-        for part in replica.slices:
-            if not 0 <= part.origin <= part.start < part.stop:
-                raise ValueError(
-                    f"step {step}, replica {number}: slice {tuple(part)} is not"
-                    " (document, origin, start, stop) with 0 <= origin <= start < stop."
-                )
-            holders[part].append(number)
-        for micro_batch in replica.forward:
-            for index in micro_batch.slices:
-                if 0 <= index < len(replica.slices):
-                    sharers[replica.slices[index]] = micro_batch.replicas
-    for part, where in holders.items():
-        if len(where) > 1 and tuple(where) != sharers.get(part):
-            raise ValueError(
-                f"step {step}: tokens {part} are doubled: replicas {where} all hold them,"
-                " and no merged micro-batch says so."
-            )
 
 
 def _check_pieces(step: int, pieces: Sequence[Piece]) -> None:
@@ -147,8 +123,8 @@ def _check_coverage(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence
         )
 
 
-def _check_micro_batches(where: str, replica: ReplicaPlan, cap: int) -> None:
-    """Every slice is in one micro-batch, none is above the cap, and backward runs the same ones."""
+def _check_slices(where: str, replica: ReplicaPlan) -> None:
+    """Every slice holds tokens, and is in exactly one micro-batch."""
     home: dict[int, int] = {}
     for index, micro_batch in enumerate(replica.forward):
         for position in micro_batch.slices:
@@ -157,61 +133,54 @@ def _check_micro_batches(where: str, replica: ReplicaPlan, cap: int) -> None:
                     f"{where}: micro-batch {index} lists slice {position}, but the replica has"
                     f" {len(replica.slices)} slices."
                 )
-            if position in home:
+            if home.setdefault(position, index) != index:
                 raise ValueError(
                     f"{where}: slice {replica.slices[position]} is in micro-batches"
                     f" {home[position]} and {index}."
                 )
-            home[position] = index
-        tokens = replica.tokens_of(micro_batch)
-        if tokens > cap:
-            raise ValueError(
-                f"{where}: micro-batch {index} has {tokens} tokens, more than the cap of {cap}."
-            )
-        if micro_batch.recompute not in get_args(Recompute):
-            raise ValueError(
-                f"{where}: micro-batch {index} has recompute={micro_batch.recompute!r}, which is"
-                f" not one of {', '.join(get_args(Recompute))}."
-            )
     for position, part in enumerate(replica.slices):
+        if not 0 <= part.origin <= part.start < part.stop:
+            raise ValueError(
+                f"{where}: slice {tuple(part)} is not (document, origin, start, stop) with"
+                " 0 <= origin <= start < stop."
+            )
         if position not in home:
             raise ValueError(f"{where}: slice {part} is in no micro-batch.")
-    if Counter(replica.forward) != Counter(replica.backward):
-        both = {*replica.forward} & {*replica.backward}
-        unlike = [each for _, of_pass in replica.passes for each in of_pass if each not in both]
+
+
+def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch, cap: int) -> None:
+    """A micro-batch has no more tokens than the cap, and recomputes something that exists."""
+    tokens = replica.tokens_of(micro_batch)
+    if tokens > cap:
+        raise ValueError(f"{where} has {tokens} tokens, more than the cap of {cap}.")
+    if micro_batch.recompute not in get_args(Recompute):
         raise ValueError(
-            f"{where}: forward and backward must run the same micro-batches, but only one of them"
-            f" runs {', '.join(map(str, unlike[:2])) or 'some of them several times'}."
+            f"{where} has recompute={micro_batch.recompute!r}, which is not one of"
+            f" {', '.join(get_args(Recompute))}."
         )
 
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
-    """Slices of a piece are on the same replicas and run forward in order, backward reversed."""
+    """Slices of a piece are on the same replicas, and run forward in order, each once."""
     on: dict[tuple[int, ...], tuple[int, ...]] = {}
-    slices = Counter(part[:2] for part in {each for replica in replicas for each in replica.slices})
-    sliced = {key for key, count in slices.items() if count > 1}
     for number, replica in enumerate(replicas):
-        for pass_name, micro_batches in replica.passes:
-            rising = pass_name == "forward"
-            seen: dict[tuple[int, ...], tuple[int, Slice]] = {}
-            for index, micro_batch in enumerate(micro_batches):
-                own = [part for part in replica.slices_of(micro_batch) if part[:2] in sliced]
-                for part in sorted(own, reverse=not rising):
-                    key = part[:2]
-                    if on.setdefault(key, micro_batch.replicas) != micro_batch.replicas:
-                        raise ValueError(
-                            f"step {step}: slices of the piece of document {part.document} at"
-                            f" {part.origin} are on replicas {on[key]} and"
-                            f" {micro_batch.replicas}."
-                        )
-                    at, before = seen.get(key, (index, part))
-                    if before != part and (before.start < part.start) != rising:
-                        raise ValueError(
-                            f"step {step}, replica {number}, {pass_name}: slice {before} in"
-                            f" micro-batch {at} runs before {part} in micro-batch {index}; slices"
-                            " run forward in order and backward in reverse order."
-                        )
-                    seen[key] = index, part
+        seen: dict[tuple[int, ...], tuple[int, Slice]] = {}
+        for index, micro_batch in enumerate(replica.forward):
+            for part in sorted(replica.slices_of(micro_batch)):
+                key = part[:2]
+                if on.setdefault(key, micro_batch.replicas) != micro_batch.replicas:
+                    raise ValueError(
+                        f"step {step}: slices of the piece of document {part.document} at"
+                        f" {part.origin} are on replicas {on[key]} and {micro_batch.replicas}."
+                    )
+                if key in seen and seen[key][1].start >= part.start:
+                    at, before = seen[key]
+                    raise ValueError(
+                        f"step {step}, replica {number}: slice {before} in micro-batch {at} runs"
+                        f" before {part} in micro-batch {index}; slices of a piece run in order,"
+                        " each once."
+                    )
+                seen[key] = index, part
 
 
 def _check_merged(

@@ -320,5 +320,4 @@ def _key(replica: ReplicaPlan, estimated: bool) -> object:
                 for each in replica.forward
             ]
         ),
-        tuple([each.slices for each in replica.backward]),
     )

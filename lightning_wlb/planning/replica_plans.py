@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from lightning_wlb.cost.attention_tiles import SegmentCost
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice
 from lightning_wlb.sharding import ADAPTIVE, HEADS, Tokens, choose_each, layout
 
 Shared = tuple[Sequence[Slice], tuple[int, ...]]
@@ -62,7 +62,7 @@ def replica_plan(
         slices += pack
         name = open_sharding(sharding, pack, len(members))
         forward.append(MicroBatch(numbers, name, 0, members))
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 def laid_out(

@@ -16,7 +16,7 @@ that are left:
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
 long piece: its slices run forward in order and backward in reverse
-(:func:`.symmetric_backward`), and nothing else waits for them.
+(:attr:`.ReplicaPlan.backward`), and nothing else waits for them.
 
 Work is that of forward and backward together. The work of a slice is that of the prefix up to its
 end less that of the prefix up to its start; both are quadratic in tokens (beyond a sliding window

@@ -316,7 +316,7 @@ class Predictor:
         They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
         sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
-        kept = [last > at for at, last in enumerate(replica.last_uses)]
+        kept = [need > place for place, need in enumerate(replica.needs, 1)]
         if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
             return self._estimates.of(replica, kept)
         return [

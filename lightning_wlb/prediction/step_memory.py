@@ -28,7 +28,6 @@ from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, receipts, target_of
-from lightning_wlb.schedule.packflow import backward_order
 from lightning_wlb.sharding.integer_ranges import Integers
 
 
@@ -172,11 +171,10 @@ class StepMemory:
         boundary = self.boundaries(costs).tolist() if costs else []
         readers = first_readers(replica)
         if readers:
-            order, _ = backward_order(replica)
             gradients = self.key_gradients(costs).tolist()
             for micro_batch, reader in readers.items():
                 for stage, size in enumerate(gradients[micro_batch]):
-                    freed[Action(stage, BACKWARD, order[reader])] -= size
+                    freed[Action(stage, BACKWARD, replica.backward[reader])] -= size
                     freed[Action(stage, BACKWARD, micro_batch)] += size
         by_rank = dict(enumerate(programs))
         for rank, program in enumerate(programs):
@@ -238,16 +236,12 @@ def first_readers(replica: ReplicaPlan) -> dict[int, int]:
     counts = Counter(keys)
     if len(counts) == len(keys):
         return {}  # every piece is whole
-    place = {  # of the backward
-        number: at
-        for at, micro_batch in enumerate(replica.backward)
-        for number in micro_batch.slices
-    }
+    places = {number: place for place, number in enumerate(replica.backward)}
     pieces: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for at, micro_batch in enumerate(replica.forward):
         for number in micro_batch.slices:
             if counts[keys[number]] > 1:
-                part = replica.slices[number].start, at, place[number]
+                part = replica.slices[number].start, at, places[at]
                 pieces.setdefault(keys[number], []).append(part)
     readers: dict[int, int] = {}
     for parts in pieces.values():

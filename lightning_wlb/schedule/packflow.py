@@ -135,16 +135,7 @@ def backward_order(replica: ReplicaPlan) -> tuple[list[int], list[int]]:
 
     Without slices they are 0, 1, ... and 1, 2, ...
     """
-    backward = _places(replica)
-    return backward, [replica.last_uses[place] + 1 for place in backward]
-
-
-def _places(replica: ReplicaPlan) -> list[int]:
-    """For each backward micro-batch its place in forward order."""
-    places: dict[tuple[int, ...], list[int]] = {}  # several where micro-batches are empty
-    for index, each in enumerate(replica.forward):
-        places.setdefault(each.slices, []).append(index)
-    return [places[each.slices].pop(0) for each in replica.backward]
+    return [*replica.backward], [replica.needs[place] for place in replica.backward]
 
 
 def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], list[int]]]:
@@ -163,9 +154,9 @@ def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], li
     aligned = []
     for replica, order, own in zip(replicas, orders, planned, strict=True):
         needs = [
-            min(max(planned[other][place] for other in each.replicas), len(replica.forward))
-            for place, each in enumerate(replica.backward)
-            if len(each.replicas) > 1
+            min(max(planned[other][place] for other in sharers), len(replica.forward))
+            for place, sharers in enumerate(replica.sharers[at] for at in replica.backward)
+            if len(sharers) > 1
         ]
         # A replica that shares nothing keeps its order: rounds of virtual stages plan otherwise.
         aligned.append((order[0], needs + own[len(needs) :]) if needs else order)

@@ -26,7 +26,7 @@ def test_pipelines_that_differ_are_replayed_apart() -> None:
     def replica(document: int, tokens: int, *replicas: int) -> ReplicaPlan:
         rows = tokens // len(replicas)
         made = (MicroBatch((0,), "hybrid", rows, replicas),)
-        return ReplicaPlan((Slice(document, 0, 0, tokens),), made, made)
+        return ReplicaPlan((Slice(document, 0, 0, tokens),), made)
 
     plan = StepPlan(
         step=0,

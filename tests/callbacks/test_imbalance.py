@@ -45,7 +45,7 @@ def make_plan(lengths: list[list[list[int]]], micro_batches: int, arrival: int =
             forward.append(
                 MicroBatch(tuple(range(first, len(slices))), "per_document", sum(group), (number,))
             )
-        replicas.append(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)))
+        replicas.append(ReplicaPlan(tuple(slices), tuple(forward)))
     tokens = sum(piece.tokens for piece in pieces)
     return StepPlan(
         step=3,

@@ -163,7 +163,7 @@ def one_micro_batch(slices: list[Slice], rank: Rank, sharding: str) -> StepPlan:
         rank.mesh.tensor,
     ).rows
     micro_batch = MicroBatch(tuple(range(len(slices))), sharding, rows, (0,))
-    replica = ReplicaPlan(tuple(slices), (micro_batch,), (micro_batch,))
+    replica = ReplicaPlan(tuple(slices), (micro_batch,))
     return StepPlan(0, 0, (replica,), (), 0, 1 << 20, 1, 1 << 20)
 
 
@@ -307,7 +307,7 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
     store = store_of([8])
     parts = (Slice(0, 0, 0, 5), Slice(0, 0, 5, 8))
     groups = (MicroBatch((0,), "per_document", 5, (0,)), MicroBatch((1,), "per_document", 3, (0,)))
-    plan = StepPlan(3, 0, (ReplicaPlan(parts, groups, groups[::-1]),), (), 0, 8, 1, 8)
+    plan = StepPlan(3, 0, (ReplicaPlan(parts, groups),), (), 0, 8, 1, 8)
     first, second = batch_of(plan, store, Rank()).micro_batches
     assert first.tokens.tolist() == [0, 1, 2, 3, 4]
     assert first.labels.tolist() == [1, 2, 3, 4, 5]
@@ -328,7 +328,7 @@ def test_slices_go_on_where_the_one_before_stopped() -> None:
 def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
     store = store_of([8])
     micro_batch = MicroBatch((0,), "per_document", 4, (0, 1))
-    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (micro_batch,), (micro_batch,))
+    replica = ReplicaPlan((Slice(0, 0, 0, 8),), (micro_batch,))
     plan = StepPlan(4, 0, (replica, replica), (), 0, 8, 1, 8)
     tokens = []
     for number in range(2):

@@ -218,7 +218,7 @@ def plan_shared_by(*sizes: int) -> StepPlan:
     """Replica 0 shares micro-batches with so many; nobody else's matter here."""
     groups = tuple(MicroBatch((n,), "hybrid", 1, tuple(range(s))) for n, s in enumerate(sizes))
     slices = tuple(Slice(number, 0, 0, 1) for number in range(len(sizes)))
-    return StepPlan(0, 0, (ReplicaPlan(slices, groups, groups),), (), 0, 1, 1, 1)
+    return StepPlan(0, 0, (ReplicaPlan(slices, groups),), (), 0, 1, 1, 1)
 
 
 def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):

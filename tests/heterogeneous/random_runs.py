@@ -39,7 +39,6 @@ from lightning_wlb.plan import (
     StepPlan,
     alike,
     schemes_of,
-    symmetric_backward,
 )
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import MODES
@@ -189,14 +188,14 @@ def with_rows(
     for each in plan.forward:
         name, rows = shard(plan.slices_of(each), len(each.replicas))
         made.append(replace(each, sharding=name, rows=rows))
-    return ReplicaPlan(plan.slices, tuple(made), symmetric_backward(plan.slices, tuple(made)))
+    return ReplicaPlan(plan.slices, tuple(made))
 
 
 def _replica(
     draw: Random, number: int, scheme: Scheme, own: Sequence[int], lengths: Sequence[int]
 ) -> ReplicaPlan:
     if not own:
-        return ReplicaPlan((), (), ())
+        return ReplicaPlan((), ())
     made = random_replica(draw, [lengths[document] for document in own])
     slices = tuple(part._replace(document=own[part.document]) for part in made.slices)
 

@@ -70,7 +70,7 @@ def step_batch(
     plan = StepPlan(
         step=step,
         epoch=0,
-        replicas=(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)),),
+        replicas=(ReplicaPlan(tuple(slices), tuple(forward)),),
         pieces=tuple(Piece(part.document, part.origin, part.stop, step) for part in slices),
         target_tokens=sum(
             count_targets(store, part.document, part.start, part.stop) for part in slices

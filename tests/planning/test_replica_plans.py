@@ -31,17 +31,16 @@ def test_each_is_laid_out_as_alone(sharding):
     made = laid_out(open_plans, MESH, sharding, reference_kernel_cost)
     for before, after in zip(open_plans, made, strict=True):
         assert after.slices == before.slices
-        for (_, left), (_, right) in zip(before.passes, after.passes, strict=True):
-            assert [each.slices for each in left] == [each.slices for each in right]
-            for each in right:
-                slices = after.slices_of(each)
-                lengths, contexts = [[part[at] for part in _sizes(slices)] for at in (0, 1)]
-                sizes = 2 * len(each.replicas), 4
-                name = choose(lengths, *sizes, contexts=contexts)[0]
-                by_heads = len(each.replicas) == 1 and not any(contexts)
-                if sharding == "per_sequence" or (sharding == "heads" and by_heads):
-                    name = sharding
-                assert (each.sharding, each.rows) == (name, layout(name, lengths, *sizes).rows)
+        assert [each.slices for each in after.forward] == [each.slices for each in before.forward]
+        for each in after.forward:
+            slices = after.slices_of(each)
+            lengths, contexts = [[part[at] for part in _sizes(slices)] for at in (0, 1)]
+            sizes = 2 * len(each.replicas), 4
+            name = choose(lengths, *sizes, contexts=contexts)[0]
+            by_heads = len(each.replicas) == 1 and not any(contexts)
+            if sharding == "per_sequence" or (sharding == "heads" and by_heads):
+                name = sharding
+            assert (each.sharding, each.rows) == (name, layout(name, lengths, *sizes).rows)
 
 
 def _sizes(slices):

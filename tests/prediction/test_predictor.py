@@ -43,7 +43,7 @@ def plan_of(replicas: list[list[list[int]]], sharding: str = "per_document_conti
             forward.append(
                 MicroBatch(tuple(range(first, len(slices))), sharding, sum(lengths), (number,))
             )
-        made.append(ReplicaPlan(tuple(slices), tuple(forward), tuple(forward)))
+        made.append(ReplicaPlan(tuple(slices), tuple(forward)))
     return StepPlan(
         step=0, epoch=0, replicas=tuple(made), pieces=tuple(pieces), target_tokens=0, cap=10**9,
         micro_batches=sum(map(len, replicas)), nominal_tokens=1,

@@ -59,8 +59,8 @@ def shared_plan(tokens: int) -> StepPlan:
     shared = MicroBatch((0,), "per_sequence", tokens // 2, (0, 1))
     own = MicroBatch((1,), "per_sequence", 512, (1,))
     document = Slice(0, 0, 0, tokens)
-    first = ReplicaPlan((document,), (shared,), (shared,))
-    second = ReplicaPlan((document, Slice(1, 0, 0, 512)), (shared, own), (shared, own))
+    first = ReplicaPlan((document,), (shared,))
+    second = ReplicaPlan((document, Slice(1, 0, 0, 512)), (shared, own))
     return replace(plan_of([[[tokens]], [[512]]]), replicas=(first, second)).validate()
 
 
@@ -86,7 +86,7 @@ def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read(
     micro_batches = tuple(
         MicroBatch((at,), "per_sequence", part.tokens, (0,)) for at, part in enumerate(parts)
     )
-    replica = ReplicaPlan(parts, micro_batches, micro_batches[::-1])
+    replica = ReplicaPlan(parts, micro_batches)
     plan = replace(plan_of([[[3000]]]), replicas=(replica,)).validate()
     prediction = model.predict(plan)
     first, second = prediction.costs[0]

@@ -59,17 +59,12 @@ def modes_of(replicas: Sequence[ReplicaPlan]) -> dict[object, Recompute]:
 def with_modes(
     replicas: Sequence[ReplicaPlan], modes: Mapping[object, Recompute]
 ) -> list[ReplicaPlan]:
-    result = []
-    for replica in replicas:
-        forward, backward = (
-            tuple(
-                replace(each, recompute=modes[each.replicas, replica.slices_of(each)])
-                for each in micro_batches
-            )
-            for _, micro_batches in replica.passes
+    def with_mode(replica: ReplicaPlan) -> ReplicaPlan:
+        return replica.changed(
+            lambda each: replace(each, recompute=modes[each.replicas, replica.slices_of(each)])
         )
-        result.append(ReplicaPlan(replica.slices, forward, backward))
-    return result
+
+    return list(map(with_mode, replicas))
 
 
 MESHES = [

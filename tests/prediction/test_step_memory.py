@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_wlb.cost.memory_model import MemoryModel
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.prediction.step_memory import StepMemory, first_readers
 from lightning_wlb.schedule.actions import Action
@@ -20,7 +20,7 @@ def replica_of(*micro_batches: list[Slice]) -> ReplicaPlan:
             MicroBatch(members, "per_sequence", sum(part.tokens for part in micro_batch), (0,))
         )
         slices += micro_batch
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 LONG = [Slice(0, 0, start, start + 10) for start in (0, 10, 20)]

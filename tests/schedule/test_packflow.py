@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.schedule.packflow import backward_order, packflow, planned_warm_up
 from lightning_wlb.schedule.programs import make_programs
 from tests.schedule.proof import check_schedule
@@ -32,7 +32,7 @@ def replica_of(*micro_batches):
             slices.append(Slice(document, 0, start, start + 1))
             length[document] = start + 1
         forward.append(MicroBatch(tuple(range(first, len(slices))), "per_document", 1, (0,)))
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 def test_a_chain_of_three_on_two_ranks():

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.schedule.programs import SCHEDULES, make_programs, program_of
 from tests.schedule.proof import check_replicas, check_schedule
 from tests.schedule.support import format_program, meetings_of, sharers_of
@@ -40,7 +40,7 @@ def replica_of(*chains, shared=(0,), number=0):
         for part in range(length):
             forward.append(MicroBatch((len(slices),), "per_document", 1, members))
             slices.append(Slice(document, 0, part, part + 1))
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_replica_without_slices_follows_those_that_it_meets():
             for each in rest.forward
         )
         forward = (first, second, *own)
-        return ReplicaPlan(slices, forward, symmetric_backward(slices, forward))
+        return ReplicaPlan(slices, forward)
 
     replicas = [
         with_two(replica_of(1, shared=(0,))),

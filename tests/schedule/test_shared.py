@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, symmetric_backward
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.schedule.packflow import backward_order, backward_orders
 from lightning_wlb.schedule.simulator import simulate_replicas
 from tests.schedule.proof import check_replicas
@@ -52,9 +52,7 @@ def plan_of(quads, pairs, own):
             for part in range(length):
                 forward.append(MicroBatch((len(slices),), "per_document", 1, members))
                 slices.append(Slice(int(document), 0, part, part + 1))
-        replicas.append(
-            ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
-        )
+        replicas.append(ReplicaPlan(tuple(slices), tuple(forward)))
     return replicas
 
 

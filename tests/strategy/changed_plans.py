@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset
-from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning.planner import Release
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.sharding import ADAPTIVE, layout
@@ -42,7 +42,7 @@ def replica_of(
         rows = rows_of(parts, len(owners), rank, sharding)
         forward.append(MicroBatch(members, sharding, rows, owners, MODES[len(forward) % 3]))
         slices += parts
-    return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 def sliced(plan: StepPlan, rank: Any, sharding: str) -> StepPlan:

@@ -17,7 +17,7 @@ from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.transformer import Transformer
-from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan, symmetric_backward
+from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.programs import program_of
 from lightning_wlb.sharding import layout
@@ -30,7 +30,7 @@ SHARDING = "per_document_contiguous"
 
 
 def random_replica(draw: Random, lengths: Sequence[int], sharding: str = SHARDING) -> ReplicaPlan:
-    """Documents of these lengths, cut anywhere, whose backward runs in any legal order.
+    """Documents of these lengths, cut anywhere.
 
     Args:
         draw: where randomness comes from.
@@ -51,23 +51,7 @@ def random_replica(draw: Random, lengths: Sequence[int], sharding: str = SHARDIN
     forward = [
         micro_batch([numbers[part] for part in pack], slices, sharding) for pack in packs if pack
     ]
-    if draw.random() < 0.5:
-        return ReplicaPlan(tuple(slices), tuple(forward), symmetric_backward(slices, forward))
-    # Any order in which every piece runs from its end.
-    waiting, backward = list(forward), []
-    while waiting:
-        able = [
-            at
-            for at, each in enumerate(waiting)
-            if not any(
-                slices[index].document == slices[later].document
-                for other in waiting[at + 1 :]
-                for index in each.slices
-                for later in other.slices
-            )
-        ]
-        backward.append(waiting.pop(draw.choice(able)))
-    return ReplicaPlan(tuple(slices), tuple(forward), tuple(backward))
+    return ReplicaPlan(tuple(slices), tuple(forward))
 
 
 def micro_batch(

@@ -180,7 +180,7 @@ def arrange(
     excess = time_ns = 0
     replicas: dict[int, ReplicaPlan] = {}
     for own, kind, packer_of, mine in zip(numbers.values(), own_kinds, packers, dealt, strict=True):
-        plans: Sequence[ReplicaPlan] = [ReplicaPlan((), (), ())] * len(own)
+        plans: Sequence[ReplicaPlan] = [ReplicaPlan((), ())] * len(own)
         if mine:
             plans = kind.plan(mine, packer_of)
             kind_ns, peak = kind.scorer(plans)

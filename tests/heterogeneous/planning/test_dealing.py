@@ -68,11 +68,7 @@ def sharers(made: PlannedStep) -> set[tuple[int, ...]]:
 
 def replace_numbers(plan: ReplicaPlan) -> ReplicaPlan:
     """The plan as that of replica 0."""
-    passes = (
-        tuple(replace(each, replicas=(0,)) for each in micro_batches)
-        for _, micro_batches in plan.passes
-    )
-    return ReplicaPlan(plan.slices, *passes)
+    return plan.changed(lambda each: replace(each, replicas=(0,)))
 
 
 def pieces(*lengths: int) -> list[Piece]:

@@ -166,7 +166,7 @@ def test_pipelines_that_share_a_micro_batch_wait_for_each_other_and_no_others() 
     for number in (1, 3):
         first, *rest = replicas[number].forward
         forward = (replace(first, replicas=(1, 3)), *rest)
-        replicas[number] = replace(replicas[number], forward=forward, backward=forward)
+        replicas[number] = replace(replicas[number], forward=forward)
     shared = replace(plan, replicas=tuple(replicas))
     met = pool.predict(shared, alone)
     for number in (0, 2):
