@@ -8,23 +8,21 @@ the ranks before it prepares data and builds the model, so the search asks for t
 the process groups of a mesh are made:
 
 1. The first rank of each node prepares the documents while the others wait, as long as it takes,
-   as Lightning lets them wait for ``prepare_data``. Then every rank opens them. (Lightning calls
-   ``prepare_data`` again later, which finds everything made.)
-2. Every rank says what it would choose a mesh for. Where ranks differ, all end in an error
-   (:mod:`.rank_agreement`).
-3. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
-   as for a rank that starts late, and end with rank 0's error where it has one.
+   as Lightning lets them wait for ``prepare_data``, which Lightning calls again later: it then
+   finds everything made.
+2. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
+   as for a rank that starts late, and end with rank 0's error where it has one. (Ranks with other
+   documents or devices end in an error before the first step: they compare their plans.)
 
 The answer follows from the request alone, in whole numbers, so that a run which is resumed or
 requeued gets the same mesh again; the cache saves time and decides nothing.
 
-Cost: that of the search, on rank 0; two exchanges of some hundred bytes; and a model of the user's
-own is built once more, without memory.
+Cost: that of the search, on rank 0, where a model of the user's own is built once more, without
+memory; an exchange of some hundred bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -128,11 +126,12 @@ class MeshOptions:
             )
         return mesh
 
-    def allow(self, mesh: Mesh, schedule: str) -> bool:
-        """Whether a mesh and its schedule have everything that is given."""
+    def allow(self, mesh: Mesh, schedule: str, world_size: int) -> bool:
+        """Whether a mesh and its schedule have everything that is given, and so many ranks."""
         given = (*self.sizes, self.schedule, self.virtual_stages or "auto")
         has = (*mesh.shape, schedule, mesh.virtual_stages)
-        return all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))
+        fits = all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))
+        return fits and mesh.devices == world_size
 
     def __str__(self) -> str:
         stages = f"{self.virtual_stages} virtual stages"
@@ -172,29 +171,24 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
     backend, earlier = "auto", None
     if isinstance(module, LanguageModule):
         backend, earlier = module.attention_backend, SplitModel.of(module)
-    if (
-        earlier is not None
-        and earlier.mesh.devices == devices.count
-        and options.allow(earlier.mesh, earlier.schedule)
-    ):
+    if earlier is not None and options.allow(earlier.mesh, earlier.schedule, devices.count):
         searched, mesh, schedule = earlier.mesh_searched, earlier.mesh, earlier.schedule
-        profile = run_profile(devices, backend, data, searched=searched)
     else:
         mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
-        searched = not options.settles(devices.count)
-        profile = run_profile(devices, backend, data, searched=searched)
-        # Without data or module nothing can be trained, which is answered later.
-        if searched and data is not None and isinstance(module, LanguageModule):
-            if profile is not None:
-                PROGRESS.note(BETWEEN, "the choice of a mesh")
-                mesh, schedule = searched_mesh(options, devices, data, module, profile)
-                PROGRESS.begin()
-                return RunMesh(mesh=mesh, schedule=schedule, searched=True, profile=profile)
-            rank_zero_info(
-                "WLBStrategy: no mesh is chosen, since no device profile is known of"
-                f" {devices.device.type} devices on {devices.nodes} nodes. Give"
-                " WLBDataModule(profile=...), or the sizes."
-            )
+        searched, earlier = not options.settles(devices.count), None
+    profile = run_profile(devices, backend, data, searched=searched)
+    # Without data or module nothing can be trained, which is answered later.
+    if searched and earlier is None and data is not None and isinstance(module, LanguageModule):
+        if profile is not None:
+            PROGRESS.note(BETWEEN, "the choice of a mesh")
+            mesh, schedule = searched_mesh(options, devices, data, module, profile)
+            PROGRESS.begin()
+            return RunMesh(mesh=mesh, schedule=schedule, searched=True, profile=profile)
+        rank_zero_info(
+            "WLBStrategy: no mesh is chosen, since no device profile is known of"
+            f" {devices.device.type} devices on {devices.nodes} nodes. Give"
+            " WLBDataModule(profile=...), or the sizes."
+        )
     rank_zero_info(f"WLBStrategy: mesh {mesh}")
     return RunMesh(mesh=mesh, schedule=schedule, searched=searched, profile=profile)
 
@@ -236,20 +230,10 @@ def searched_mesh(
     """The mesh that is predicted to be fastest, and its schedule; collective over all ranks.
 
     Raises:
-        MisconfigurationException: ranks would choose for different documents, models, settings or
-            devices.
         ValueError: no mesh fits; the message says what would.
     """
     _prepare(module.trainer, data)
-    requests = []
-
-    def facts() -> dict[str, str]:
-        requests.append(mesh_request(options, devices, data, module, profile))
-        return _facts(requests[0])
-
-    compare_ranks(facts)
-    (request,) = requests
-    return Ranks().lead(lambda: _answer(request))
+    return Ranks().lead(lambda: _answer(mesh_request(options, devices, data, module, profile)))
 
 
 def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
@@ -296,25 +280,6 @@ def can_split(model: Decoder) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _facts(request: MeshRequest) -> dict[str, str]:
-    """What a mesh is chosen for, in words, with digests of what the words leave out."""
-    lengths = np.ascontiguousarray(request.lengths, "<i8")
-    shape, profile = request.shape, request.profile
-    return {
-        "documents": f"{len(lengths):,} with {int(lengths.sum()):,} tokens"
-        f" ({_digest(lengths.tobytes())})",
-        "model": f"{shape.layers} layers of width {shape.dim} ({_digest(repr(shape).encode())})",
-        "device profile": f"{profile.name}, {profile.memory_bytes / 1e9:.1f} GB"
-        f" ({_digest(repr(profile).encode())})",
-        "what a mesh is searched for": f"{request.devices} devices, {request.devices_per_node} to"
-        f" a node ({request.digest[:12]})",
-    }
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _answer(request: MeshRequest) -> tuple[Mesh, str]:

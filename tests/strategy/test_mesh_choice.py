@@ -52,7 +52,7 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[in
         assert again.mesh == open_sizes["mesh"]
         # The profile was made on a node of two.
         one_replica = fit(module(CASE), WLBStrategy(data_parallel_size=1), steps=3, profile="cpu")
-        errors = [refused(MisconfigurationException, documents=documents(40, 8 + rank // 2))]
+        errors = [refused(RuntimeError, documents=documents(40, 8 + rank // 2))]
         failing = mock.patch.object(searching, "choose_mesh", side_effect=ValueError(f"on {rank}"))
         with failing:
             errors.append(refused(ValueError, seed=1))
@@ -129,8 +129,7 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (0, "documents: 2 with 48 tokens"),
-        (0, "on ranks 0, 1; 2 with 49 tokens"),
+        (0, "The ranks hold different plans for step 0: digest "),
         (1, "on 0"),
         (3, "sizes: ('auto', 'auto', 'auto', 'auto'), schedule auto, None virtual stages on ranks"),
         (3, "on ranks 0, 1, 2; (4, 'auto', 'auto', 'auto'), schedule auto"),
@@ -234,7 +233,8 @@ def test_what_a_schedule_comes_to_where_nothing_is_chosen(asked, usual) -> None:
     ],
 )
 def test_a_mesh_is_gone_on_with_where_it_has_what_is_given(options, goes_on) -> None:
-    assert MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved") == goes_on
+    assert MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved", 4) == goes_on
+    assert not MeshOptions(**options).allow(Mesh(2, 2, virtual_stages=2), "interleaved", 8)
 
 
 @pytest.mark.parametrize(
