@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.models.compiled_functions import uncompiled
+from lightning_wlb.models.compiled_functions import CompiledFunction
 from lightning_wlb.schedule.actions import FORWARD, Action
+from lightning_wlb.training import executor as training_executor
 from lightning_wlb.training.executor import Executor, Step
 
 
@@ -87,13 +89,16 @@ def count_activations(executor: Executor) -> ActivationCount:
 
     def counted(batch: StepBatch, denominator: int) -> Tensor:
         count.begin_step()
-        # What is counted in forward must be what a recomputation in backward saves again.
-        with uncompiled():
+        # What is counted in forward must be what a recomputation in backward saves again: neither
+        # runs compiled functions.
+        with (
+            mock.patch.object(CompiledFunction, "__call__", lambda self, *args: self._eager(*args)),
+            mock.patch.object(training_executor, "Step", CountedStep),
+        ):
             loss = run(batch, denominator)
         count.sample()
         return loss
 
-    executor.step_type = CountedStep
     executor.run = counted  # type: ignore[method-assign]
     return count
 

@@ -11,7 +11,7 @@ A function is compiled once for any number of rows: that dim is marked dynamic. 
 one graph, and a rank on which it does not compile ends the run: all others would wait for it in
 every step. Parameters are arguments, because a step may bring other tensors of the same shapes, as
 gathered ones are. A function runs uncompiled on fewer than two rows, for which inductor would
-compile again; under a dispatch mode, which looks at every operation; and inside :func:`uncompiled`.
+compile again, and under a dispatch mode, which looks at every operation.
 
 Cost: seconds of compiler time per function, at its first call with gradients and at its first
 without; some tens of microseconds of checks per call. Not for functions that communicate or call
@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,22 +152,6 @@ class BlockFunctions:
 EAGER = BlockFunctions()
 """The functions as they are."""
 
-_uncompiled = False  # of the process: on CUDA backward recomputes in a thread of autograd's
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run the functions of all models of this process as they are.
-
-    For a forward under a dispatch mode and its backward without, which must recompute the same.
-    """
-    global _uncompiled
-    before, _uncompiled = _uncompiled, True
-    try:
-        yield
-    finally:
-        _uncompiled = before
-
 
 class CompiledFunction:
     """A function that is compiled at its first call.
@@ -192,7 +174,7 @@ class CompiledFunction:
             RuntimeError: ``torch.compile`` fails, with the cause and the remedy.
         """
         dispatching = is_in_torch_dispatch_mode(include_infra_modes=False)
-        if _uncompiled or len(args[0]) < 2 or dispatching:
+        if len(args[0]) < 2 or dispatching:
             return self._eager(*args)
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)

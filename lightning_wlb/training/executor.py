@@ -83,7 +83,6 @@ class Executor:
         self.step_parameters: StepParameters = parameters
         self.reduce_dtype = torch.float32
         self.stopwatch: Stopwatch | None = None
-        self.step_type: type[Step] = Step
         self.losses: list[float] = []
         self.settings, self.settings_agree = 0, True
         self._agreed: int | None = None  # digest of the next plan, which all ranks hold
@@ -139,7 +138,7 @@ class Executor:
             }
         place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
         messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
-        step = self.step_type(
+        step = Step(
             runtime.model,
             pipeline,
             runtime.groups,

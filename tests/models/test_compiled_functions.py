@@ -15,7 +15,6 @@ from lightning_wlb.models import compiled_functions, loss
 from lightning_wlb.models.compiled_functions import (
     BlockFunctions,
     CompiledFunction,
-    uncompiled,
 )
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
@@ -87,8 +86,6 @@ def test_one_row_or_none_and_what_a_mode_looks_at_run_uncompiled(compiled):
     for rows in (0, 1):
         assert double(torch.ones(rows)).shape == (rows,)
     with Nothing():
-        double(torch.ones(3))
-    with uncompiled():
         double(torch.ones(3))
     assert not compiled
     assert double(torch.ones(3)).tolist() == [2, 2, 2]
