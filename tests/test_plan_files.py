@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_wlb.cli.main import main
-from lightning_wlb.cli.shared_options import model_shape
+from lightning_wlb.cli.shared_options import given_model
 from lightning_wlb.plan.plan_files import FORMAT, VERSION, read_plans, write_plans
 
 
@@ -54,13 +54,13 @@ def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
 def test_plans_and_configs_that_never_end_are_refused(tmp_path: Path) -> None:
-    for name, read in [("plans.jsonl", read_plans), ("run.yaml", lambda it: model_shape(str(it)))]:
+    for name, read in [("plans.jsonl", read_plans), ("run.yaml", lambda it: given_model(str(it)))]:
         os.mkfifo(tmp_path / name)
         with pytest.raises(ValueError, match="FIFO"):
             read(tmp_path / name)
     (tmp_path / "deep.yaml").write_text("[" * 20_000)
     with pytest.raises(ValueError, match=r"deep\.yaml"):
-        model_shape(str(tmp_path / "deep.yaml"))
+        given_model(str(tmp_path / "deep.yaml"))
 
 
 def test_a_search_writes_no_plans(capsys: pytest.CaptureFixture[str]) -> None:

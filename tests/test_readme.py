@@ -41,7 +41,7 @@ def test_it_runs_on_two_ranks(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "`max_steps=3` reached" in run.stderr
-    assert "imbalance, pipeline level" in run.stdout
+    assert "imbalance, data level" in run.stdout
     assert (tmp_path / "lightning_logs/version_0/imbalance.png").stat().st_size > 0
     threads = re.findall(r"threads (\d+) of rank", run.stdout)
     assert len(threads) == 2

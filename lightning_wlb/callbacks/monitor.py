@@ -201,14 +201,14 @@ class ImbalanceMonitor(L.Callback):
         folder = trainer.log_dir or trainer.default_root_dir
         if not trainer.is_global_zero or self._records is None or not len(self._records):
             return
-        name = ranks_in_words(asdict(self._mesh))
+        sizes = asdict(self._mesh)
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute per rank and micro-batch, {name}")
+            self._drawing.draw(path, f"Compute per rank and micro-batch, {ranks_in_words(sizes)}")
             self.heat_map_path = path.absolute()
         console = Console()
-        console.print(summary_table(self.summary(), name))
+        console.print(summary_table(self.summary(), sizes))
         if self._strategies:
             console.print(strategies_table(self.strategies()))
         if self.heat_map_path is not None:

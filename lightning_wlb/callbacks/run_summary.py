@@ -231,16 +231,21 @@ def departure(summary: dict[str, float], profile: Profile) -> str | None:
     )
 
 
-def summary_table(summary: dict[str, float], mesh: str) -> Table:
-    """:meth:`.ImbalanceMonitor.summary` as a table; ``mesh`` is in its title.
+def summary_table(summary: dict[str, float], sizes: Mapping[str, int]) -> Table:
+    """:meth:`.ImbalanceMonitor.summary` as a table.
 
-    Figures that are not a number are left out or shown as a dash.
+    Args:
+        summary: the figures. Those that are not a number are left out.
+        sizes: of the mesh's axes, for the title. Without several ranks on an axis there is nothing
+            to balance, and its level is left out.
     """
+    measured = f"measured over {summary['timed_steps']} of them, warm-up left out."
+    if not summary["timed_steps"]:
+        measured = "all of them warm-up, so that no time is shown."
     table = Table(
-        title=f"Imbalance and throughput, {mesh}",
+        title=f"Imbalance and throughput, {ranks_in_words(sizes)}",
         caption=(
-            f"{summary['steps']} steps, {summary['tokens']:,} tokens; measured over"
-            f" {summary['timed_steps']} steps, warm-up left out."
+            f"{summary['steps']} steps, {summary['tokens']:,} tokens; {measured}"
             " Imbalance degree: 1 = balanced; aggregate: sums over all steps."
         ),
         title_justify="left",
@@ -249,15 +254,18 @@ def summary_table(summary: dict[str, float], mesh: str) -> Table:
     table.add_column("")
     for heading in ("mean", "p99", "aggregate"):
         table.add_column(heading, justify="right")
-    for rows in (_imbalance(summary), _throughput(summary), _delay(summary)):
-        for row in rows:
-            table.add_row(*row)
+    levels = [level for level in Imbalance._fields if sizes[level] > 1]
+    for rows in (_imbalance(summary, levels), _throughput(summary), _delay(summary)):
+        for name, *figures in rows:
+            shown = [figure for figure in figures if figure]
+            if shown and shown != ["–"] * len(shown):
+                table.add_row(name, *figures)
         table.add_section()
     return table
 
 
-def _imbalance(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
-    for level in ("pipeline", "data", "context"):
+def _imbalance(summary: dict[str, float], levels: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for level in levels:
         for suffix, name in (
             ("", f"imbalance, {level} level"),
             ("_planned", "  as planned (FLOPs)"),
@@ -267,9 +275,7 @@ def _imbalance(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
                 summary.get(f"imbalance_{level}{suffix}_{how}", math.nan)
                 for how in ("mean", "p99", "aggregate")
             ]
-            # A plan has no context level, and without a profile nothing is predicted.
-            if not suffix or not math.isnan(figures[0]):
-                yield name, *map(_shown, figures)
+            yield name, *map(_shown, figures)
 
 
 def _throughput(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
@@ -278,29 +284,30 @@ def _throughput(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
         _shown(summary["seconds_per_step"]),
         _shown(summary["seconds_per_step_p99"]),
     )
-    if not math.isnan(summary["seconds_per_step_predicted"]):
-        yield "  as predicted (profile)", _shown(summary["seconds_per_step_predicted"])
+    yield "  as predicted (profile)", _shown(summary["seconds_per_step_predicted"])
     yield (
         "wait for the loader (s)",
         _shown(summary["loader_wait_seconds"]),
         _shown(summary["loader_wait_seconds_p99"]),
-        f"{summary['loader_wait_share']:.1%}",
+        _shown(summary["loader_wait_share"], "{:.1%}"),
     )
     yield "time per million tokens (s)", "", "", _shown(summary["seconds_per_million_tokens"])
     spread = f"± {summary['tokens_per_step_spread']:.1%}"
     yield "tokens per step", f"{summary['tokens_per_step']:,.0f}", spread
-    yield "tokens/s per device", "", "", f"{summary['tokens_per_second_per_device']:,.0f}"
-    yield "model TFLOP/s per device", "", "", f"{summary['tflops_per_device']:.3g}"
+    yield "tokens/s per device", "", "", _shown(summary["tokens_per_second_per_device"], "{:,.0f}")
+    yield "model TFLOP/s per device", "", "", _shown(summary["tflops_per_device"], "{:.3g}")
     if "mfu" in summary:
-        yield "model FLOP utilisation", "", "", f"{summary['mfu']:.1%}"
+        yield "model FLOP utilisation", "", "", _shown(summary["mfu"], "{:.1%}")
 
 
 def _delay(summary: dict[str, float]) -> Iterator[tuple[str, ...]]:
+    if not summary["delay_max"]:
+        return
     yield "delay (steps)", _shown(summary["delay_mean"]), f"max {summary['delay_max']:.0f}"
     if summary["drain_steps"]:
         name = f"  in the {summary['drain_steps']} drain steps"
         yield name, _shown(summary["delay_mean_drain"])
 
 
-def _shown(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3f}"
+def _shown(value: float, form: str = "{:.3f}") -> str:
+    return "–" if math.isnan(value) else form.format(value)

@@ -4,9 +4,10 @@ A candidate is a packing under a sharding. Figures over steps are given as mean,
 *aggregate*, the quotient of the sums over all steps: steps differ in tokens, so a mean of quotients
 misleads.
 
-The verdict advises the candidate with most tokens per second that keeps documents whole. Its gain
-is over ``best_fit``, which packs whole documents by their tokens; below :data:`WORTH` it is said to
-be none.
+The verdict is on a packing that keeps documents whole. It compares with what people do today,
+cutting and concatenating (``original``), per token and for equal work, since a cut saves attention;
+and with ``best_fit``, which packs whole documents by their tokens: a gain below :data:`WORTH` over
+that is said to be none.
 
 Cost: planning and predicting every step of every candidate; `auto` plans slowest, as it simulates
 several plans a step.
@@ -15,7 +16,7 @@ several plans a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,13 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
-from lightning_wlb.cli.request import REFERENCE
+from lightning_wlb.cli.request import BASELINE, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, recomputed_share
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute, piece_counts
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -81,12 +83,18 @@ class Forecast:
         return self.tokens * 1e9 / self.total_ns
 
     @property
-    def typical_step(self) -> StepPrediction:
-        """The step nearest to the mean in both its time and its work."""
-        time, flops = self.total_ns / len(self.steps), self.flops / len(self.steps)
+    def idle(self) -> float:
+        """The mean over steps of the share of the ranks' time in which they wait."""
+        return float(np.mean([step.bubble for step in self.steps]))
+
+    def typical_step(self, tokens: int) -> StepPrediction:
+        """The step nearest to so many tokens first, and to the mean time per token and waiting."""
+        pace, idle = self.total_ns / self.tokens, self.idle
 
         def distance(step: StepPrediction) -> float:
-            return abs(step.total_ns / time - 1) + abs(step.flops / flops - 1)
+            own = step.plan.tokens
+            paced = abs(step.total_ns / own / pace - 1)
+            return 5 * abs(own / tokens - 1) + paced + abs(step.bubble - idle)
 
         return min(self.steps, key=distance)
 
@@ -113,7 +121,7 @@ class Forecast:
             **_imbalance("context", [each.context for each in levels]),
             "delay_mean": self.delay,
             "delay_max": max(step.plan.max_delay for step in self.steps),
-            "bubble": float(np.mean([step.bubble for step in self.steps])),
+            "idle": self.idle,
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
             "tokens_per_second": self.tokens_per_second,
@@ -252,24 +260,27 @@ class Speed(NamedTuple):
     sharding: str
     mesh: str
     tokens_per_second: float
+    flops_per_second: float  # of the model
     delay: float = 0.0  # steps that a token waits on average
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Advice in words: whether balancing pays over ``best_fit``.
+    """Advice in words: what balancing gains over cutting and concatenating, and over ``best_fit``.
 
     Args:
         profile: by which all is simulated.
         attention: attention's part of the documents' FLOPs.
-        chosen: the fastest that keeps documents whole.
-        reference: the fastest of ``best_fit``; None where that fits on no mesh.
-        searched: whether each is on its own best mesh; else both are on one.
+        chosen: a packing that keeps documents whole.
+        original: cutting and concatenating at its fastest; None where that fits on no mesh.
+        reference: ``best_fit`` at its fastest; None likewise.
+        searched: whether each is on its own best mesh; else all are on one.
     """
 
     profile: Profile
     attention: float
     chosen: Speed
+    original: Speed | None
     reference: Speed | None
     searched: bool = False
 
@@ -293,11 +304,14 @@ class Verdict:
     @property
     def figures(self) -> dict[str, Any]:
         """Plain numbers, and the words."""
+        mine, its = self.chosen, self.original
         return {
             "packing": self.advised.packing,
             "sharding": self.advised.sharding,
             "mesh": self.advised.mesh,
             "worth_it": self.worth_it,
+            "times_original": its and mine.tokens_per_second / its.tokens_per_second,
+            "times_original_for_equal_work": its and mine.flops_per_second / its.flops_per_second,
             "times_best_fit": self.gain if self.reference else None,
             "attention_share": self.attention,
             "text": self.lines,
@@ -306,52 +320,80 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The words, each a line."""
-        name, chosen, other = self.profile.name, self.chosen, self.reference
-        accuracy = self.profile.accuracy
-        title = f"Verdict, simulated with profile {name}{accuracy and f', {accuracy}'}:"
-        share = f"Attention is {self.attention:.0%} of these documents' model FLOPs."
-        if self.searched and chosen.packing == REFERENCE:
-            return [title, f"Of {REFERENCE}, mesh {chosen.mesh} is the fastest. {share}"]
-        take = (
-            f"Take packing {chosen.packing} with sharding {chosen.sharding} on mesh {chosen.mesh}:"
-        )
-        if other is None:
-            unfit = f"{REFERENCE} fits in memory on no mesh of these devices."
-            return [title, f"{take} {unfit} {share}"]
-        where = f" on its own best mesh, {other.mesh}" if self.searched else ""
-        gain = (
-            f"{self.gain:.2f} times the tokens/s of {REFERENCE}{where}"
-            f" ({chosen.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f}, simulated with"
-            f" {name})"
-        )
-        if not self.worth_it:
-            return [
-                title,
-                f"Not for you: on mesh {chosen.mesh} the best packing compared here,"
-                f" {chosen.packing}, has {gain}, and {WORTH - 1:.0%} more are asked. {share}",
-                f"Take {REFERENCE} with sharding {other.sharding} on mesh {other.mesh}, or"
-                " documents that are longer and differ more.",
-            ]
+        accuracy, chosen, advised = self.profile.accuracy, self.chosen, self.advised
+        named = accuracy and f", {accuracy}"
+        take = f"Take packing {advised.packing} with sharding {advised.sharding}"
+        take += f" on mesh {advised.mesh}."
+        if not self.worth_it and chosen.packing != REFERENCE:
+            take = (
+                f"Balancing is not for you: {WORTH - 1:.0%} more tokens/s than {REFERENCE} are"
+                f" asked of {chosen.packing}. {take}"
+            )
         delay = f"{chosen.delay:.2f}"
-        waits = f" Tokens wait {delay} steps on average." if float(delay) else ""
-        return [title, f"{take} {gain}. {share}{waits}"]
+        waits = f"; tokens wait {delay} steps on average" if float(delay) else ""
+        here = (
+            "" if self.searched else " All on this mesh: --mesh auto gives each its own best one."
+        )
+        return [
+            f"Verdict, simulated with profile {self.profile.name}{named}:",
+            take,
+            *self._comparisons(),
+            f"Attention is {self.attention:.0%} of these documents' model FLOPs{waits}.{here}",
+        ]
+
+    def _comparisons(self) -> Iterator[str]:
+        """The chosen packing beside what people do today, and beside packing by tokens."""
+        mine = self.chosen
+        for packing, other in ((BASELINE, self.original), (REFERENCE, self.reference)):
+            how = f"{PRACTICE[packing]} ({packing})"
+            if other is None:
+                yield f"Beside {how}: that fits in memory on no mesh of these devices."
+            elif mine.packing != packing:
+                where = f" on its own best mesh, {other.mesh}" if self.searched else ""
+                equal = _times(mine.flops_per_second / other.flops_per_second)
+                for_work = f", {equal} times for equal work, and cuts no document"
+                tokens = _times(mine.tokens_per_second / other.tokens_per_second)
+                yield (
+                    f"Beside {how}{where}: {mine.packing} has {tokens} times its tokens/s"
+                    f" ({mine.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f})"
+                    f"{for_work * (packing == BASELINE)}."
+                )
+
+
+def _times(quotient: float) -> str:
+    """Cut off, so that less than :data:`WORTH` is never printed as that."""
+    return f"{math.floor(quotient * 100) / 100:.2f}"
 
 
 def judged(comparison: Comparison) -> Verdict:
-    """The verdict on a comparison."""
+    """The verdict on a comparison.
+
+    Of the packings that keep documents whole it is on the one that trains by default, unless
+    another one is worth more. So a mesh that is given has the verdict that a search had for it.
+    """
     request, rows = comparison.request, comparison.forecasts
-    # If no row of best_fit fits in memory, their speed is still what to compare with.
-    references = [row for row in rows if row.packing == REFERENCE] or [
-        row for row in comparison.too_large if row.packing == REFERENCE
-    ]
-    whole = [row for row in rows if not PACKINGS[row.packing].cuts_stream]
     mesh = ",".join(map(str, request.mesh.shape))
-    chosen, reference = (
-        Speed(best.packing, best.sharding, mesh, best.tokens_per_second, best.delay)
-        for each in (whole or references, references)
-        for best in [max(each, key=lambda row: row.tokens_per_second)]
+
+    def fastest(found: Sequence[Forecast]) -> Speed | None:
+        best = max(found, key=lambda row: row.tokens_per_second, default=None)
+        if best is None:
+            return None
+        per_second = best.tokens_per_second, best.flops * 1e9 / best.total_ns
+        return Speed(best.packing, best.sharding, mesh, *per_second, best.delay)
+
+    def of(packing: str, among: Sequence[Forecast] = rows) -> Speed | None:
+        return fastest([row for row in among if row.packing == packing])
+
+    # If no row of a reference fits in memory, its speed is still what to compare with.
+    original, reference = (
+        of(name) or of(name, comparison.too_large) for name in (BASELINE, REFERENCE)
     )
-    return Verdict(request.profile, attention_of(request), chosen, reference)
+    usual = of(str(DataSettings.packing))
+    chosen = fastest([row for row in rows if not PACKINGS[row.packing].cuts_stream]) or reference
+    assert chosen is not None
+    if usual is not None and chosen.tokens_per_second < WORTH * usual.tokens_per_second:
+        chosen = usual
+    return Verdict(request.profile, attention_of(request), chosen, original, reference)
 
 
 def attention_of(request: MeshRequest) -> float:

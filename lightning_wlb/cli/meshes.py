@@ -1,9 +1,9 @@
 """`lightning-wlb plan --mesh auto` and `--dynamic auto`: the mesh, and what gains by leaving it.
 
-The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, once with the packing asked
-for and once with ``best_fit``, so that the verdict compares each on its own best mesh. Everything
-is simulated from the device profile. Each row that is printed comes out the same when its mesh is
-given (:func:`again`).
+The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, with the packing asked for,
+with ``original`` and with ``best_fit``, so that the verdict compares each on its own best mesh.
+Everything is simulated from the device profile. Each row that is printed comes out the same when
+its mesh is given (:func:`again`).
 
 With the sizes of a mesh ``--dynamic auto`` says whether steps should leave it
 (:func:`~lightning_wlb.heterogeneous.planning.pool_search.choose_pool`).
@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
-from lightning_wlb.cli.request import PRECISIONS, REFERENCE, search_of, settings_of
-from lightning_wlb.cli.shared_options import report_head
+from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, search_of, settings_of
+from lightning_wlb.cli.shared_options import given_model, report_head
 from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
     WORTH,
@@ -51,31 +53,35 @@ class Searched:
     Args:
         request: what was searched for.
         found: the answer.
-        reference: the best mesh of ``best_fit``; None where it fits on none.
+        others: the best mesh of ``original`` and of ``best_fit``; None where they fit on none.
     """
 
     request: MeshRequest
     found: MeshChoice
-    reference: MeshRow | None
+    others: Mapping[str, MeshRow | None]
 
     @cached_property
     def verdict(self) -> Verdict:
         """Whether balancing pays, in words."""
-        request, other = self.request, self.reference
+        request = self.request
 
-        def speed(packing: str, row: MeshRow) -> Speed:
-            return Speed(packing, request.sharding, name_of(row.mesh), row.tokens_per_second)
+        def speed(packing: str, row: MeshRow | None) -> Speed | None:
+            if row is None:
+                return None
+            per_second = row.tokens_per_second, row.flops * 1e9 / row.steps_ns
+            return Speed(packing, request.sharding, name_of(row.mesh), *per_second)
 
         chosen = speed(request.data.packing_choice.method, self.found.best)
-        reference = None if other is None else speed(REFERENCE, other)
-        return Verdict(request.profile, attention_of(request), chosen, reference, searched=True)
+        assert chosen is not None
+        others = (speed(*item) for item in self.others.items())
+        return Verdict(request.profile, attention_of(request), chosen, *others, searched=True)
 
     @property
     def advised(self) -> MeshRow:
         """The mesh to take."""
-        if self.verdict.worth_it or self.reference is None:
+        if self.verdict.worth_it:
             return self.found.best
-        return self.reference
+        return self.others[REFERENCE] or self.found.best
 
 
 def run_search(arguments: argparse.Namespace, console: Console) -> None:
@@ -88,8 +94,10 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
     request = search_of(arguments)
     with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
-        reference = _reference(arguments, request, tell)
-    searched = Searched(request, found, reference)
+        others = {
+            name: _reference(arguments, request, name, tell) for name in (BASELINE, REFERENCE)
+        }
+    searched = Searched(request, found, others)
     console.print(_best(searched))
     console.print(_by_axis(found))
     for each in found.left_out:
@@ -98,7 +106,7 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
         )
     for line in searched.verdict.lines:
         console.print(line, highlight=False)
-    console.print("\nTo paste:", highlight=False)
+    console.print("\nNext, to train so:", highlight=False)
     for line in trainer_lines(arguments, searched):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(
@@ -111,10 +119,10 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _reference(
-    arguments: argparse.Namespace, request: MeshRequest, tell: Progress
+    arguments: argparse.Namespace, request: MeshRequest, packing: str, tell: Progress
 ) -> MeshRow | None:
-    """The best mesh of ``best_fit``, if it fits on any."""
-    data = settings_of(arguments, arguments.micro_batches, REFERENCE, {})
+    """The best mesh of another packing, if it fits on any."""
+    data = settings_of(arguments, arguments.micro_batches, packing, {})
     try:
         return choose_mesh(replace(request, data=data), progress=tell).best
     except ValueError:
@@ -122,44 +130,71 @@ def _reference(
 
 
 def trainer_lines(arguments: argparse.Namespace, searched: Searched) -> list[str]:
-    """The arguments of Trainer, strategy, module and data module that make a run of it, as code."""
+    """What makes a run of it: a command where the model is in a YAML, or else Python to paste."""
+    model, sections = given_model(arguments.model), _sections(arguments, searched)
+    if model.file:
+        data = arguments.lengths if Path(arguments.lengths).exists() else "DOCUMENTS"
+        sections["model"] |= {f"config.{name}": value for name, value in model.changes.items()}
+        lines = [f"lightning-wlb fit --config {shlex.quote(model.file)} --trainer.strategy wlb"]
+        for section, given in sections.items():
+            words = (f"--{section}.{name} {_word(value)}" for name, value in given.items())
+            lines.append(" ".join(words))
+        return [" \\\n    ".join([*lines, f"--data.documents {shlex.quote(data)}"])]
+    python = {
+        section: ", ".join(f"{name}={value!r}" for name, value in given.items())
+        for section, given in sections.items()
+    }
+    module = "LanguageModule(..."
+    if model.hugging_face:
+        module = f"HuggingFaceModule({arguments.model!r}, pretrained=..."
+    return [
+        f"Trainer({python['trainer']}, strategy=WLBStrategy({python['wlb']}))",
+        f"{module}, {python['model']})",
+        f"WLBDataModule(..., {python['data']})",
+    ]
+
+
+def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, dict[str, Any]]:
+    """The arguments of Trainer, strategy, module and data module."""
     row, request, verdict = searched.advised, searched.request, searched.verdict
-    data, method = request.data, verdict.advised.packing
-    sizes = ", ".join(
-        f"{axis}_parallel_size={size}" for axis, size in zip(AXES, row.mesh.shape, strict=True)
-    )
-    pipeline = f', schedule="{row.schedule}"'
+    profile, data, method = request.profile, request.data, verdict.advised.packing
+    nodes, rest = divmod(request.devices, profile.devices_per_node)
+    trainer: dict[str, Any] = {"devices": request.devices}
+    if nodes > 1 and not rest:
+        trainer = {"devices": profile.devices_per_node, "num_nodes": nodes}
+    computed = profile.dtype, request.rest_dtype
+    (trainer["precision"],) = (name for name, types in PRECISIONS.items() if types == computed)
+    wlb = {f"{axis}_parallel_size": n for axis, n in zip(AXES, row.mesh.shape, strict=True)}
+    wlb |= {"schedule": row.schedule}
     if request.reduce_dtype != "float32":
-        pipeline += f', reduce_dtype="{request.reduce_dtype}"'
+        wlb |= {"reduce_dtype": request.reduce_dtype}
     if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
-        pipeline += f", virtual_pipeline_size={row.mesh.virtual_stages}"
-    nodes, rest = divmod(request.devices, request.profile.devices_per_node)
-    if nodes and not rest:
-        count = f"devices={request.profile.devices_per_node}, num_nodes={nodes}"
-    else:
-        count = f"devices={request.devices}"
-    computed = request.profile.dtype, request.rest_dtype
-    (precision,) = (name for name, dtypes in PRECISIONS.items() if dtypes == computed)
+        wlb |= {"virtual_pipeline_size": row.mesh.virtual_stages}
+    module = {"activation_checkpointing": row.activation_checkpointing}
     packing: Any = method
     options = asdict(data.packing_choice.options)
     if verdict.worth_it and options != asdict(data.packer.Options()):
         packing = {"method": packing, **options}
-    given = {
+    others = {
         "sharding": None if request.sharding == ADAPTIVE else request.sharding,
         "cap": None if PACKINGS[method].cuts_stream else arguments.cap,
-        # No document is above the window where the others are refused.
-        "long_documents": "truncate" if data.long_documents == "truncate" else None,
+        "long_documents": None if data.long_documents == "split" else data.long_documents,
         "seed": data.seed or None,
     }
-    others = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
-    return [
-        f'Trainer({count}, precision="{precision}", strategy=WLBStrategy({sizes}{pipeline}))',
-        f'LanguageModule(..., activation_checkpointing="{row.activation_checkpointing}"'
-        f"{', compile=True' * request.compiled})",
-        f"WLBDataModule(..., context_window={data.context_window},"
-        f" micro_batches={data.micro_batches}, packing={packing!r}{others},"
-        f" profile={arguments.profile!r})",
-    ]
+    given = {
+        "context_window": data.context_window,
+        "micro_batches": data.micro_batches,
+        "packing": packing,
+        **{name: value for name, value in others.items() if value is not None},
+        "profile": arguments.profile,
+    }
+    compiled = {"compile": True} if request.compiled else {}
+    return {"trainer": trainer, "wlb": wlb, "model": module | compiled, "data": given}
+
+
+def _word(value: Any) -> str:
+    """A value as a word of a shell's command."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def again(arguments: argparse.Namespace, searched: Searched) -> str:
@@ -183,7 +218,7 @@ def _best(searched: Searched) -> Table:
         f" {request.data.packing_choice.method}",
         caption=f"{request.profile.provenance}.\n{len(request.lengths):,} documents,"
         f" {request.steps} steps of {found.best.tokens // found.best.steps:,} tokens."
-        f" {request.usable_bytes / 1e9:.1f} GB of a device may be filled.",
+        f" {request.usable_bytes / 1e9:.3g} GB of a device may be filled.",
         title_justify="left",
         caption_justify="left",
     )
@@ -194,7 +229,7 @@ def _best(searched: Searched) -> Table:
         "step\n(ms)",
         "tokens/s",
         "memory\n(GB)",
-        "bubble",
+        "idle",
     ):
         table.add_column(heading, justify="right")
     table.add_column("beside arithmetic, most time goes to")
@@ -205,8 +240,8 @@ def _best(searched: Searched) -> Table:
             f"{row.recomputed:.0%}",
             f"{row.step_ms:,.1f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{row.peak_bytes / 1e9:.1f}",
-            f"{row.bubble:.1%}",
+            f"{row.peak_bytes / 1e9:.3g}",
+            f"{row.idle:.1%}",
             f"{row.bound_by} ({row.shares[row.bound_by]:.0%})",
         )
     return table
@@ -218,7 +253,8 @@ def _by_axis(found: MeshChoice) -> Table:
     for heading in ("size", "mesh", "step (ms)", "times the best", "planned by"):
         table.add_column(heading, justify="right")
     for axis in COMPARED_AXES:
-        for size, row in found.best_by(axis).items():
+        sizes = found.best_by(axis)
+        for size, row in sizes.items() if len(sizes) > 1 else ():
             table.add_row(
                 axis.replace("_", " "),
                 str(size),
@@ -253,7 +289,7 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
             for axis in COMPARED_AXES
         },
         "left_out": [dict(vars(each)) for each in found.left_out],
-        "best_fit": searched.reference.figures if searched.reference else None,
+        **{name: row and row.figures for name, row in searched.others.items()},
         "verdict": searched.verdict.figures
         | {
             "mesh": searched.advised.sizes,

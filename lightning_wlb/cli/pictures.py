@@ -1,16 +1,20 @@
 """Pictures of `lightning-wlb plan`: timelines of steps, also as a trace.
 
-Timelines are simulated steps by name, drawn on one time axis, or written for Perfetto or
-chrome://tracing. Cost: linear in the number of actions. A picture of more than a few thousand
-actions is better read as a trace.
+A step has a row for each pipeline rank of each replica; its context and tensor ranks work side by
+side. Timelines are drawn on one time axis, or written for Perfetto or chrome://tracing, and say for
+whom a rank waits: for the pipeline rank that sends what it needs next, for the replicas that share
+its next micro-batch, or at the end for the replica that is last. A picture of more than a few
+thousand actions is better read as a trace.
+
+Cost: linear in the number of actions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -33,36 +37,94 @@ MOST_LABELLED_RANKS = 32
 _UNITS = (("s", 10**9), ("ms", 10**6), ("µs", 10**3), ("ns", 1))
 
 
-def write_trace(path: Path, timelines: Mapping[str, Simulation]) -> None:
+Step = Sequence[Simulation]
+"""The simulations of all replicas of a step, which end together."""
+
+
+class Row(NamedTuple):
+    """A pipeline rank of a replica in a step.
+
+    Args:
+        name: as ``replica 0, rank 1``.
+        spans: its actions.
+        waits: begin and end in ns, and the name of the row that ends the wait, if it is known.
+        idle: share of the time from the replica's first action to the step's last in which it
+            waits.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    waits: tuple[tuple[int, int, str], ...]
+    idle: float
+
+
+def rows_of(step: Step) -> list[Row]:
+    """The rows of a step, replica by replica."""
+    single = len(step) == 1, all(len(replica.spans) == 1 for replica in step)
+    names: dict[tuple[int, int], str] = {}
+    by_micro_batch: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    ends: dict[int, str] = {}
+    for number, replica in enumerate(step):
+        for rank, spans in enumerate(replica.spans):
+            words = f"replica {number}", f"rank {rank}"
+            kept = [word for word, alone in zip(words, single, strict=True) if not alone]
+            name = names[number, rank] = ", ".join(kept) or "rank 0"
+            for action, _, end in spans:
+                by_micro_batch.setdefault((number, action.micro_batch), []).append((end, name))
+                ends[end] = name
+    rows = []
+    for number, replica in enumerate(step):
+        for rank, spans in enumerate(replica.spans):
+            name, waits, at = names[number, rank], [], replica.begin_ns
+            for action, begin, end in spans:
+                if begin > at:
+                    own = by_micro_batch[number, action.micro_batch]
+                    before = [each for each in own if each[0] <= begin and each[1] != name]
+                    end_before, other = max(before, default=(-1, ""))
+                    # What was sent before may still travel; else those that share it were late.
+                    waits.append((at, begin, other if end_before > at else ends.get(begin, other)))
+                at = end
+            if at < replica.compute_ns:
+                waits.append((at, replica.compute_ns, ends[replica.compute_ns]))
+            whole = replica.compute_ns - replica.begin_ns
+            idle = replica.idle_ns[rank] / whole if whole else 0.0
+            rows.append(Row(name, spans, tuple(waits), idle))
+    return rows
+
+
+def write_trace(path: Path, timelines: Mapping[str, Step]) -> None:
     """Write timelines in the Trace Event Format, as one JSON object, making the file's folder.
 
-    Each timeline is a process and each rank a thread of it. Actions are named as in a program
+    Each timeline is a process and each row a thread of it. Actions are named as in a program
     (``2F0``) and carry stage and micro-batch. Simulations with memory have a counter of bytes for
     each rank.
     """
     events: list[dict[str, Any]] = []
-    for process, (name, timeline) in enumerate(timelines.items()):
-        events += _events(process, name, timeline)
+    for process, (name, step) in enumerate(timelines.items()):
+        events += _events(process, name, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def _events(process: int, name: str, step: Simulation) -> Iterator[dict[str, Any]]:
+def _events(process: int, name: str, step: Step) -> Iterator[dict[str, Any]]:
     yield from _named("process", name, process, {"pid": process})
-    for rank, spans in enumerate(step.spans):
-        place = {"pid": process, "tid": rank}
-        yield from _named("thread", f"rank {rank}", rank, place)
-        for action, begin, end in spans:
+    memories = [memory for replica in step for memory in replica.memory]
+    for number, row in enumerate(rows_of(step)):
+        place = {"pid": process, "tid": number}
+        yield from _named("thread", row.name, number, place)
+        for action, begin, end in row.spans:
             arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
             kind = "forward" if action.kind == FORWARD else "backward"
             yield _bar(str(action), kind, begin, end, place, arguments)
-        if step.synchronisation_ns:
-            name, kind = "gradient synchronisation", "communication"
-            yield _bar(name, kind, step.compute_ns, step.total_ns, place, {})
-    for rank, changes in enumerate(step.memory):
+        for begin, end, other in row.waits:
+            yield _bar(f"waits for {other}" if other else "waits", "idle", begin, end, place, {})
+        if step[0].synchronisation_ns:
+            end, kind = step[0].total_ns, "communication"
+            yield _bar("gradient synchronisation", kind, step[0].compute_ns, end, place, {})
         # Without opened bytes there is one entry, the constant, and nothing to follow.
+        changes = memories[number] if number < len(memories) else ()
         for time, held in changes if len(changes) > 1 else ():
-            counter = {"name": f"bytes held by rank {rank}", "ph": "C", "pid": process}
+            counter = {"name": f"bytes held by {row.name}", "ph": "C", "pid": process}
             yield {**counter, "ts": time / 1000, "args": {"bytes": held}}
 
 
@@ -82,29 +144,30 @@ def _bar(
     return {"name": name, "cat": kind, "ph": "X", **times, **place, "args": arguments}
 
 
-def draw_gantt(path: Path, timelines: Mapping[str, Simulation], title: str) -> None:
+def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:
     """Draw timelines, at least one, below each other as PNG, making the file's folder.
 
-    A row is a rank, a bar an action with its micro-batch's number, if there is room for it. Beside
-    each row stands the fraction of the time before gradient synchronisation in which the rank runs
-    no action.
+    A bar is an action with its micro-batch's number, if there is room for it. Beside each row
+    stands the share of time in which it waits, and above each step that of all its rows.
     """
-    steps = timelines.values()
-    heights = [0.9 + min(0.36 * len(step.spans), 9.0) for step in steps]
+    steps = {name: (step, rows_of(step)) for name, step in timelines.items()}
+    heights = [0.9 + min(0.36 * len(rows), 9.0) for _, rows in steps.values()]
     figure = new_figure(12, sum(heights) + 0.9)
     figure.suptitle(title, fontsize=12)
     panels = figure.subplots(
         len(steps), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    end = max(step.total_ns for step in steps)
+    end = max(step[0].total_ns for step, _ in steps.values())
     unit, size = next((unit for unit in _UNITS if end >= 5 * unit[1]), _UNITS[-1])
-    stages = max([1, *(len(_stages(spans)) for step in steps for spans in step.spans)])
+    stages = max([1, *(len(_stages(row.spans)) for _, rows in steps.values() for row in rows)])
     numbered = False
-    for panel, (name, step) in zip(panels, timelines.items(), strict=True):
-        panel.set_title(f"{name}: {_shown(step.total_ns / size)} {unit}", fontsize=10, loc="left")
-        numbered |= _draw_rows(panel, step, size, stages, end)
+    for panel, (name, (step, rows)) in zip(panels, steps.items(), strict=True):
+        idle = sum(row.idle for row in rows) / len(rows)
+        shown = f"{name}: {_shown(step[0].total_ns / size)} {unit}, {idle:.1%} idle"
+        panel.set_title(shown, fontsize=10, loc="left")
+        numbered |= _draw_rows(panel, step[0], rows, size, stages, end)
     panels[-1].set_xlabel(f"time from the start of the step ({unit})", fontsize=9)
-    handles = _legend(stages, any(step.synchronisation_ns for step in steps))
+    handles = _legend(stages, any(step[0].synchronisation_ns for step, _ in steps.values()))
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -126,61 +189,64 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
             patches.append(Patch(facecolor=colour, label=kind + which))
     if synchronisation:
         patches.append(Patch(label="gradient synchronisation", **SYNCHRONISATION))
-    return [*patches, Patch(label="idle", **IDLE)]
+    return [*patches, Patch(label="waits", **IDLE)]
 
 
-def _draw_rows(panel: Axes, step: Simulation, size: int, stages: int, end: int) -> bool:
+def _draw_rows(
+    panel: Axes, step: Simulation, rows: Sequence[Row], size: int, stages: int, end: int
+) -> bool:
     """Draw a timeline, and return whether any bar had room for its micro-batch's number.
 
-    The time axis counts in units of ``size`` ns and ends at ``end`` ns; a rank of the picture has
-    at most so many ``stages``.
+    ``step`` is any replica of it. The time axis counts in units of ``size`` ns and ends at ``end``
+    ns; a row of the picture has at most so many ``stages``.
     """
     numbered = False
-    ranks = len(step.spans)
-    labelled = ranks <= MOST_LABELLED_RANKS
-    # The panel is about 10.5 inches wide, a digit of 7 points about 4.5.
-    room_for_digit = end / (10.5 * 72 / 4.5)
-    for rank, spans in enumerate(step.spans):
-        turns = _stages(spans)
+    labelled = len(rows) <= MOST_LABELLED_RANKS
+    # The panel is about 10 inches wide, a digit of 7 points about 4.5.
+    room_for_digit = end / (10 * 72 / 4.5)
+
+    def write(number: int, begin: int, stop: int, text: str, colour: str) -> bool:
+        fits = labelled and stop - begin >= (len(text) + 0.5) * room_for_digit
+        if fits:
+            look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
+            at = (begin + stop) / 2 / size
+            panel.text(at, number, text, color=colour, fontsize=7, **look)
+        return fits
+
+    for number, row in enumerate(rows):
+        turns = _stages(row.spans)
         colours = [
             _colour(action.kind == FORWARD, turns.index(action.stage), stages)
-            for action, _, _ in spans
+            for action, _, _ in row.spans
         ]
-        actions = [(begin, stop) for _, begin, stop in spans]
-        _bars(panel, rank, [(0, step.compute_ns)], size, zorder=1, **IDLE)
+        idle = [(begin, stop) for begin, stop, _ in row.waits]
+        _bars(panel, number, idle, size, zorder=1, **IDLE)
+        for begin, stop, other in row.waits:
+            if other:
+                for text in (f"waits for {other}", f"for {other}"):
+                    if write(number, begin, stop, text, "black"):
+                        break
         look = {"facecolors": colours, "edgecolors": "white", "linewidth": 0.4}
-        _bars(panel, rank, actions, size, zorder=2, **look)
-        for (action, begin, stop), colour in zip(spans, colours, strict=True):
+        _bars(panel, number, [each[1:] for each in row.spans], size, zorder=2, **look)
+        for (action, begin, stop), colour in zip(row.spans, colours, strict=True):
             text = str(action.micro_batch)
-            if labelled and stop - begin >= (len(text) + 0.5) * room_for_digit:
-                numbered = True
-                panel.text(
-                    (begin + stop) / 2 / size,
-                    rank,
-                    text,
-                    color=text_colour(colour),
-                    fontsize=7,
-                    ha="center",
-                    va="center_baseline",
-                    zorder=3,
-                )
+            numbered |= write(number, begin, stop, text, text_colour(colour))
         if step.synchronisation_ns:
             synchronisation = [(step.compute_ns, step.total_ns)]
-            _bars(panel, rank, synchronisation, size, zorder=2, linewidth=0.5, **SYNCHRONISATION)
+            _bars(panel, number, synchronisation, size, zorder=2, linewidth=0.5, **SYNCHRONISATION)
         if labelled and step.compute_ns:
-            busy = sum(span.end_ns - span.begin_ns for span in spans)
-            idle = f"{1 - busy / step.compute_ns:.0%} idle"
             beside = panel.get_yaxis_transform()
-            panel.text(1.005, rank, idle, transform=beside, fontsize=8, va="center")
+            idle_share = f"{row.idle:.0%} idle"
+            panel.text(1.005, number, idle_share, transform=beside, fontsize=8, va="center")
     panel.set_xlim(0, end / size or 1)
-    panel.set_ylim(ranks - 0.5, -0.5)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right", "left"]].set_visible(False)
     if labelled:
-        panel.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        panel.set_yticks(range(len(rows)), [row.name for row in rows])
         panel.tick_params(axis="y", length=0)
     else:
-        panel.set_ylabel("rank", fontsize=9)
+        panel.set_ylabel("pipeline ranks of all replicas", fontsize=9)
     return numbered
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -44,13 +44,13 @@ from lightning_wlb.cli.request import (
 from lightning_wlb.cli.shared_options import (
     GENERATOR_A,
     STORE_FILES,
-    STORES,
     add_model,
     packing_option_names,
     report_head,
 )
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE
+from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.plan.plan_files import write_plans
@@ -65,22 +65,25 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "packing": ("packing", str),
     "sharding": ("sharding", str),
     "imbalance_pipeline_aggregate": ("imbalance\npipeline", "{:.3f}".format),
-    "imbalance_data_aggregate": ("\ndata", "{:.3f}".format),
-    "imbalance_context_aggregate": ("\ncontext", "{:.3f}".format),
+    "imbalance_data_aggregate": ("imbalance\ndata", "{:.3f}".format),
+    "imbalance_context_aggregate": ("imbalance\ncontext", "{:.3f}".format),
     "tokens_per_step": ("tokens\nper step", "{:,.0f}".format),
     "tokens_per_step_spread": ("\n±", "{:.1%}".format),
     "delay_mean": ("delay\n(steps)", "{:.2f}".format),
-    "bubble": ("bubble", "{:.1%}".format),
+    "idle": ("idle", "{:.1%}".format),
     "step_ms_mean": ("step (ms)\nmean", "{:,.1f}".format),
     "step_ms_p99": ("\np99", "{:,.1f}".format),
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "model_flop_utilisation": ("MFU", "{:.1%}".format),
-    "peak_gigabytes": ("memory\n(GB)", "{:.1f}".format),
+    "peak_gigabytes": ("memory\n(GB)", "{:.3g}".format),
     "recomputed": ("recom-\nputed", "{:.0%}".format),
     "speedup_per_token": ("speed-up\ntokens", "{:.3f}".format),
-    "speedup_per_flop": ("\nFLOPs", "{:.3f}".format),
+    "speedup_per_flop": ("speed-up\nFLOPs", "{:.3f}".format),
 }
 """The figures of a row that the table shows: each one's heading and format."""
+
+NEEDS_ONE = ("delay_mean", "recomputed")
+"""Columns that are shown where a row has more than zero there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         required=True,
         metavar="SOURCE",
-        help=f"{', '.join([*STORES, GENERATOR_A])}, a .npy or text file of lengths in tokens, or a"
-        f" folder or file ({', '.join(STORE_FILES)}) of documents, or a mapping of them, as in"
-        " '{tokens: tokens.npy, offsets: offsets.npy}'",
+        help=f"{GENERATOR_A}, a .npy or text file of lengths in tokens, or documents as"
+        f" WLBDataModule takes them: stdlib, a folder or file ({', '.join(STORE_FILES)}), or a"
+        " mapping, as in '{texts: texts.jsonl, tokenizer: tokenizer.json}'",
     )
     add(
         "--context-window",
@@ -109,8 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--long-documents",
         choices=get_args(LongDocuments),
-        default="error",
-        help="what to do with documents above the window (default: error)",
+        default=DataSettings.long_documents,
+        help="what becomes of documents above the window (default: split, as in training)",
     )
     add(
         "--steps",
@@ -123,8 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = run.add_argument
     add_model(
         run,
-        also="; or a Hugging Face config: its config.json or the folder of that, a name on the hub,"
-        " or a LightningCLI YAML with one",
+        also="; or a Hugging Face config: its config.json or the folder of that, a name on the hub;"
+        " or a LightningCLI YAML with a config",
     )
     add(
         "--mesh",
@@ -152,13 +155,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype in which tensor- and context-parallel ranks send what they add up (default:"
         " float32 or wider)",
     )
-    add("--compile", action="store_true", help="predict runs of LanguageModule(compile=True)")
+    add("--compile", action="store_true", help="predict runs of modules with compile=True")
     add("--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device")
     add(
         "--activation-checkpointing",
         choices=get_args(ActivationCheckpointing),
-        default="auto",
-        help="auto (default): each plan chooses for each micro-batch, as little as memory allows",
+        help="auto: each plan chooses for each micro-batch, as little as memory allows (default:"
+        " what the YAML says, or auto)",
     )
 
     add = parser.add_argument_group("what to compare").add_argument
@@ -211,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--picture",
         type=Path,
-        help="PNG: a typical step of each row as a timeline",
+        help="PNG: a typical step of each row as a timeline, and who waits for whom",
     )
     add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     add(
@@ -244,7 +247,7 @@ def run(arguments: argparse.Namespace) -> None:
     comparison = compare(requests)
     console.print(_table(comparison))
     for row in comparison.too_large:
-        filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.1f} GB"
+        filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.3g} GB"
         console.print(f"Does not fit in memory: {filled}.", highlight=False)
     verdict = judged(comparison)
     for line in verdict.lines:
@@ -259,7 +262,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_plans(arguments.write, (step.plan for step in row.steps), about)
         told = f"Plans of {len(row.steps)} steps with packing {row.packing}: {arguments.write}"
         console.print(told, soft_wrap=True, highlight=False)
-    shown: dict[str, Simulation] = {}
+    shown: dict[str, Sequence[Simulation]] = {}
     if arguments.picture is not None or arguments.trace is not None:
         shown = _typical_steps(comparison)
     if arguments.picture is not None:
@@ -282,17 +285,15 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
 
 
-def _typical_steps(comparison: Comparison) -> dict[str, Simulation]:
-    """The replica that ends last in a typical step of each row, by the row's name."""
-
-    def end(simulation: Simulation) -> int:
-        return max((span.end_ns for rank in simulation.spans for span in rank), default=0)
-
-    steps = [(row, row.typical_step) for row in comparison.forecasts]
+def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
+    """A step of each row, typical of it and of about as many tokens as those of the others."""
+    data = comparison.request.data
+    steps = [
+        (row, row.typical_step(data.micro_batches * data.context_window))
+        for row in comparison.forecasts
+    ]
     return {
-        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": max(
-            step.simulations, key=end
-        )
+        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
         for row, step in steps
     }
 
@@ -302,24 +303,29 @@ def _table(comparison: Comparison) -> Table:
     table = Table(
         title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
-        f" ({request.mesh.devices} devices), {request.schedule}",
+        f" ({request.mesh.devices} devices)"
+        f"{f', {request.schedule}' if request.mesh.pipeline > 1 else ''}",
         caption=(
             f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
             f" checkpointing: {request.activation_checkpointing}; micro-batches of up to"
             f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as"
             f" long{' and recompute all' if request.activation_checkpointing == 'auto' else ''}."
-            " Imbalance degrees are aggregates, 1 is balanced. Speed-up over"
+            " Imbalance degrees are aggregates, 1 is balanced. Idle: of the ranks' time, waits for"
+            " slower replicas included. Speed-up over"
             f" {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model FLOP (cutting"
             " a document saves attention, so packings that cut differently differ here)."
         ),
         title_justify="left",
         caption_justify="left",
     )
-    for heading, _ in COLUMNS.values():
+    flat = [f"imbalance_{axis}_aggregate" for axis in AXES if getattr(request.mesh, axis) == 1]
+    left_out = {*flat, *(name for name in NEEDS_ONE if not any(row[name] for row in rows))}
+    shown = {name: column for name, column in COLUMNS.items() if name not in left_out}
+    for heading, _ in shown.values():
         table.add_column(heading, justify="left" if heading in ("packing", "sharding") else "right")
     for row in rows:
-        table.add_row(*(form(row[name]) for name, (_, form) in COLUMNS.items()))
+        table.add_row(*(form(row[name]) for name, (_, form) in shown.items()))
     return table
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.cli.shared_options import (
+    GivenModel,
     Lengths,
+    given_model,
     load_lengths,
     mesh_of,
-    model_shape,
     names_of,
     packing_options,
 )
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.planning import DataSettings
@@ -27,7 +27,8 @@ from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
 
 BASELINE = "original"
 REFERENCE = "best_fit"
-"""What most would do without this package: whole documents, packed by their tokens."""
+PRACTICE = {BASELINE: "cutting and concatenating", REFERENCE: "whole documents, packed by tokens"}
+"""What people do without this package."""
 
 COMPARED = f"{BASELINE},{REFERENCE},wlb,{DataSettings.packing}"
 """The packings that are compared where none are named."""
@@ -58,7 +59,8 @@ def comparison_of(arguments: argparse.Namespace) -> list[MeshRequest]:
     """
     check_counts(arguments)
     mesh = mesh_of(arguments.mesh)
-    shape = model_shape(arguments.model)
+    model = given_model(arguments.model)
+    shape = model.shape
     if arguments.devices not in (None, mesh.devices):
         raise ValueError(
             f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
@@ -78,7 +80,7 @@ def comparison_of(arguments: argparse.Namespace) -> list[MeshRequest]:
     }
     schedule = arguments.schedule or "1f1b"
     baseline = MeshRequest(
-        **run_of(arguments, shape, settings[BASELINE], arguments.steps or STEPS),
+        **run_of(arguments, model, settings[BASELINE], arguments.steps or STEPS),
         devices=mesh.devices,
         fixed=dict(zip(AXES, mesh.shape, strict=True)),
         schedule=schedule,
@@ -128,9 +130,8 @@ def search_of(arguments: argparse.Namespace) -> MeshRequest:
     (packing,), (sharding,) = packings, shardings
     options = packing_options(arguments.packing_option, packings).get(packing, {})
     data = settings_of(arguments, arguments.micro_batches, packing, options)
-    shape = model_shape(arguments.model)
     return MeshRequest(
-        **run_of(arguments, shape, data, arguments.steps or MESH_STEPS),
+        **run_of(arguments, given_model(arguments.model), data, arguments.steps or MESH_STEPS),
         devices=arguments.devices,
         fixed=_fixed(arguments.mesh),
         schedule=arguments.schedule,
@@ -169,7 +170,7 @@ def check_counts(arguments: argparse.Namespace) -> None:
 
 
 def run_of(
-    arguments: argparse.Namespace, shape: ModelShape, data: DataSettings, steps: int
+    arguments: argparse.Namespace, model: GivenModel, data: DataSettings, steps: int
 ) -> dict[str, Any]:
     """What a request takes from the arguments whether its mesh is given or searched for.
 
@@ -177,15 +178,17 @@ def run_of(
         ValueError: a mistake in them, with the remedy.
     """
     profile, rest = profile_of(arguments)
+    settings = model.settings
     return {
-        "lengths": lengths_of(arguments, data.micro_batches, steps),
-        "shape": shape,
+        "lengths": lengths_of(arguments, data.micro_batches, steps, model.shape.vocab_size),
+        "shape": model.shape,
         "data": data,
         "profile": profile,
-        "activation_checkpointing": arguments.activation_checkpointing,
+        "activation_checkpointing": arguments.activation_checkpointing
+        or settings.get("activation_checkpointing", "auto"),
         "rest_dtype": rest,
         "reduce_dtype": arguments.reduce_dtype or "float32",
-        "compiled": arguments.compile,
+        "compiled": arguments.compile or bool(settings.get("compile")),
         "steps": steps,
     }
 
@@ -205,12 +208,16 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
             f"--reduce-dtype {reduced} would round what is computed in {compute}. Leave it out, or"
             " give a --precision that computes in bfloat16."
         )
-    if arguments.devices_per_node is not None:
-        profile = replace(profile, devices_per_node=arguments.devices_per_node)
+    # All ranks on processors are taken to be of one machine.
+    machine = arguments.devices if profile.device_type == "cpu" else None
+    if per_node := arguments.devices_per_node or machine:
+        profile = replace(profile, devices_per_node=per_node)
     return profile, rest
 
 
-def lengths_of(arguments: argparse.Namespace, micro_batches: int, steps: int) -> Lengths:
+def lengths_of(
+    arguments: argparse.Namespace, micro_batches: int, steps: int, vocab_size: int
+) -> Lengths:
     """Tokens of each document.
 
     Raises:
@@ -222,6 +229,7 @@ def lengths_of(arguments: argparse.Namespace, micro_batches: int, steps: int) ->
         micro_batches=micro_batches,
         steps=steps,
         seed=arguments.seed,
+        vocab_size=vocab_size,
     )
     _check_window(lengths, arguments)
     return lengths

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
+_YAML = (".yaml", ".yml")
 _SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 
 
@@ -29,8 +30,8 @@ def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
         "--model",
         required=True,
         help=f"{', '.join(PRESETS)}; or all of {', '.join(_SIZES)}, as in"
-        " dim=64,layers=4,...; or a preset and sizes that replace its own, as in"
-        f" 7b,layers=16{also}",
+        f" dim=64,layers=4,...{also}; each may be followed by fields that replace its own, as in"
+        " 7b,layers=16",
     )
 
 
@@ -40,18 +41,14 @@ def model_config(text: str) -> TransformerConfig:
     Raises:
         ValueError: a preset or size is unknown, a size is missing or not a number.
     """
-    first, *rest = text.split(",")
-    sizes = [first, *rest] if "=" in first else rest
-    overrides: dict[str, Any] = {}
-    for word in sizes:
-        name, _, value = word.partition("=")
-        try:
-            overrides[name] = int(value)
-        except ValueError as error:
+    first, overrides = _with_changes(text)
+    for name, value in overrides.items():
+        if not isinstance(value, int):
             raise ValueError(
-                f"--model {text!r}: {word!r} is not a size; write name=number, as in layers=32."
-            ) from error
-    if "=" not in first:
+                f"--model {text!r}: '{name}={value}' is not a size; write name=number, as in"
+                " layers=32."
+            )
+    if first:
         return TransformerConfig.preset(first, **overrides)
     missing = [name for name in _SIZES if name not in overrides]
     if missing:
@@ -62,32 +59,84 @@ def model_config(text: str) -> TransformerConfig:
     return TransformerConfig.preset("tiny", **overrides)
 
 
-def model_shape(text: str) -> ModelShape:
-    """The shape of a model of any kind that ``plan --model`` takes.
+def _with_changes(text: str) -> tuple[str, dict[str, Any]]:
+    """``7b`` and ``{"layers": 16}`` from ``7b,layers=16``; values are JSON, or else text."""
+    first, *words = text.split(",")
+    if "=" in first:
+        first, words = "", [first, *words]
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"--model {text!r}: {word!r} is no name=value, as in layers=32.")
+        changes[name] = _json_or_text(value)
+    return first, changes
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """The model that ``plan --model`` names.
+
+    Args:
+        shape: the sizes of its layers.
+        changes: fields that replace its own.
+        file: the LightningCLI YAML that it is in, if it is in one.
+        settings: what that file says of it beside its config, by argument of its class.
+        hugging_face: whether it is of transformers.
+    """
+
+    shape: ModelShape
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    hugging_face: bool = False
+
+
+def given_model(text: str) -> GivenModel:
+    """A model of any kind that ``plan --model`` takes.
 
     Args:
         text: as for :func:`model_config`; or the path of a folder with a Hugging Face
             ``config.json``, of that file, or of a LightningCLI YAML whose model has a config; or a
-            name on the hub, with a slash in it.
+            name on the hub, with a slash in it; any of them with changes, as in
+            ``run.yaml,vocab_size=50000``.
 
     Raises:
         ValueError: the text or the config cannot be understood, or transformers is not installed.
     """
-    path = Path(text)
-    if not path.exists() and "/" not in text and path.suffix not in (".json", ".yaml", ".yml"):
-        return model_config(text).shape
-    if path.suffix in (".yaml", ".yml"):
-        return _shape_of_config(_config_of_yaml(path))
-    return _shape_of_config(text)
+    first, changes = _with_changes(text)
+    path = Path(first)
+    if not first or not (path.exists() or "/" in first or path.suffix in (".json", *_YAML)):
+        return GivenModel(model_config(text).shape, changes)
+    file, settings = "", dict[str, Any]()
+    config: Any = first
+    if path.suffix in _YAML:
+        file, settings = first, _settings_in(path)
+        config = settings.pop("config")
+    if isinstance(config, str) and config in PRESETS:
+        shape = TransformerConfig.preset(config, **changes).shape
+    elif isinstance(config, Mapping) and "model_type" not in config:
+        shape = as_config({**config, **changes}).shape
+    else:
+        return GivenModel(_foreign_shape(config, changes), changes, file, settings, True)
+    return GivenModel(shape, changes, file, settings)
 
 
-def _config_of_yaml(path: Path) -> Any:
-    """The model's config in a LightningCLI YAML."""
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The arguments of the model in a LightningCLI YAML; its ``config`` is among them."""
     import yaml
 
     try:
         model = yaml.safe_load(read_bytes(path).decode())["model"]
-        return model.get("init_args", model)["config"]
+        settings = dict(model.get("init_args", model))
+        return {**settings, "config": settings["config"]}
     except OSError as error:
         raise ValueError(f"--model {path}: {error.strerror or error}.") from error
     except Exception as error:  # a file that is made up leads to many
@@ -97,19 +146,18 @@ def _config_of_yaml(path: Path) -> Any:
         ) from error
 
 
-def _shape_of_config(config: Any) -> ModelShape:
-    """The shape for a preset's name, a mapping of either kind, or a Hugging Face folder or name."""
-    if isinstance(config, str) and config in PRESETS:
-        return TransformerConfig.preset(config).shape
-    if isinstance(config, Mapping) and "model_type" not in config:
-        return as_config(config).shape
+def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:
+    """The shape for a Hugging Face config, folder or name."""
     try:
         from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
     except ImportError as error:
         raise ValueError(
             f"--model: a Hugging Face config needs {error.name}: pip install 'lightning-wlb[hf]'"
         ) from error
-    return shape_of(read_config(config))
+    if changes and not isinstance(config, Mapping):
+        config = read_config(config).to_dict()
+        del config["transformers_version"]
+    return shape_of(read_config({**config, **changes} if changes else config))
 
 
 def mesh_of(text: str) -> Mesh:
@@ -144,9 +192,9 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
 def packing_option_names() -> list[str]:
     """Every option of every packing with its default, as in ``wlb.queues=2``."""
     return [
-        f"{method}.{field.name}={json.dumps(field.default)}"
+        f"{method}.{option.name}={json.dumps(option.default)}"
         for method, packer in PACKINGS.items()
-        for field in fields(packer.Options)
+        for option in fields(packer.Options)
     ]
 
 
@@ -173,21 +221,11 @@ def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, d
                 f"--packing-option {text!r}: {method!r} is not compared; --packing names"
                 f" {', '.join(methods)}."
             )
-        try:
-            options.setdefault(method, {})[option] = json.loads(value)
-        except json.JSONDecodeError:
-            options.setdefault(method, {})[option] = value
+        options.setdefault(method, {})[option] = _json_or_text(value)
     return options
 
 
 Lengths = npt.NDArray[np.int64]
-
-STORES: dict[str, Literal["file", "definition"]] = {
-    "stdlib": "file",
-    "stdlib-definitions": "definition",
-}
-"""Lengths by name: the files of Python's standard library in bytes, and its top-level functions and
-classes, which ``WLBDataModule("stdlib")`` trains on."""
 
 GENERATOR_A = "generator-a"
 
@@ -196,33 +234,36 @@ STORE_FILES = (".arrow", ".parquet", ".bin", ".idx", ".jsonl", ".jsonl.gz")
 
 
 def load_lengths(
-    source: str, *, context_window: int, micro_batches: int, steps: int, seed: int
+    source: str,
+    *,
+    context_window: int,
+    micro_batches: int,
+    steps: int,
+    seed: int,
+    vocab_size: int = 0,
 ) -> Lengths:
     """Lengths in tokens, int64 [documents].
 
     Args:
-        source: a name in :data:`STORES`, ``"generator-a"``, or the path of a ``.npy`` file with
-            integers or of a text file with one integer per line or word. A file of
-            :data:`STORE_FILES`, a mapping such as ``{tokens: tokens.npy, offsets: offsets.npy}`` in
-            YAML, and what is no file, is opened as documents.
+        source: ``"generator-a"``, or the path of a ``.npy`` file with integers or of a text file
+            with one integer per line or word. A file of :data:`STORE_FILES`, a mapping such as
+            ``{tokens: tokens.npy, offsets: offsets.npy}`` in YAML, and what is no file, is opened
+            as :class:`.WLBDataModule` opens its documents.
         context_window: bounds the generator's documents.
         micro_batches: per global batch; with ``steps``, how many documents are generated.
         steps: that are to be planned.
         seed: the generator's.
+        vocab_size: the model's, which may not be less than the documents'; 0: not known.
 
     Raises:
         ValueError: a file cannot be read or does not hold lengths, documents are of an unknown
-            kind, or ``source`` is a mixture.
+            kind or have more tokens than the model, or ``source`` is a mixture.
     """
-    if source in STORES:
-        from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-
-        return StdlibDocuments(unit=STORES[source]).lengths
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)
     if path.name.endswith(STORE_FILES) or not path.is_file():
-        return _lengths_of_documents(source)
+        return _lengths_of_documents(source, vocab_size)
     return _lengths_in_file(path)
 
 
@@ -240,12 +281,12 @@ def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -
         count *= 2
 
 
-def _lengths_of_documents(source: str) -> Lengths:
-    plain = Path(source).suffix and not set(source) & set("{}*?[]")
+def _lengths_of_documents(source: str, vocab_size: int) -> Lengths:
+    plain = source != "stdlib" and not set(source) & set("{}*?[]")
     if plain and not any(Path(source + end).exists() for end in ("", ".bin")):
-        named = ", ".join([*STORES, GENERATOR_A])
         raise ValueError(
-            f"--lengths: there is no file {source}. Give {named}, a file of lengths, or documents."
+            f"--lengths: there is no file or folder {source}. Give {GENERATOR_A}, stdlib, a file of"
+            " lengths, or documents."
         )
     # Documents need pyarrow and torch, which plain lengths do without.
     import yaml
@@ -256,18 +297,24 @@ def _lengths_of_documents(source: str) -> Lengths:
     try:
         store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
     except (ValueError, yaml.YAMLError) as error:
-        named = ", ".join([*STORES, GENERATOR_A])
-        raise ValueError(f"--lengths: {error} Or give {named}, or a file of lengths.") from error
+        raise ValueError(
+            f"--lengths: {error} Or give {GENERATOR_A}, or a file of lengths."
+        ) from error
     if isinstance(store, MixedDocuments):
         raise ValueError(
             "--lengths: a mixture takes its stores in other proportions than those of their"
             " documents, which plan does not know. Give its stores one by one."
         )
+    if store.vocab_size is not None and 0 < vocab_size < store.vocab_size:
+        raise ValueError(
+            f"--lengths: the documents have {store.vocab_size} different tokens, the model a"
+            f" vocabulary of {vocab_size}. Give --model ...,vocab_size={store.vocab_size} or more."
+        )
     return store.lengths
 
 
 def _lengths_in_file(path: Path) -> Lengths:
-    known = f"--lengths takes {', '.join([*STORES, GENERATOR_A])}, a file of lengths, or documents"
+    known = f"--lengths takes {GENERATOR_A}, stdlib, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
             # Whatever size is claimed, there must be a file of it.

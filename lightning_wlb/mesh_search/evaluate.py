@@ -25,15 +25,10 @@ from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
-LOSSES = (
-    "pipeline bubble",
-    "gathering parameters",
-    "tensor-parallel communication",
-    "attention imbalance",
-    "exchange of keys",
-    "recomputation",
-)
-"""What ranks spend time on beside arithmetic; the bubble includes waits for slower replicas."""
+IDLE = "waiting for other ranks"
+COMMUNICATION = ("gathering parameters", "tensor-parallel communication", "exchange of keys")
+LOSSES = (IDLE, *COMMUNICATION, "attention imbalance", "recomputation")
+"""What ranks spend time on beside arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,14 @@ class MeshRow:
         return (self.steps_ns / self.flops) / (other.steps_ns / other.flops)
 
     @property
-    def bubble(self) -> float:
-        """Share of the ranks' time in which they wait for each other in the pipeline."""
-        return self.shares["pipeline bubble"]
+    def idle(self) -> float:
+        """Share of the ranks' time in which they wait, in the pipeline or for slower replicas."""
+        return self.shares[IDLE]
+
+    @property
+    def communication_ns(self) -> float:
+        """Time of all steps that a rank spends on communication."""
+        return sum(self.shares[name] for name in COMMUNICATION) * self.steps_ns
 
     @property
     def bound_by(self) -> str:
@@ -99,7 +99,7 @@ class MeshRow:
     @property
     def figures(self) -> dict[str, Any]:
         """Plain data, derived figures included."""
-        derived = ("step_ms", "tokens_per_second", "bubble", "bound_by")
+        derived = ("step_ms", "tokens_per_second", "idle", "bound_by")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
@@ -123,7 +123,8 @@ class MeshChoice:
     """Which mesh to take.
 
     Args:
-        rows: meshes planned by the device profile, best first; at least one.
+        rows: meshes planned by the device profile, best first; at least one. The first has least
+            communication of those within :data:`~.search.CLOSE` of the fastest.
         others: meshes planned by exact work only, best first; perhaps on fewer steps.
         left_out: meshes that were not simulated, or whose simulation does not fit in memory.
         digest: :attr:`.MeshRequest.digest` of the request.
@@ -265,7 +266,7 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
     for step in steps:
         ranks = latency.mesh.pipeline * latency.mesh.data
         whole += ranks * step.total_ns
-        spent["pipeline bubble"] += sum(sum(each.idle_ns) for each in step.simulations)
+        spent[IDLE] += sum(sum(each.idle_ns) for each in step.simulations)
         spent["gathering parameters"] += sum(
             latency.mesh.pipeline * (each.begin_ns + each.synchronisation_ns)
             for each in step.simulations

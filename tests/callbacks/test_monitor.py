@@ -22,6 +22,7 @@ from lightning_wlb.callbacks.run_summary import LEVELS, summary_table
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.mesh import AXES
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.schedule.actions import Action, Timing
@@ -211,16 +212,28 @@ def test_the_table_shows_the_run():
     summary |= {"seconds_per_million_tokens": 141.8, "tokens_per_second_per_device": 3527}
     summary |= {"tflops_per_device": 0.012, "delay_mean": 0.53, "delay_max": 4, "drain_steps": 0}
     console = Console(record=True, width=100, file=io.StringIO())
-    console.print(summary_table(summary, "data 2"))
+    console.print(summary_table(summary, {"data": 2, "pipeline": 2, "context": 1, "tensor": 1}))
     rows = [re.split(r"[\s│]{2,}", line.strip(" │")) for line in console.export_text().split("\n")]
     assert ["imbalance, pipeline level", "1.000", "1.016", "1.031"] in rows
-    assert ["imbalance, context level", "1.250", "1.266", "1.281"] in rows
+    assert not any("context" in row[0] for row in rows)
     assert ["step time (s)", "0.250", "0.500"] in rows
     assert ["wait for the loader (s)", "0.010", "0.040", "3.9%"] in rows
     assert ["as predicted (profile)", "0.200"] in [[cell.strip() for cell in row] for row in rows]
     assert ["delay (steps)", "0.530", "max 4"] in rows
     assert ["tokens per step", "1,764", "± 4.6%"] in rows
     assert not any(row[0].startswith("model FLOP util") for row in rows)
+    # Of a run that is all warm-up nothing is measured, and nothing waits.
+    for name in summary:
+        if name.startswith(("seconds", "loader", "tokens_per_second", "tflops")):
+            summary[name] = float("nan")
+    console.print(
+        summary_table(summary | {"timed_steps": 0, "delay_max": 0}, dict.fromkeys(AXES, 1))
+    )
+    text = console.export_text()
+    assert "7 steps, 12,345 tokens; all of them warm-up, so that no time is shown." in " ".join(
+        text.split()
+    )
+    assert not any(word in text for word in ("nan", "–", "imbalance,", "delay", "(s)"))
 
 
 def test_wrong_use_is_answered(tmp_path: Path):

@@ -2,14 +2,19 @@
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lightning_wlb.cli.forecast import Verdict, compare, judged
+from lightning_wlb.cli.forecast import Comparison, Forecast, Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import comparison_of
 from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import AXES
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.planning import DataSettings
 
 
 def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdict:
@@ -22,6 +27,34 @@ def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdic
     return judged(compare(comparison_of(parser.parse_args(given))))
 
 
+def test_what_trains_by_default_is_advised_unless_another_is_worth_more(tmp_path: Path) -> None:
+    request = MeshRequest(
+        lengths=np.array([100]), shape=TransformerConfig().shape, data=DataSettings(128, 1),
+        profile=Profile.load("cpu"), devices=1, fixed=dict.fromkeys(AXES, 1), virtual_stages=1,
+    )  # fmt: skip
+
+    def chosen(**tokens_per_second: int) -> str:
+        rows = [row(name, speed) for name, speed in tokens_per_second.items()]
+        verdict = judged(Comparison(request, rows, []))
+        assert verdict.original is not None
+        assert (verdict.original.packing, verdict.reference.packing) == ("original", "best_fit")
+        return verdict.chosen.packing
+
+    assert chosen(original=900, best_fit=100, wlb=102, auto=100) == "auto"
+    assert chosen(original=900, best_fit=100, wlb=104, auto=100) == "wlb"
+    assert chosen(original=900, best_fit=100, wlb=102) == "wlb"
+
+
+def row(packing: str, tokens_per_second: int) -> Forecast:
+    plan = SimpleNamespace(tokens=tokens_per_second, delay=0.0)
+    step = SimpleNamespace(total_ns=10**9, flops=1, plan=plan)
+    return Forecast(packing, "adaptive", [step])
+
+
+def floor(quotient: float) -> str:
+    return f"{int(quotient * 100) / 100:.2f}"
+
+
 LONG = ("--mesh", "2,2,1,1", "--context-window", "65536", "--micro-batches", "8")
 
 
@@ -32,15 +65,23 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert verdict.reference.packing == "best_fit"
     speeds = [each.tokens_per_second for each in (verdict.chosen, verdict.reference)]
     assert verdict.gain == pytest.approx(speeds[0] / speeds[1])
-    title, advice = verdict.lines
+    title, advice, cut, whole, share = verdict.lines
     accuracy = Profile.load("h100").accuracy
     assert title == f"Verdict, simulated with profile h100, {accuracy}:"
     assert accuracy.startswith("which is not measured: others' published figures of such devices")
     assert accuracy.endswith("in the median, none of this package (docs/accuracy.md)")
-    assert f"{verdict.gain:.2f} times the tokens/s of best_fit" in advice
-    assert "Take packing wlb with sharding adaptive on mesh 2,2,1,1" in advice
-    assert f"Tokens wait {verdict.chosen.delay:.2f} steps on average." in advice
-    assert all("simulated with" in line and "h100" in line for line in verdict.lines)
+    assert advice == "Take packing wlb with sharding adaptive on mesh 2,2,1,1."
+    figures = verdict.figures
+    assert cut.startswith("Beside cutting and concatenating (original): wlb has")
+    assert f"{floor(figures['times_original'])} times its tokens/s" in cut
+    per_flop = figures["times_original_for_equal_work"]
+    assert cut.endswith(f", {floor(per_flop)} times for equal work, and cuts no document.")
+    assert per_flop > figures["times_original"]
+    assert whole.startswith(
+        f"Beside whole documents, packed by tokens (best_fit): wlb has {floor(verdict.gain)} times"
+    )
+    assert f"; tokens wait {verdict.chosen.delay:.2f} steps on average." in share
+    assert share.endswith("--mesh auto gives each its own best one.")
 
 
 def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> None:
@@ -50,10 +91,9 @@ def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> Non
     verdict = verdict_of(lengths, tmp_path, *mesh)
     assert not verdict.worth_it
     assert verdict.attention < 0.05
-    _, refusal, instead = verdict.lines
-    assert refusal.startswith("Not for you: on mesh 4,1,1,1 the best packing compared here, ")
-    assert "and 3% more are asked" in refusal
-    assert "simulated with h100" in refusal
-    assert instead.startswith("Take best_fit with sharding adaptive")
+    assert verdict.lines[1] == (
+        "Balancing is not for you: 3% more tokens/s than best_fit are asked of auto. Take packing"
+        " best_fit with sharding adaptive on mesh 4,1,1,1."
+    )
     assert verdict.figures["packing"] == "best_fit"
     assert verdict.figures["worth_it"] is False

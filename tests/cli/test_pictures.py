@@ -1,9 +1,17 @@
 import json
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from matplotlib.image import imread
 
-from lightning_wlb.cli.pictures import draw_gantt, write_trace
+from lightning_wlb.cli.pictures import draw_gantt, rows_of, write_trace
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.mesh_search.evaluate import evaluate
+from lightning_wlb.mesh_search.request import MeshRequest
+from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.schedule.programs import make_programs
 from tests.schedule.support import parse_program, simulate
 
@@ -20,7 +28,7 @@ def predicted():
 
 def test_trace(tmp_path):
     path = tmp_path / "made" / "trace.json"
-    write_trace(path, {"one": predicted(), "other": predicted()})
+    write_trace(path, {"one": [predicted()], "other": [predicted()]})
     events = json.loads(path.read_text())["traceEvents"]
     bars = [
         (e["pid"], e["tid"], e["name"], e["cat"], e["ts"], e["dur"], e["args"])
@@ -31,9 +39,12 @@ def test_trace(tmp_path):
     assert bars == [
         (0, 0, "0F0", "forward", 0.0, 2.5, place[0]),
         (0, 0, "0B0", "backward", 9.0, 4.0, place[0]),
+        (0, 0, "waits for rank 1", "idle", 2.5, 6.5, {}),
         (0, 0, "gradient synchronisation", "communication", 13.0, 1.0, {}),
         (0, 1, "1F0", "forward", 2.5, 2.5, place[1]),
         (0, 1, "1B0", "backward", 5.0, 4.0, place[1]),
+        (0, 1, "waits for rank 0", "idle", 0.0, 2.5, {}),
+        (0, 1, "waits for rank 0", "idle", 9.0, 4.0, {}),
         (0, 1, "gradient synchronisation", "communication", 13.0, 1.0, {}),
     ]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -52,6 +63,29 @@ def test_trace(tmp_path):
     ]
 
 
+def test_rows_are_of_all_replicas_and_wait_as_long_as_the_table_says():
+    lengths, data = [900, 100, 200, 300, 400, 500, 600], DataSettings(1024, 3, shuffle=False)
+    shape = TransformerConfig(layers=4).shape
+    for mesh in (Mesh(data=2), Mesh(data=2, pipeline=2), Mesh(pipeline=2)):
+        sizes = dict(zip(AXES, mesh.shape, strict=True))
+        request = MeshRequest(
+            np.array(lengths), shape, data, Profile.load("cpu"), mesh.devices, 4, fixed=sizes
+        )
+        (step,) = evaluate(replace(request, steps=1), mesh).steps
+        rows = rows_of(step.simulations)
+        assert len({row.name for row in rows}) == len(rows) == mesh.data * mesh.pipeline
+        # Only replicas with the same beginning weigh the same in the mean.
+        assert len({each.begin_ns for each in step.simulations}) == 1
+        assert sum(row.idle for row in rows) / len(rows) == pytest.approx(step.bubble)
+        first, last = step.simulations[0].begin_ns, step.simulations[0].compute_ns
+        names = {row.name for row in rows}
+        for row in rows:
+            parts = sorted([*row.waits, *((*span[1:], "") for span in row.spans)])
+            assert [part[0] for part in parts] == [first, *(part[1] for part in parts[:-1])]
+            assert parts[-1][1] == last
+            assert all(other in names - {row.name} for *_, other in row.waits)
+
+
 def share(pixels, colour):
     wanted = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
     return float((np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).mean())
@@ -61,7 +95,7 @@ def test_gantt_shows_forward_and_backward_in_proportion(tmp_path):
     path = tmp_path / "made" / "gantt.png"
     programs = make_programs("interleaved", 2, 4, 2)
     found = simulate(programs, lambda action: 100 if action.kind == "F" else 200)
-    draw_gantt(path, {"interleaved": found}, "a title")
+    draw_gantt(path, {"interleaved": [found]}, "a title")
     pixels = imread(path)
     dark, light = share(pixels, "#08306b"), share(pixels, "#4292c6")
     orange, pale = share(pixels, "#e69f00"), share(pixels, "#fbe3a8")
@@ -75,5 +109,5 @@ def test_gantt_shows_forward_and_backward_in_proportion(tmp_path):
 def test_gantt_of_an_empty_step(tmp_path):
     empty = simulate(make_programs("1f1b", 2, 0), lambda _: 1)
     path = tmp_path / "gantt.png"
-    draw_gantt(path, {"predicted": predicted(), "empty": empty}, "a title")
+    draw_gantt(path, {"predicted": [predicted()], "empty": [empty]}, "a title")
     assert imread(path).shape[1] == 12 * 150

@@ -117,7 +117,7 @@ def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[s
 
 
 def test_the_standard_library_needs_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--context-window", "16384", "--long-documents", "split", "--steps", "3"]
+    options = ["--context-window", "16384", "--steps", "3"]
     assert report_of(capsys, "--lengths", "stdlib", *options)["documents"] > 500
 
 
@@ -158,7 +158,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--mesh", "0,2,2,1"], "data=0, but it must be at least 1"),
         (["--mesh", "1,2,1,5"], "tensor_parallel_size=5 does not divide"),
         (["--mesh", "1,17,1,1"], "16 layers cannot be split into 17 "),
-        (["--lengths", "nowhere.txt"], "there is no file nowhere.txt"),
+        (["--lengths", "nowhere.txt"], "there is no file or folder nowhere.txt"),
         (["--model", "8c"], "there is no preset '8c'"),
         (["--model", "7b,layers=many"], "'layers=many' is not a size"),
         (["--model", "dim=64"], "leaves out layers, heads"),
@@ -187,11 +187,11 @@ def test_a_mistake_is_answered(capsys, changes, message):
 def test_lengths_above_the_window_are_answered_with_what_would_fit(capsys, tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("100 9000 20000 " * 100)
-    code, _, err = answer(capsys, "--lengths", str(path))
+    code, _, err = answer(capsys, "--lengths", str(path), "--long-documents", "error")
     assert code == 2
     assert "200 of 300 documents are longer than --context-window 8192" in err
     assert "--context-window 20000" in err
-    assert answer(capsys, "--lengths", str(path), "--long-documents", "split")[0] == 0
+    assert answer(capsys, "--lengths", str(path))[0] == 0
 
 
 BIG = ["--model", "7b", "--context-window", "1048576", "--packing", "original", "--steps", "2"]

@@ -9,9 +9,9 @@ import pytest
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.shared_options import (
     STORE_FILES,
+    given_model,
     load_lengths,
     model_config,
-    model_shape,
     packing_option_names,
     packing_options,
 )
@@ -46,42 +46,53 @@ LLAMA = {
 def test_a_shape_from_hugging_face_and_from_yaml(tmp_path) -> None:
     pytest.importorskip("transformers")
     plain = TransformerConfig.preset("tiny", layers=2).shape
-    assert model_shape("tiny,layers=2") == plain
+    assert given_model("tiny,layers=2").shape == plain
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     run = tmp_path / "run.yaml"
     run.write_text(json.dumps({"model": {"class_path": "any", "init_args": {"config": LLAMA}}}))
     for text in (str(file), str(tmp_path), str(run)):
-        shape = model_shape(text)
+        shape = given_model(text).shape
         assert shape.each_layer == plain.each_layer
         assert (shape.dim, shape.vocab_size) == (64, 256)
+        assert given_model(f"{text},vocab_size=512,num_hidden_layers=1").shape.vocab_size == 512
+        with pytest.raises(ValueError, match=r"'vocab_sise'\. Is 'vocab_size' meant"):
+            given_model(f"{text},vocab_sise=512")
+    (tmp_path / "run.yaml").write_text(json.dumps({"model": {"config": str(tmp_path)}}))
+    assert given_model(f"{run},hidden_size=128,head_dim=32").shape.dim == 128
 
 
 def test_a_yaml_may_hold_a_config_of_the_reference_decoder(tmp_path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("model: {config: {dim: 64, layers: 2}}")
-    assert model_shape(str(run)) == TransformerConfig(layers=2).shape
-    run.write_text("model: {config: tiny}")
-    assert model_shape(str(run)) == TransformerConfig().shape
+    assert given_model(str(run)).shape == TransformerConfig(layers=2).shape
+    run.write_text("model: {config: tiny, learning_rate: 0.1}")
+    assert given_model(str(run)).shape == TransformerConfig().shape
+    changed = given_model(f"{run},layers=2")
+    assert changed.shape == TransformerConfig(layers=2).shape
+    assert (changed.file, changed.changes) == (str(run), {"layers": 2})
+    assert changed.settings == {"learning_rate": 0.1}
+    with pytest.raises(ValueError, match="no field 'lairs'"):
+        given_model(f"{run},lairs=2")
 
 
 @pytest.mark.parametrize("text", ["", "model: tiny", "data: {}", "a: [", "model: {learning: 1}"])
 def test_a_yaml_without_a_model_is_refused(tmp_path, text: str) -> None:
     run = tmp_path / "run.yaml"
     with pytest.raises(ValueError, match=r"run.yaml: No such file"):
-        model_shape(str(run))
+        given_model(str(run))
     run.write_text(text)
     with pytest.raises(ValueError, match=r"run.yaml has no model with a config"):
-        model_shape(str(run))
+        given_model(str(run))
 
 
 def test_a_config_that_is_not_there_is_refused(tmp_path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):
-        model_shape(str(tmp_path))
+        given_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):
-        model_shape(str(tmp_path))
+        given_model(str(tmp_path))
 
 
 def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
@@ -90,7 +101,7 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"pip install 'lightning-wlb\[hf\]'"):
-        model_shape(str(tmp_path))
+        given_model(str(tmp_path))
 
 
 def test_options_of_packings_are_json_or_text_by_method() -> None:
@@ -206,6 +217,15 @@ def test_folders_and_files_of_documents_are_opened_as_documents(tmp_path, monkey
     monkeypatch.setattr("lightning_wlb.data.open_documents.documents", opened)
     assert load_lengths(str(path), **SETTINGS).tolist() == [3, 1]
     assert asked == [str(path)]
+
+
+def test_documents_of_more_tokens_than_the_model_are_refused_as_training_does(tmp_path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(5))
+    np.save(tmp_path / "offsets.npy", [0, 3, 5])
+    mapping = f"{{tokens: {tmp_path}/tokens.npy, offsets: {tmp_path}/offsets.npy, vocab_size: 300}}"
+    assert load_lengths(mapping, **SETTINGS, vocab_size=300).tolist() == [3, 2]
+    with pytest.raises(ValueError, match=r"300 different tokens, .* of 256. .*,vocab_size=300 or"):
+        load_lengths(mapping, **SETTINGS, vocab_size=256)
 
 
 def test_a_mapping_names_documents_and_no_mixture(tmp_path) -> None:

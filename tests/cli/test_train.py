@@ -1,5 +1,7 @@
 """``lightning-wlb fit``: LightningCLI with the strategy's section."""
 
+import re
+import shlex
 import sys
 from functools import wraps
 from pathlib import Path
@@ -9,11 +11,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from lightning_wlb.cli.main import main
+from lightning_wlb.cli.main import main, parser
+from lightning_wlb.cli.request import search_of
 from lightning_wlb.cli.train import WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme
+from lightning_wlb.strategy.launch import RunDevices
+from lightning_wlb.strategy.mesh_choice import mesh_request, run_profile
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.data.tokenising.support import saved, write_lines
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -139,6 +145,35 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, capsys):
 def test_documents_must_be_named(capsys):
     assert main(["fit", "--model=lightning_wlb.LanguageModule", *DATA[1:]]) == 2
     assert "required: fit.data.documents" in capsys.readouterr().err
+
+
+def test_plan_and_fit_of_the_readme_ask_for_the_same_mesh(tmp_path, monkeypatch):
+    """Every fact that decides the mesh is in the digest of what is asked."""
+    pytest.importorskip("transformers")
+    readme = (EXAMPLES.parent / "README.md").read_text().replace("\\\n", " ")
+    words = [
+        shlex.split(line) for line in re.findall(r"^lightning-wlb (.+)$", readme, re.MULTILINE)
+    ]
+    by_name = {line[0]: line[1:] for line in words}
+    write_lines(tmp_path / "TEXTS" / "a.jsonl", [{"text": "a" * n} for n in (5, 30, 5000)])
+    saved(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    by_name["tokenize"][by_name["tokenize"].index("--tokenizer") + 1] = saved(tmp_path)
+    assert main(["tokenize", *by_name["tokenize"], "--workers", "1"]) == 0
+    planned = search_of(parser().parse_args(["plan", *by_name["plan"]]))
+    made = WLBCLI(run=False, args=by_name["fit"])
+    made.datamodule.prepare_data()
+    ranks = made.trainer.num_devices
+    devices = RunDevices(
+        device=torch.device("cpu"), count=ranks, per_node=ranks, compute_dtype=torch.float32,
+        parameter_dtype="float32", reduce_dtype="float32",
+    )  # fmt: skip
+    profile = run_profile(devices, "auto", made.datamodule, searched=True)
+    options = made.trainer.strategy.options
+    made.model.trainer = made.trainer
+    run = mesh_request(options, devices, made.datamodule, made.model, profile)
+    assert run.digest == planned.digest
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

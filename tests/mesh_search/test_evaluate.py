@@ -9,6 +9,7 @@ import pytest
 from lightning_wlb.cost.profile import Link
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import (
+    IDLE,
     LOSSES,
     Evaluation,
     LeftOut,
@@ -43,7 +44,7 @@ def test_the_steps_are_those_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("mesh", "loss"),
     [
-        (Mesh(1, 4), "pipeline bubble"),
+        (Mesh(1, 4), IDLE),
         (Mesh(4), "gathering parameters"),
         (Mesh(1, 1, 1, 4), "tensor-parallel communication"),
         (Mesh(1, 1, 4), "exchange of keys"),
@@ -55,7 +56,7 @@ def test_what_a_mesh_loses_by_is_named(mesh: Mesh, loss: str) -> None:
         asked = request(lengths=[4096] * 200, micro_batches=64, packing="best_fit")
     # A link so slow that whatever waits for it is most of the step.
     slow = {"node": Link(0, 1e9), "network": Link(0, 1e9)}
-    if loss != "pipeline bubble":
+    if loss != IDLE:
         asked = replace(asked, profile=replace(asked.profile, links=slow))
     row = evaluate(asked, mesh).row
     assert set(row.shares) == set(LOSSES)
@@ -108,7 +109,7 @@ def test_a_mixture_takes_its_shares() -> None:
 
 
 def row(mesh: Mesh, time: int) -> MeshRow:
-    shares = {"pipeline bubble": 0.1, "exchange of keys": 0.2}
+    shares = {IDLE: 0.1, "exchange of keys": 0.2}
     return MeshRow(mesh, "1f1b", "auto", 0.25, True, time, 2, 8000, 10**15, 70, shares)
 
 
@@ -124,7 +125,7 @@ def test_figures_of_a_row() -> None:
     best = CHOICE.best
     assert best.step_ms == 2.0
     assert best.tokens_per_second == 2_000_000
-    assert best.bubble == 0.1
+    assert best.idle == 0.1
     assert CHOICE.rows[1].times(best) == 1.25
     assert best.bound_by == "exchange of keys"
     assert best.sizes == "2,2,1,1"
