@@ -1,19 +1,19 @@
-"""The heat map of a run: how long each rank computes in each micro-batch; and how to draw figures.
+"""The heat map of a run: how long each rank computes in each micro-batch, and how long it waits.
 
-A heavy micro-batch stands at another place in every step, so a plain mean over steps would look
-balanced whatever the imbalance. Therefore there are two panels. One shows a real step, that of
-median imbalance among the last ones, in milliseconds by rank and micro-batch. The other shows the
-sum of all steps relative to even work, each step sorted before it is added: the heaviest replica
-first, and within it the heaviest micro-batch first. The colours differ in lightness, so that they
-can be read without colour vision and in print.
+The left panel shows a real step, that of median waiting among the last ones, in milliseconds by
+rank and micro-batch. (A heavy micro-batch stands at another place in every step, so that a mean
+over steps would look balanced whatever the imbalance.) The right panel shows for each rank what it
+has computed and waited in all measured steps: the rest of a step's time, in which it waits for
+other ranks or for messages. Below stands in one sentence what most of the waiting is and what to do
+about it. Colours differ in lightness, so that they can be read without colour vision and in print.
 
 A row is a rank, whatever pipeline it is in: a step may leave the mesh for pipelines with different
-numbers of ranks. The heaviest pipeline is then the one whose ranks have most to do each.
+numbers of ranks.
 
 Figures are drawn with matplotlib's objects and not with pyplot, so that they need no display and
 leave no global state behind.
 
-Cost: ranks × micro-batches numbers for the sum and for each of the last steps.
+Cost: ranks × micro-batches numbers for each of the last steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colorbar import Colorbar
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
@@ -34,10 +33,15 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import Schemes, rank_in
 
 KEPT_STEPS = 64
-"""Last steps from which the one of median imbalance is shown."""
+"""Last steps from which the one of median waiting is shown."""
 
 MOST_LABELS = 16
 """Up to so many rows or columns, each is labelled and its cells have numbers."""
+
+LITTLE = 0.05
+"""A share of the ranks' time that is not worth doing anything about."""
+
+COMPUTE_COLOUR, WAIT_COLOUR = "#6baed6", "#e0e0e0"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -63,8 +67,9 @@ class HeatMap:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.steps = 0
-        self._sum = np.zeros((mesh.devices, 0))
-        self._even = 0.0
+        self.seconds = 0.0  # of all steps
+        self.computed = np.zeros(mesh.devices)  # seconds of each rank in all steps
+        self.uneven = 0.0  # seconds in which the mean rank waited for the heaviest pipeline
         self._kept: deque[tuple[float, int, Schemes, np.ndarray]] = deque(maxlen=KEPT_STEPS)
 
     def add(
@@ -72,7 +77,7 @@ class HeatMap:
         step: int,
         timings: imbalance.Timings,
         counts: list[int],
-        slots: float,
+        seconds: float,
         strategy: Schemes = (),
     ) -> None:
         """Take in a step.
@@ -81,7 +86,7 @@ class HeatMap:
             step: its number.
             timings: as :mod:`lightning_wlb.callbacks.imbalance` defines them.
             counts: micro-batches of each pipeline.
-            slots: K of the pipeline level.
+            seconds: that the step took.
             strategy: the step's own pipelines; empty on the mesh.
         """
         if not any(each.any() for each in timings):
@@ -90,39 +95,28 @@ class HeatMap:
         cells = [
             each[..., imbalance.COMPUTE].sum(axis=-1).reshape(-1, each.shape[3]) for each in timings
         ]
-        self._add_sorted(cells, imbalance.micro_batch_seconds(timings), timings, slots)
+        computed = np.concatenate([each.sum(axis=1) for each in cells])
+        self.steps += 1
+        self.seconds += seconds
+        self.computed += computed
+        self.uneven += max(float(each.sum(axis=1).mean()) for each in cells) - computed.mean()
         shown = np.concatenate(
             [
                 np.where(np.arange(each.shape[1]) >= count, np.nan, each * 1e3)
                 for each, count in zip(cells, counts, strict=True)
             ]
         )
-        # A step is as typical as its worse level.
-        levels = imbalance.measured_imbalance(timings, slots)
-        degree = max(levels.pipeline.degree, levels.data.degree)
-        self._kept.append((degree, step, strategy, shown))
-
-    def _add_sorted(
-        self, cells: list[np.ndarray], work: np.ndarray, timings: imbalance.Timings, slots: float
-    ) -> None:
-        order = np.argsort(-work, axis=1, kind="stable")
-        per_stage = work.sum(axis=1) / [len(each) for each in timings]
-        heaviest = np.argsort(-per_stage, kind="stable")
-        added = np.concatenate([cells[at][:, order[at]] for at in heaviest])
-        missing = max(added.shape[1] - self._sum.shape[1], 0)
-        self._sum = np.pad(self._sum, ((0, 0), (0, missing)))
-        self._sum[:, : added.shape[1]] += added
-        self._even += added.sum() / (self.mesh.devices * slots / len(cells))
-        self.steps += 1
+        waiting = 1 - float(computed.mean()) / seconds
+        self._kept.append((waiting, step, strategy, shown))
 
     @property
-    def relative(self) -> np.ndarray:
-        """[ranks, micro-batches], sorted as the module says; 1 where all work is even."""
-        return self._sum / self._even
+    def waiting(self) -> np.ndarray:
+        """The share of all steps' time in which each rank did not compute: [ranks]."""
+        return 1 - self.computed / self.seconds
 
     @property
     def typical(self) -> tuple[int, Schemes, np.ndarray]:
-        """The step of median imbalance: number, strategy, milliseconds [ranks, micro-batches].
+        """The step of median waiting: number, strategy, milliseconds [ranks, micro-batches].
 
         The milliseconds are not a number where the rank's replica has no such micro-batch.
         """
@@ -130,40 +124,73 @@ class HeatMap:
         _, step, strategy, milliseconds = ranked[len(ranked) // 2]
         return step, strategy, milliseconds
 
+    @property
+    def advice(self) -> str:
+        """What most of the waiting is, and what to do about it, in a sentence."""
+        share, uneven = float(self.waiting.mean()), self.uneven / self.seconds
+        begin = f"Ranks wait {share:.0%} of their time"
+        if share < LITTLE:
+            return f"{begin}: there is nothing to gain by balancing."
+        if uneven >= share / 2:
+            return (
+                f"{begin}, {uneven:.0%} for the replica with most work: compare packings with"
+                " lightning-wlb plan, or give more micro_batches."
+            )
+        if self.mesh.pipeline > 1:
+            return (
+                f"{begin}, {uneven:.0%} for the replica with most work and the rest in the pipeline"
+                " and for messages: give more micro_batches, or a shorter pipeline."
+            )
+        return (
+            f"{begin}, {uneven:.0%} for the replica with most work and the rest for messages: give"
+            " more micro_batches, or look for a mesh with lightning-wlb plan --mesh auto."
+        )
+
     def draw(self, path: Path, title: str) -> None:
         """Write the figure as PNG, making its folder; do nothing if no step was taken in."""
         if not self.steps:
             return
         step, strategy, milliseconds = self.typical
-        rows, columns = self.relative.shape
-        width = 4.2 + 2 * min(max(0.55 * columns, 2.2), 8.0)
-        height = 1.9 + min(max(0.42 * rows, 1.4), 8.0)
-        figure = new_figure(width, height)
+        rows, columns = milliseconds.shape
+        cells = min(max(0.55 * columns, 3.5), 8.0)
+        figure = new_figure(6 + cells, 2.4 + min(0.42 * rows, 8.0))
         figure.suptitle(title, fontsize=11)
-        left, right = figure.subplots(1, 2)
+        # A letter of 10 points is about a twelfth of an inch wide.
+        figure.supxlabel(fill(self.advice, int(12 * (6 + cells))), fontsize=10)
+        left, right = figure.subplots(1, 2, width_ratios=(cells, 3.5))
 
         own = ", on pipelines of its own" if strategy else ""
-        left.set_title(f"step {step}{own}, of median imbalance: compute in ms", fontsize=10)
+        left.set_title(
+            f"step {step}{own}, of median waiting:\nforward + backward in ms", fontsize=10
+        )
         left.set_facecolor("0.85")
         image = left.imshow(milliseconds, cmap="cividis", vmin=0, aspect="auto")
-        _colour_bar(figure, left, image, "forward + backward (ms)")
-        _annotate(left, image, "{:.3g}")
+        figure.colorbar(image, ax=left).ax.tick_params(labelsize=8)
+        _annotate(left, image)
         left.set_xlabel("micro-batch, in the order in which it runs", fontsize=9)
-        _ticks(left, self._rank_labels(strategy), "rank")
+        if columns <= MOST_LABELS:
+            left.set_xticks(range(columns))
 
-        right.set_title(f"sum of {self.steps} steps, heaviest first in each", fontsize=10)
-        # The scale ends at 2 or above, so that balanced and unbalanced runs look different.
-        norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(self.relative.max())))
-        image = right.imshow(self.relative, cmap="RdBu_r", norm=norm, aspect="auto")
-        bar = _colour_bar(figure, right, image, "relative to even work (1 = balanced)")
-        bar.ax.set_yscale("linear")
-        _annotate(right, image, "{:.2f}")
-        right.set_xlabel("micro-batch of the replica, heaviest first", fontsize=9)
-        _ticks(right, [], "ranks of the heaviest replica first, lightest last")
+        shown = f"all {self.steps} measured steps:\ncomputing (blue), waiting (grey)"
+        right.set_title(shown, fontsize=10)
+        ranks, waited = np.arange(rows), self.seconds - self.computed
+        right.barh(ranks, self.computed, color=COMPUTE_COLOUR)
+        right.barh(ranks, waited, left=self.computed, color=WAIT_COLOUR)
+        right.set_ylim(rows - 0.5, -0.5)
+        right.set_xlabel("seconds", fontsize=9)
+        for rank in ranks if rows <= MOST_LABELS else ():
+            text = f"{self.computed[rank]:.3g} s, waits {self.waiting[rank]:.0%}"
+            right.text(0, rank, f" {text}", va="center", fontsize=8)
+        for axes, labels in ((left, self._rank_labels(strategy)), (right, [""] * rows)):
+            axes.tick_params(labelsize=8)
+            if rows <= MOST_LABELS:
+                axes.set_yticks(ranks, labels)
+            else:
+                axes.set_ylabel("rank", fontsize=9)
         save_png(figure, path)
 
     def _rank_labels(self, strategy: Schemes) -> list[str]:
-        """Rows of the first panel: the global rank and where it stands in the step."""
+        """The global rank of each row, and where it stands in the step."""
         labels = []
         for index in range(self.mesh.devices):
             rank = rank_in(strategy, index) if strategy else self.mesh.coordinate(index)
@@ -173,28 +200,7 @@ class HeatMap:
         return labels
 
 
-def _colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> Colorbar:
-    bar = figure.colorbar(image, ax=axes)
-    bar.set_label(label, fontsize=9)
-    bar.ax.tick_params(labelsize=8)
-    return bar
-
-
-def _ticks(axes: Axes, labels: list[str], name: str) -> None:
-    """Label each row and column if there are few; rows without labels have the axis' name."""
-    axes.tick_params(labelsize=8)
-    if 0 < len(labels) <= MOST_LABELS:
-        axes.set_yticks(range(len(labels)), labels)
-    else:
-        axes.set_ylabel(name, fontsize=9)
-    if not labels:
-        axes.set_yticks([])
-    columns = round(axes.get_xlim()[1] + 0.5)
-    if columns <= MOST_LABELS:
-        axes.set_xticks(range(columns))
-
-
-def _annotate(axes: Axes, image: AxesImage, form: str) -> None:
+def _annotate(axes: Axes, image: AxesImage) -> None:
     """Write each cell's number into it if there are few."""
     cells = image.get_array()
     assert cells is not None
@@ -202,6 +208,6 @@ def _annotate(axes: Axes, image: AxesImage, form: str) -> None:
         return
     for (row, column), value in np.ndenumerate(np.ma.filled(cells, np.nan)):
         known = bool(np.isfinite(value))
-        text = form.format(value) if known else "none"
+        text = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") if known else "none"
         colour = text_colour(image.to_rgba(value)) if known else "black"
         axes.text(column, row, text, color=colour, ha="center", va="center", fontsize=8)

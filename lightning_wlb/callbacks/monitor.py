@@ -176,7 +176,7 @@ class ImbalanceMonitor(L.Callback):
         number = 1 + self._strategies.index(plan.schemes) if plan.schemes else 0
         timed = self._records.add(record, number)
         if timed and self._drawing is not None:
-            self._drawing.add(plan.step, timings, counts, slots, plan.schemes)
+            self._drawing.add(plan.step, timings, counts, elapsed, plan.schemes)
         if timed and self.profile is not None and self._records.timed == COMPARED_STEPS:
             warning = departure(self.summary(), self.profile)
             if warning is not None:
@@ -205,7 +205,7 @@ class ImbalanceMonitor(L.Callback):
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute per rank and micro-batch, {ranks_in_words(sizes)}")
+            self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
             self.heat_map_path = path.absolute()
         console = Console()
         console.print(summary_table(self.summary(), sizes))

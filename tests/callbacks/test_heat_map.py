@@ -1,8 +1,10 @@
 """What the heat map shows, and that it becomes a picture."""
 
+import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib.image import imread
 
 from lightning_wlb.callbacks.heat_map import KEPT_STEPS, HeatMap
@@ -20,25 +22,32 @@ def seconds_of(
     return in_pipelines(seconds, shapes or [mesh.shape[1:]] * mesh.data)
 
 
-def test_the_sum_is_over_sorted_steps():
-    mesh = Mesh(data=2)
-    drawing = HeatMap(mesh)
-    # The heavy micro-batch moves, the sorted picture does not.
-    drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 2.0 / 3]], mesh), [2, 2], slots=4)
-    drawing.add(1, seconds_of([[2.0 / 3, 2.0], [3.0, 1.0]], mesh), [2, 2], slots=4)
-    even = (1 + 3 + 2 + 2 / 3) / 4
-    np.testing.assert_allclose(drawing.relative, np.array([[3.0, 1.0], [2.0, 2 / 3]]) / even)
-
-
-def test_more_micro_batches_in_a_later_step_and_empty_ones():
-    mesh = Mesh()
-    drawing = HeatMap(mesh)
-    drawing.add(0, seconds_of([[1.0]], mesh), [1], slots=2)
-    drawing.add(1, seconds_of([[1.0, 2.0, 3.0]], mesh), [3], slots=3)
-    # Even work is half a second in step 0, whose second micro-batch is empty, and 2 in step 1.
-    np.testing.assert_allclose(drawing.relative, [[4 / 2.5, 2 / 2.5, 1 / 2.5]])
-    drawing.add(2, np.zeros((1, 1, 1, 1, 0, 2, 2)), [0], slots=2)
+def test_each_rank_computes_and_waits_in_all_steps():
+    drawing = HeatMap(Mesh(data=2))
+    # The heavy replica changes, so that sums of compute alone would look balanced.
+    drawing.add(0, seconds_of([[1.0, 3.0], [2.0, 0.0]], drawing.mesh), [2, 1], seconds=5.0)
+    drawing.add(1, seconds_of([[2.0], [4.0]], drawing.mesh), [1, 1], seconds=5.0)
+    drawing.add(2, np.zeros((2, 1, 1, 1, 0, 2, 2)), [0, 0], seconds=1.0)
     assert drawing.steps == 2
+    np.testing.assert_allclose(drawing.computed, [6.0, 6.0])
+    np.testing.assert_allclose(drawing.waiting, [0.4, 0.4])
+    # In each step the mean rank computes a second less than the heaviest.
+    assert drawing.uneven == 2.0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compute", "seconds", "advice"),
+    [
+        (Mesh(data=2), [[3.9], [3.8]], 4.0, "4% of their time: there is nothing to gain"),
+        (Mesh(data=2), [[3.8], [1.8]], 4.0, "30% of their time, 25% for the replica with most"),
+        (Mesh(data=2), [[2.0], [1.6]], 4.0, "5% for the replica .* messages: .* --mesh auto"),
+        (Mesh(pipeline=2), [[2.0], [2.0]], 4.0, "50% .* the pipeline and for messages: give more"),
+    ],
+)
+def test_a_sentence_says_what_the_waiting_is_and_what_to_do(mesh, compute, seconds, advice):
+    drawing = HeatMap(mesh)
+    drawing.add(0, seconds_of(compute, mesh), [1] * mesh.data, seconds)
+    assert re.search(f"^Ranks wait .*{advice}", drawing.advice)
 
 
 def test_a_row_is_a_rank_also_in_steps_on_pipelines_of_their_own(tmp_path: Path):
@@ -47,15 +56,12 @@ def test_a_row_is_a_rank_also_in_steps_on_pipelines_of_their_own(tmp_path: Path)
     strategy = Scheme(0, (2,), tensor=2), Scheme(2, (2,))
     compute = [[1.0, 1.0], [1.0, 0.5], [4.0, 0.0]]
     seconds = seconds_of(compute, mesh, [(1, 1, 2), (1, 1, 1)])
-    # Two micro-batches of two of three ranks and one of one are 5 of 3 ranks' 6.
-    drawing.add(7, seconds, [2, 1], slots=5 / 1.5, strategy=strategy)
+    drawing.add(7, seconds, [2, 1], seconds=5.0, strategy=strategy)
     step, taken, milliseconds = drawing.typical
     assert (step, taken) == (7, strategy)
     np.testing.assert_array_equal(milliseconds, [[1000, 1000], [1000, 500], [4000, np.nan]])
-    # The rank alone has most to do for a rank, and comes first; even is 7.5 seconds in 5 places.
-    np.testing.assert_allclose(
-        drawing.relative, np.array([[4.0, 0.0], [1.0, 1.0], [1.0, 0.5]]) / 1.5
-    )
+    np.testing.assert_allclose(drawing.computed, [2.0, 1.5, 4.0])
+    assert drawing.uneven == 4.0 - 2.5
     assert drawing._rank_labels(strategy)[1:] == [
         "rank 1\ndata 0, tensor 1",
         "rank 2\ndata 1",
@@ -64,11 +70,11 @@ def test_a_row_is_a_rank_also_in_steps_on_pipelines_of_their_own(tmp_path: Path)
     assert imread(tmp_path / "map.png")[..., :3].std() > 0.05
 
 
-def test_the_typical_step_has_the_median_imbalance():
+def test_the_typical_step_has_the_median_waiting():
     mesh = Mesh(data=2)
     drawing = HeatMap(mesh)
     for step, heavy in enumerate([5.0, 1.0, 3.0]):
-        drawing.add(step, seconds_of([[heavy, 1.0], [1.0, 0.0]], mesh), [2, 1], slots=3)
+        drawing.add(step, seconds_of([[heavy, 1.0], [1.0, 0.0]], mesh), [2, 1], seconds=6.0)
     step, strategy, milliseconds = drawing.typical
     assert (step, strategy) == (2, ())
     np.testing.assert_allclose(milliseconds, [[3000.0, 1000.0], [1000.0, np.nan]])
@@ -78,7 +84,7 @@ def test_only_the_last_steps_are_kept():
     mesh = Mesh()
     drawing = HeatMap(mesh)
     for step in range(KEPT_STEPS + 10):
-        drawing.add(step, seconds_of([[1.0]], mesh), [1], slots=1)
+        drawing.add(step, seconds_of([[1.0]], mesh), [1], seconds=1.0)
     assert drawing.steps == KEPT_STEPS + 10
     assert drawing.typical[0] >= 10
 
@@ -89,7 +95,7 @@ def test_it_draws_a_large_mesh(tmp_path: Path):
     generator = np.random.default_rng(0)
     for step in range(3):
         seconds = seconds_of(generator.random((mesh.devices, columns)), mesh)
-        drawing.add(step, seconds, [columns] * mesh.data, columns * mesh.data)
+        drawing.add(step, seconds, [columns] * mesh.data, 1.5 * columns)
     path = tmp_path / "deep" / "map.png"
     drawing.draw(path, f"mesh {mesh}")
     height, width = imread(path).shape[:2]
