@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import BASELINE, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, recomputed_share
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute, piece_counts
@@ -149,11 +148,6 @@ class Comparison:
         """The figures of each candidate that fits; speed-ups are over the first."""
         return [forecast.summary(self.forecasts[0]) for forecast in self.forecasts]
 
-    @property
-    def longest_micro_batch(self) -> int:
-        """Tokens of the longest micro-batch that fits in memory if all are as long."""
-        return longest_micro_batch(self.request, self.request.mesh)
-
 
 def compare(requests: Sequence[MeshRequest]) -> Comparison:
     """Plan and predict every candidate.
@@ -171,7 +165,7 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
         raise ValueError(
             f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
             f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-            f" {_usable(predictor)} may be filled. {_what_fits(requests)}"
+            f" {_usable(predictor)} may be filled. {_remedy(request)}"
         )
     made = [
         Forecast(each.data.packing_choice.method, each.sharding, evaluate(each, each.mesh).steps)
@@ -181,66 +175,27 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     if fit:
         return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
     least = min(made, key=lambda forecast: forecast.peak_bytes)
-    tokens = longest_micro_batch(request, request.mesh)
     asked = request.activation_checkpointing
-    other = "" if asked == "auto" else "; or --activation-checkpointing auto may"
+    other = "" if asked == "auto" else " --activation-checkpointing auto may; or else: "
     raise ValueError(
         f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
         f" {asked!r}, packing {least.packing!r} with sharding {least.sharding!r}"
         f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
-        f" {_usable(predictor)} may be filled. Micro-batches of up to {tokens} tokens would fit"
-        f" here, all as long{other}. {_what_fits(requests)}"
+        f" {_usable(predictor)} may be filled.{other} {_remedy(request)}"
     )
-
-
-def longest_micro_batch(
-    request: MeshRequest, mesh: Mesh, recompute: Recompute | None = None
-) -> int:
-    """L_max, tokens, if the replicas run equally many micro-batches and all are as long.
-
-    They recompute everything, unless ``recompute`` or the request says what.
-    """
-    asked = request.activation_checkpointing
-    count = -(-request.data.micro_batches // mesh.data)
-    mode = recompute or ("full" if asked == "auto" else asked)
-    return request.predictor(mesh).longest_micro_batch(count, mode)
 
 
 def _usable(predictor: Predictor) -> str:
     usable, profile = predictor.usable_bytes, predictor.latency.profile
     percent = 100 * usable / profile.memory_bytes
-    return f"{usable / 1e9:.1f} GB ({percent:.0f} % of {profile.device})"
+    return f"{usable / 1e9:.3g} GB ({percent:.0f} % of {profile.device})"
 
 
-def _what_fits(requests: Sequence[MeshRequest]) -> str:
-    """Advice: the smallest larger meshes on which the largest cap fits, all checkpointed."""
-    request, cap = requests[0], max(each.data.token_cap for each in requests)
-    found = []
-    for factor in range(1, 9):
-        for pipeline in range(factor + 1):
-            for context in range(factor + 1 - pipeline):
-                mesh = replace(
-                    request.mesh,
-                    pipeline=request.mesh.pipeline << pipeline,
-                    context=request.mesh.context << context,
-                    tensor=request.mesh.tensor << (factor - pipeline - context),
-                )
-                if _fits(request, mesh, cap):
-                    found.append(",".join(map(str, mesh.shape)))
-        if found:
-            return (
-                f"With full activation checkpointing, meshes of {mesh.devices} devices that"
-                f" hold micro-batches of {cap} tokens: --mesh {' or '.join(found[:3])}."
-            )
-    return "No mesh of up to 256 times as many devices would hold it: use a smaller model."
-
-
-def _fits(request: MeshRequest, mesh: Mesh, cap: int) -> bool:
-    try:
-        request.shape.check_tensor_parallel(mesh.tensor)
-        return longest_micro_batch(request, mesh, "full") >= cap
-    except ValueError:
-        return False
+def _remedy(request: MeshRequest) -> str:
+    return (
+        f"--mesh auto --devices {request.devices} --micro-batches {request.data.micro_batches}"
+        " finds a mesh that holds it, or says how many devices it takes."
+    )
 
 
 def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:

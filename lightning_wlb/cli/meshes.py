@@ -3,7 +3,7 @@
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, with the packing asked for,
 with ``original`` and with ``best_fit``, so that the verdict compares each on its own best mesh.
 Everything is simulated from the device profile. Each row that is printed comes out the same when
-its mesh is given (:func:`again`).
+its mesh is given.
 
 With the sizes of a mesh ``--dynamic auto`` says whether steps should leave it
 (:func:`~lightning_wlb.heterogeneous.planning.pool_search.choose_pool`).
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
-from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE, search_of, settings_of
+from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE
 from lightning_wlb.cli.shared_options import given_model, report_head
 from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
@@ -38,7 +38,8 @@ from lightning_wlb.heterogeneous.planning.pool_search import (
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import COMPARED_AXES, Progress, choose_mesh, progress_bar
+from lightning_wlb.mesh_search.search import Progress, choose_mesh, progress_bar
+from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -73,8 +74,9 @@ class Searched:
 
         chosen = speed(request.data.packing_choice.method, self.found.best)
         assert chosen is not None
-        others = (speed(*item) for item in self.others.items())
-        return Verdict(request.profile, attention_of(request), chosen, *others, searched=True)
+        original, reference = (speed(name, self.others[name]) for name in (BASELINE, REFERENCE))
+        share = attention_of(request)
+        return Verdict(request.profile, share, chosen, original, reference, searched=True)
 
     @property
     def advised(self) -> MeshRow:
@@ -84,22 +86,26 @@ class Searched:
         return self.others[REFERENCE] or self.found.best
 
 
-def run_search(arguments: argparse.Namespace, console: Console) -> None:
+def run_search(
+    arguments: argparse.Namespace, requests: Sequence[MeshRequest], console: Console
+) -> None:
     """Search, print, and write what was asked for.
 
+    Args:
+        arguments: the command's.
+        requests: for the baseline, the reference and the packing that is asked for.
+        console: to print to.
+
     Raises:
-        ValueError: a mistake in the arguments, or no mesh on which the model fits; the message
-            says what would do.
+        ValueError: no mesh on which the model fits; the message says what would do.
     """
-    request = search_of(arguments)
+    by_packing = {each.data.packing_choice.method: each for each in requests}
+    request = by_packing[arguments.packing or str(DataSettings.packing)]
     with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
-        others = {
-            name: _reference(arguments, request, name, tell) for name in (BASELINE, REFERENCE)
-        }
+        others = {name: _best_of(by_packing[name], tell) for name in (BASELINE, REFERENCE)}
     searched = Searched(request, found, others)
-    console.print(_best(searched))
-    console.print(_by_axis(found))
+    console.print(_table(searched))
     for each in found.left_out:
         console.print(
             f"Left out, {each.count}: {each.reason} (as {each.example}).", highlight=False
@@ -109,22 +115,14 @@ def run_search(arguments: argparse.Namespace, console: Console) -> None:
     console.print("\nNext, to train so:", highlight=False)
     for line in trainer_lines(arguments, searched):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.print(
-        f"The same steps again, on that mesh alone: {again(arguments, searched)}",
-        highlight=False,
-        soft_wrap=True,
-    )
     if arguments.json:
         print(json.dumps(_report(arguments, searched)))
 
 
-def _reference(
-    arguments: argparse.Namespace, request: MeshRequest, packing: str, tell: Progress
-) -> MeshRow | None:
-    """The best mesh of another packing, if it fits on any."""
-    data = settings_of(arguments, arguments.micro_batches, packing, {})
+def _best_of(request: MeshRequest, tell: Progress) -> MeshRow | None:
+    """The best mesh of a packing, if it fits on any."""
     try:
-        return choose_mesh(replace(request, data=data), progress=tell).best
+        return choose_mesh(request, progress=tell).best
     except ValueError:
         return None
 
@@ -164,12 +162,13 @@ def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, di
         trainer = {"devices": profile.devices_per_node, "num_nodes": nodes}
     computed = profile.dtype, request.rest_dtype
     (trainer["precision"],) = (name for name, types in PRECISIONS.items() if types == computed)
-    wlb = {f"{axis}_parallel_size": n for axis, n in zip(AXES, row.mesh.shape, strict=True)}
-    wlb |= {"schedule": row.schedule}
+    sizes = zip(AXES, row.mesh.shape, strict=True)
+    wlb: dict[str, Any] = {f"{axis}_parallel_size": size for axis, size in sizes}
+    wlb["schedule"] = row.schedule
     if request.reduce_dtype != "float32":
-        wlb |= {"reduce_dtype": request.reduce_dtype}
+        wlb["reduce_dtype"] = request.reduce_dtype
     if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
-        wlb |= {"virtual_pipeline_size": row.mesh.virtual_stages}
+        wlb["virtual_pipeline_size"] = row.mesh.virtual_stages
     module = {"activation_checkpointing": row.activation_checkpointing}
     packing: Any = method
     options = asdict(data.packing_choice.options)
@@ -197,18 +196,7 @@ def _word(value: Any) -> str:
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
-def again(arguments: argparse.Namespace, searched: Searched) -> str:
-    """The options that plan the same steps on the advised mesh alone; the others stay."""
-    row = searched.advised
-    options = [
-        f"--mesh {row.sizes} --schedule {row.schedule} --virtual-stages {row.mesh.virtual_stages}",
-        f"--activation-checkpointing {row.activation_checkpointing} --steps {row.steps}",
-        f"--packing {searched.verdict.advised.packing} --devices-per-node",
-    ]
-    return " ".join([*options, str(searched.request.profile.devices_per_node)])
-
-
-def _best(searched: Searched) -> Table:
+def _table(searched: Searched) -> Table:
     request, found = searched.request, searched.found
     shape = request.shape
     table = Table(
@@ -247,26 +235,6 @@ def _best(searched: Searched) -> Table:
     return table
 
 
-def _by_axis(found: MeshChoice) -> Table:
-    table = Table(title="The best mesh with each size of an axis", title_justify="left")
-    table.add_column("axis")
-    for heading in ("size", "mesh", "step (ms)", "times the best", "planned by"):
-        table.add_column(heading, justify="right")
-    for axis in COMPARED_AXES:
-        sizes = found.best_by(axis)
-        for size, row in sizes.items() if len(sizes) > 1 else ():
-            table.add_row(
-                axis.replace("_", " "),
-                str(size),
-                name_of(row.mesh),
-                f"{row.step_ms:,.1f}",
-                f"{row.times(found.best):.2f}",
-                "profile" if row.by_profile else "work",
-            )
-        table.add_section()
-    return table
-
-
 def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]:
     request, found = searched.request, searched.found
     profile = request.profile
@@ -284,17 +252,12 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
         "digest": found.digest,
         "rows": figures(found.rows),
         "planned_by_work": figures(found.others),
-        "best_by_axis": {
-            axis: {size: row.sizes for size, row in found.best_by(axis).items()}
-            for axis in COMPARED_AXES
-        },
         "left_out": [dict(vars(each)) for each in found.left_out],
         **{name: row and row.figures for name, row in searched.others.items()},
         "verdict": searched.verdict.figures
         | {
             "mesh": searched.advised.sizes,
             "trainer": trainer_lines(arguments, searched),
-            "again": again(arguments, searched),
         },
     }
 

@@ -88,7 +88,7 @@ def rows_of(step: Step) -> list[Row]:
                 waits.append((at, replica.compute_ns, ends[replica.compute_ns]))
             whole = replica.compute_ns - replica.begin_ns
             idle = replica.idle_ns[rank] / whole if whole else 0.0
-            rows.append(Row(name, spans, tuple(waits), idle))
+            rows.append(Row(name, tuple(spans), tuple(waits), idle))
     return rows
 
 
@@ -96,8 +96,7 @@ def write_trace(path: Path, timelines: Mapping[str, Step]) -> None:
     """Write timelines in the Trace Event Format, as one JSON object, making the file's folder.
 
     Each timeline is a process and each row a thread of it. Actions are named as in a program
-    (``2F0``) and carry stage and micro-batch. Simulations with memory have a counter of bytes for
-    each rank.
+    (``2F0``) and carry stage and micro-batch.
     """
     events: list[dict[str, Any]] = []
     for process, (name, step) in enumerate(timelines.items()):
@@ -108,7 +107,6 @@ def write_trace(path: Path, timelines: Mapping[str, Step]) -> None:
 
 def _events(process: int, name: str, step: Step) -> Iterator[dict[str, Any]]:
     yield from _named("process", name, process, {"pid": process})
-    memories = [memory for replica in step for memory in replica.memory]
     for number, row in enumerate(rows_of(step)):
         place = {"pid": process, "tid": number}
         yield from _named("thread", row.name, number, place)
@@ -121,11 +119,6 @@ def _events(process: int, name: str, step: Step) -> Iterator[dict[str, Any]]:
         if step[0].synchronisation_ns:
             end, kind = step[0].total_ns, "communication"
             yield _bar("gradient synchronisation", kind, step[0].compute_ns, end, place, {})
-        # Without opened bytes there is one entry, the constant, and nothing to follow.
-        changes = memories[number] if number < len(memories) else ()
-        for time, held in changes if len(changes) > 1 else ():
-            counter = {"name": f"bytes held by {row.name}", "ph": "C", "pid": process}
-            yield {**counter, "ts": time / 1000, "args": {"bytes": held}}
 
 
 def _named(kind: str, name: str, number: int, place: dict[str, int]) -> list[dict[str, Any]]:

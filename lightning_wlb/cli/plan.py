@@ -38,8 +38,8 @@ from lightning_wlb.cli.request import (
     REFERENCE,
     SHARDING_NAMES,
     STEPS,
-    comparison_of,
     is_searched,
+    requests_of,
 )
 from lightning_wlb.cli.shared_options import (
     GENERATOR_A,
@@ -236,13 +236,12 @@ def run(arguments: argparse.Namespace) -> None:
     """
     console = Console(width=None if Console().is_terminal else 180)
     dynamic = arguments.dynamic == "auto"
-    if is_searched(arguments.mesh):
-        if dynamic or arguments.write is not None:
-            asked = "--dynamic auto" if dynamic else "--write"
-            raise ValueError(f"{asked} needs the sizes of a mesh: search for it first.")
-        run_search(arguments, console)
+    requests = requests_of(arguments)
+    if is_searched(arguments):
+        if dynamic:
+            raise ValueError("--dynamic auto needs the sizes of a mesh: search for it first.")
+        run_search(arguments, requests, console)
         return
-    requests = comparison_of(arguments)
     request, pooled = requests[0], pool_request(requests) if dynamic else None
     comparison = compare(requests)
     console.print(_table(comparison))
@@ -308,13 +307,11 @@ def _table(comparison: Comparison) -> Table:
         caption=(
             f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
-            f" checkpointing: {request.activation_checkpointing}; micro-batches of up to"
-            f" {comparison.longest_micro_batch:,} tokens fit in memory if all are as"
-            f" long{' and recompute all' if request.activation_checkpointing == 'auto' else ''}."
-            " Imbalance degrees are aggregates, 1 is balanced. Idle: of the ranks' time, waits for"
-            " slower replicas included. Speed-up over"
-            f" {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model FLOP (cutting"
-            " a document saves attention, so packings that cut differently differ here)."
+            f" checkpointing: {request.activation_checkpointing}. Imbalance degrees are aggregates,"
+            " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
+            f" Speed-up over {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model"
+            " FLOP (cutting a document saves attention, so packings that cut differently differ"
+            " here)."
         ),
         title_justify="left",
         caption_justify="left",
@@ -354,7 +351,6 @@ def _report(
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
         "activation_checkpointing": request.activation_checkpointing,
-        "longest_micro_batch": comparison.longest_micro_batch,
         "rows": comparison.rows,
         "verdict": verdict.figures,
         "does_not_fit": [

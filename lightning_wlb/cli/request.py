@@ -13,13 +13,13 @@ from lightning_wlb.cli.shared_options import (
     Lengths,
     given_model,
     load_lengths,
-    mesh_of,
     names_of,
     packing_options,
+    sizes_of,
 )
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import AXES
+from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
@@ -39,8 +39,6 @@ STEPS = 100
 MESH_STEPS = 3
 """How many are planned on each mesh of a search where no number is given."""
 
-_AUTO = "auto"
-
 SHARDING_NAMES = [ADAPTIVE, *NAMES]
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
@@ -51,111 +49,85 @@ PRECISIONS = {
 }
 
 
-def comparison_of(arguments: argparse.Namespace) -> list[MeshRequest]:
-    """What is planned on the mesh that ``--mesh`` gives: each row's packing, the baseline first.
+def is_searched(arguments: argparse.Namespace) -> bool:
+    """Whether ``--mesh`` leaves a size open."""
+    return len(sizes_of(arguments.mesh)) < len(AXES)
+
+
+def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
+    """What is planned, or what meshes are searched for: the baseline, the reference, what is asked.
 
     Raises:
         ValueError: a mistake in the arguments, with the remedy.
     """
     check_counts(arguments)
-    mesh = mesh_of(arguments.mesh)
+    fixed = sizes_of(arguments.mesh)
     model = given_model(arguments.model)
-    shape = model.shape
-    if arguments.devices not in (None, mesh.devices):
-        raise ValueError(
-            f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
-            f" {arguments.devices}: leave --devices out, or give --mesh auto."
-        )
-    shape.check_tensor_parallel(mesh.tensor)
-    packings = names_of("--packing", arguments.packing or COMPARED, list(PACKINGS))
+    if searched := is_searched(arguments):
+        check_search(arguments)
+        devices, micro_batches = arguments.devices, arguments.micro_batches
+        schedule, virtual_stages = arguments.schedule, arguments.virtual_stages
+    else:
+        mesh = Mesh(**fixed)
+        if arguments.devices not in (None, mesh.devices):
+            raise ValueError(
+                f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
+                f" {arguments.devices}: leave --devices out, or give --mesh auto."
+            )
+        model.shape.check_tensor_parallel(mesh.tensor)
+        devices, schedule = mesh.devices, arguments.schedule or "1f1b"
+        micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
+        virtual_stages = arguments.virtual_stages or (2 if schedule == "interleaved" else 1)
+    usual = str(DataSettings.packing) if searched else COMPARED
+    packings = names_of("--packing", arguments.packing or usual, list(PACKINGS))
     shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
-    if HEADS in shardings and mesh.context > 1:
-        for layer in shape.kinds:
+    for option, names in (("--packing", packings), ("--sharding", shardings)):
+        if searched and len(names) > 1:
+            raise ValueError(
+                f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
+                " the sizes of a mesh to compare several on it."
+            )
+    if HEADS in shardings and not searched and mesh.context > 1:
+        for layer in model.shape.kinds:
             check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
     options = packing_options(arguments.packing_option, packings)
-    micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
     settings = {
         name: settings_of(arguments, micro_batches, name, options.get(name, {}))
         for name in [BASELINE, REFERENCE, *packings]
     }
-    schedule = arguments.schedule or "1f1b"
+    steps = arguments.steps or (MESH_STEPS if searched else STEPS)
     baseline = MeshRequest(
-        **run_of(arguments, model, settings[BASELINE], arguments.steps or STEPS),
-        devices=mesh.devices,
-        fixed=dict(zip(AXES, mesh.shape, strict=True)),
+        **run_of(arguments, model, settings[BASELINE], steps),
+        devices=devices,
+        fixed=fixed,
         schedule=schedule,
-        virtual_stages=arguments.virtual_stages or (2 if schedule == "interleaved" else 1),
+        virtual_stages=virtual_stages,
     )
-    rows = [
-        (BASELINE, shardings[0]),
-        (REFERENCE, shardings[0]),
-        *((name, each) for each in shardings for name in packings),
-    ]
+    rows = [(name, shardings[0]) for name in (BASELINE, REFERENCE)]
+    rows += [(name, each) for each in shardings for name in packings]
     return [
         replace(baseline, data=settings[packing], sharding=sharding)
         for packing, sharding in dict.fromkeys(rows)
     ]
 
 
-def is_searched(mesh: str) -> bool:
-    """Whether ``--mesh`` leaves a size open."""
-    return _AUTO in mesh.split(",")
-
-
-def search_of(arguments: argparse.Namespace) -> MeshRequest:
-    """What a mesh is searched for where ``--mesh`` leaves a size open.
+def check_search(arguments: argparse.Namespace) -> None:
+    """Refuse what a search lacks, or cannot show.
 
     Raises:
-        ValueError: a mistake in the arguments, with the remedy.
+        ValueError: naming the option.
     """
-    check_counts(arguments)
     for option, why in (
         ("devices", "it says how many the mesh has"),
         ("micro_batches", "it says how many tokens a step has, on every mesh"),
     ):
         if getattr(arguments, option) is None:
             raise ValueError(f"--mesh {arguments.mesh} needs --{option.replace('_', '-')}: {why}.")
-    if arguments.trace is not None or arguments.picture is not None:
-        raise ValueError(
-            "--picture and --trace show one mesh: give --mesh the sizes that this search finds."
-        )
-    packings = names_of("--packing", arguments.packing or str(DataSettings.packing), list(PACKINGS))
-    shardings = names_of("--sharding", arguments.sharding, SHARDING_NAMES)
-    for option, names in (("--packing", packings), ("--sharding", shardings)):
-        if len(names) > 1:
+    for option in ("picture", "trace", "write"):
+        if getattr(arguments, option) is not None:
             raise ValueError(
-                f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
-                " the sizes of a mesh to compare several on it."
+                f"--{option} shows one mesh: give --mesh the sizes that this search finds."
             )
-    (packing,), (sharding,) = packings, shardings
-    options = packing_options(arguments.packing_option, packings).get(packing, {})
-    data = settings_of(arguments, arguments.micro_batches, packing, options)
-    return MeshRequest(
-        **run_of(arguments, given_model(arguments.model), data, arguments.steps or MESH_STEPS),
-        devices=arguments.devices,
-        fixed=_fixed(arguments.mesh),
-        schedule=arguments.schedule,
-        virtual_stages=arguments.virtual_stages,
-        sharding=sharding,
-    )
-
-
-def _fixed(mesh: str) -> dict[str, int]:
-    """The sizes that ``--mesh`` gives.
-
-    Raises:
-        ValueError: neither ``auto`` nor four sizes of which some are ``auto``.
-    """
-    words = mesh.split(",")
-    if words == [_AUTO]:
-        return {}
-    if len(words) != len(AXES) or not all(word == _AUTO or word.isdecimal() for word in words):
-        raise ValueError(
-            f"--mesh {mesh!r} is neither auto nor data,pipeline,context,tensor, each a whole number"
-            " or auto, as in auto,2,auto,1."
-        )
-    given = zip(AXES, words, strict=True)
-    return {axis: int(word) for axis, word in given if word != _AUTO}
 
 
 def check_counts(arguments: argparse.Namespace) -> None:

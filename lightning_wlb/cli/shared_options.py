@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import read_bytes
-from lightning_wlb.mesh import Mesh
+from lightning_wlb.mesh import AXES
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
@@ -160,20 +160,19 @@ def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:
     return shape_of(read_config({**config, **changes} if changes else config))
 
 
-def mesh_of(text: str) -> Mesh:
-    """A mesh from ``data,pipeline,context,tensor``.
+def sizes_of(mesh: str) -> dict[str, int]:
+    """The sizes that ``--mesh`` gives, by axis; those that are ``auto`` are left out.
 
     Raises:
-        ValueError: the text is not four whole numbers of at least 1.
+        ValueError: neither ``auto`` nor four words that are sizes or ``auto``.
     """
-    try:
-        data, pipeline, context, tensor = (int(word) for word in text.split(","))
-    except ValueError as error:
+    words = ["auto"] * len(AXES) if mesh == "auto" else mesh.split(",")
+    if len(words) != len(AXES) or not all(word == "auto" or word.isdecimal() for word in words):
         raise ValueError(
-            f"--mesh {text!r} is not data,pipeline,context,tensor: four whole numbers, as in"
-            " 1,4,2,8."
-        ) from error
-    return Mesh(data, pipeline, context, tensor)
+            f"--mesh {mesh!r} is neither auto nor data,pipeline,context,tensor, each a whole number"
+            " or auto, as in 1,4,2,8 or auto,2,auto,1."
+        )
+    return {axis: int(word) for axis, word in zip(AXES, words, strict=True) if word != "auto"}
 
 
 def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:

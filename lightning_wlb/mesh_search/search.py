@@ -212,8 +212,8 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     fit = [each for each in by_profile if each.fits]
     close = [each for each in fit if each.row.steps_ns <= CLOSE * fit[0].row.steps_ns]
     if close:
-        best = min(close, key=lambda each: (each.row.communication_ns, each.order))
-        fit.insert(0, fit.pop(fit.index(best)))
+        taken = min(close, key=lambda each: (each.row.communication_ns, each.order))
+        fit.insert(0, fit.pop(fit.index(taken)))
     return MeshChoice(
         rows=tuple(each.row for each in fit),
         others=tuple(each.row for each in others if each.fits),

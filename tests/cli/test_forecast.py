@@ -9,7 +9,7 @@ import pytest
 
 from lightning_wlb.cli.forecast import Comparison, Forecast, Verdict, compare, judged
 from lightning_wlb.cli.plan import add_arguments
-from lightning_wlb.cli.request import comparison_of
+from lightning_wlb.cli.request import requests_of
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -24,7 +24,7 @@ def verdict_of(lengths: np.ndarray | str, folder: Path, *changes: str) -> Verdic
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = ["--lengths", lengths, "--model", "550m", "--profile", "h100", "--steps", "8", *changes]
-    return judged(compare(comparison_of(parser.parse_args(given))))
+    return judged(compare(requests_of(parser.parse_args(given))))
 
 
 def test_what_trains_by_default_is_advised_unless_another_is_worth_more(tmp_path: Path) -> None:

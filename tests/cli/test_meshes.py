@@ -60,9 +60,6 @@ def test_the_report_and_its_rows_planned_again(capsys, lengths):
     assert "is not measured" in verdict["text"][0]
     flat = {tuple(row["mesh"].values())[:4] for row in report["rows"] + report["planned_by_work"]}
     assert len(flat) == 10
-    for axis, best in report["best_by_axis"].items():
-        sizes = {row["mesh"][axis] for row in report["rows"] + report["planned_by_work"]}
-        assert {int(size) for size in best} == sizes
     # One of them by the command without a search.
     row = report["rows"][-1]
     sizes = [str(row["mesh"][axis]) for axis in ("data", "pipeline", "context", "tensor")]
@@ -145,7 +142,7 @@ def test_a_reference_that_fits_on_no_mesh_is_said(capsys, lengths, monkeypatch):
         ("auto,3,1,1", ("--devices", "4"), "together 3, which does not go into 4 devices"),
         ("auto", ("--devices", "4", "--packing", "slim,auto"), "one at a time"),
         ("auto", ("--devices", "4", "--sharding", "adaptive,heads"), "one at a time"),
-        ("auto", ("--devices", "4", "--trace", "t.json"), "--trace show one mesh"),
+        ("auto", ("--devices", "4", "--trace", "t.json"), "--trace shows one mesh"),
         ("auto", ("--devices", "0"), "--devices=0"),
         ("2,2,1,1", ("--devices", "8"), "has 4 devices, not --devices 8"),
     ],

@@ -1,6 +1,7 @@
 """``lightning-wlb plan``: the table, its JSON, files, and answers to mistakes."""
 
 import json
+import re
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--precision", "32-true"], "made for dtype 'bfloat16', not for 'float32'"),
         (["--profile", "cpu", "--reduce-dtype", "bfloat16"], "round what is computed in float32"),
         (["--device", "cpu"], "made for device 'cuda', not for 'cpu'"),
-        (["--mesh", "2,2"], "data,pipeline,context,tensor: four whole numbers"),
+        (["--mesh", "2,2"], "data,pipeline,context,tensor, each a whole number"),
         (["--mesh", "0,2,2,1"], "data=0, but it must be at least 1"),
         (["--mesh", "1,2,1,5"], "tensor_parallel_size=5 does not divide"),
         (["--mesh", "1,17,1,1"], "16 layers cannot be split into 17 "),
@@ -208,8 +209,9 @@ def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, mode
     code, _, err = answer(capsys, *model, "--mesh", mesh)
     assert code == 2
     assert message in err
-    suggested = err.rpartition("--mesh ")[2].split()[0].rstrip(".")
-    assert answer(capsys, *model, "--mesh", suggested)[0] == 0
+    suggested = err.rpartition("--mesh auto")[2].partition(" finds")[0].split()
+    _, _, err = answer(capsys, *model, "--mesh", "auto", *suggested)
+    assert re.search(r"With \d+ devices there is one\.", err)
 
 
 TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000", "--steps", "5"]

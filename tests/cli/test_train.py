@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from lightning_wlb.cli.main import main, parser
-from lightning_wlb.cli.request import search_of
+from lightning_wlb.cli.request import requests_of
 from lightning_wlb.cli.train import WLBCLI
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme
@@ -161,7 +161,7 @@ def test_plan_and_fit_of_the_readme_ask_for_the_same_mesh(tmp_path, monkeypatch)
     (tmp_path / "examples").symlink_to(EXAMPLES)
     by_name["tokenize"][by_name["tokenize"].index("--tokenizer") + 1] = saved(tmp_path)
     assert main(["tokenize", *by_name["tokenize"], "--workers", "1"]) == 0
-    planned = search_of(parser().parse_args(["plan", *by_name["plan"]]))
+    planned = requests_of(parser().parse_args(["plan", *by_name["plan"]]))[-1]
     made = WLBCLI(run=False, args=by_name["fit"])
     made.datamodule.prepare_data()
     ranks = made.trainer.num_devices
