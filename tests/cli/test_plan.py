@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, mode
     assert code == 2
     assert message in err
     suggested = err.rpartition("--mesh auto")[2].partition(" finds")[0].split()
-    _, _, err = answer(capsys, *model, "--mesh", "auto", *suggested)
+    _, _, err = answer(capsys, *model, "--packing", "auto", "--mesh", "auto", *suggested)
     assert re.search(r"With \d+ devices there is one\.", err)
 
 
