@@ -41,7 +41,7 @@ Step = Sequence[Simulation]
 """The simulations of all replicas of a step, which end together."""
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """A pipeline rank of a replica in a step.
 
     Args:
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     idle: float
 
 
-def rows_of(step: Step) -> list[Row]:
+def rows_of(step: Step) -> list[TimelineRow]:
     """The rows of a step, replica by replica."""
     single = len(step) == 1, all(len(replica.spans) == 1 for replica in step)
     names: dict[tuple[int, int], str] = {}
@@ -88,7 +88,7 @@ def rows_of(step: Step) -> list[Row]:
                 waits.append((at, replica.compute_ns, ends[replica.compute_ns]))
             whole = replica.compute_ns - replica.begin_ns
             idle = replica.idle_ns[rank] / whole if whole else 0.0
-            rows.append(Row(name, tuple(spans), tuple(waits), idle))
+            rows.append(TimelineRow(name, tuple(spans), tuple(waits), idle))
     return rows
 
 
@@ -186,7 +186,7 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
 
 
 def _draw_rows(
-    panel: Axes, step: Simulation, rows: Sequence[Row], size: int, stages: int, end: int
+    panel: Axes, step: Simulation, rows: Sequence[TimelineRow], size: int, stages: int, end: int
 ) -> bool:
     """Draw a timeline, and return whether any bar had room for its micro-batch's number.
 
