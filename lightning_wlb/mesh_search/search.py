@@ -53,8 +53,8 @@ FIRST = 3
 what finds the best mesh on three settings of ``benchmarks/results/meshes.json``."""
 
 CLOSE = 1.01
-"""Of meshes whose times differ by no more the one with least communication is taken: simulations
-are further from the truth than that, and furthest in what networks do."""
+"""Times of meshes that differ by no more count as equal, and the mesh with least communication is
+taken: simulations are further from the truth than that, and furthest in what networks do."""
 
 LARGE = 256
 """On more devices meshes are simulated by work on one step, which has many documents there, and
