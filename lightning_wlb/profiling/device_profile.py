@@ -87,12 +87,6 @@ def measure(
         sources.append("Link within the node: not measured, the memory's bandwidth stands for it.")
     else:
         sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
-    if bench.out_of_memory:
-        sources.append(
-            f"Out of memory at {bench.out_of_memory} measurements, which have the rates of their"
-            " neighbours, or end the table."
-        )
-        report(sources[-1])
     # Ranks of as many threads as this process has that the node can hold.
     ranks = (
         torch.cuda.device_count()

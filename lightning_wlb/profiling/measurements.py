@@ -8,9 +8,9 @@ host queues kernels while earlier ones run. *Stages*: the longer of the device's
 host's, since an action of few rows takes as long as the host needs to queue it, whatever the device
 could do. Attention inside of a stage is the device's time and is taken off.
 
-What does not fit into memory is not measured (:mod:`.measured_points`), and running out of it ends
-no measurement: a point of the kernel has then the better rate of its neighbours, with fewer keys
-for each query and with fewer queries, and rows of layers end with those that fit.
+What does not fit into memory is not measured (:mod:`.measured_points`): a point of the kernel has
+then the better rate of its neighbours, with fewer keys for each query and with fewer queries, and
+rows of layers end with those that fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling.action_stopwatch import make_stopwatch
 from lightning_wlb.profiling.call_timer import make_timer
-from lightning_wlb.profiling.device import free_bytes, is_out_of_memory
+from lightning_wlb.profiling.device import free_bytes
 from lightning_wlb.profiling.measured_points import Grid, segments
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
@@ -68,7 +68,6 @@ class DeviceBench:
 
     Attributes:
         rows: numbers of rows of the grid with which layers fit into memory.
-        out_of_memory: points and micro-batches for which memory ran out against expectation.
 
     Raises:
         ValueError: layers that do not fit into memory with the fewest rows.
@@ -83,13 +82,19 @@ class DeviceBench:
         backend: str = "auto",
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
-        self.backend, self.out_of_memory = backend, 0
+        self.backend = backend
         self._timer = make_timer(device)
         self._free = free_bytes(device)
         self.rows = tuple(
             rows for rows in grid.rows if self._stage_bytes(rows) < 3 * self._free // 4
         )
-        self._check_rows()
+        if not self.rows:
+            raise ValueError(
+                f"no memory on {device} for three layers of dim {config.dim} and feed-forward"
+                f" {config.ffn_dim} with {grid.rows[0]} rows: of {self._free / 1e9:.1f} GB, layers"
+                " may take three quarters. Measure layers split over ranks: fewer heads and a"
+                " narrower feed-forward."
+            )
         # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
         self._latency = LatencyModel(profile, config.shape)
@@ -123,15 +128,13 @@ class DeviceBench:
         )
 
     def _rate(self, queries: int, keys: int, call: np.ndarray) -> np.ndarray | None:
-        """FLOP/s [2] of a point's segments; None where it is left out, or memory runs out."""
+        """FLOP/s [2] of a point's segments; None where it is left out."""
         shape, width = self.config.shape, self._width
         cuda, budget = self.device.type == "cuda", self._free // 8
         count = segments(self.grid, shape, width, queries, keys, cuda=cuda, budget=budget)
         if count == 0:
             return None
-        times = self._if_it_fits(partial(self._kernel_seconds, [(queries, keys)] * count))
-        if times is None:
-            return None
+        times = self._kernel_seconds([(queries, keys)] * count)
         flops = 4 * shape.heads * shape.head_dim * causal_pairs(queries, keys - queries)
         seconds = np.maximum(times - call, 0.2 * times) / count
         return np.asarray(np.array((1.0, 2.5)) * flops / seconds)
@@ -172,16 +175,8 @@ class DeviceBench:
     def stages(self) -> StageTimes:
         """Layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
-        last = self._stage(layers=0, head=True)
-        measured: list[Any] = []
-        for rows in self.rows:
-            models, lengths = (one, three, last), _short_documents(rows)
-            seconds = self._if_it_fits(partial(self._linear_seconds, models, lengths))
-            if seconds is None:
-                break
-            measured.append(seconds)
-        self.rows = self.rows[: len(measured)]
-        self._check_rows()
+        models = one, three, self._stage(layers=0, head=True)
+        measured = [self._linear_seconds(models, _short_documents(rows)) for rows in self.rows]
         single, triple, end = np.array(measured).swapaxes(0, 1)
         layer = np.maximum((triple - single) / 2, 0.1 * single)
         overhead = np.maximum(single - layer, 0.0)
@@ -253,12 +248,10 @@ class DeviceBench:
         predictor = Predictor(LatencyModel(profile, config.shape), (range(2),))
         found = []
         for lengths in self.held_out():
-            seconds = self._if_it_fits(partial(self._stage_seconds, model, lengths))
-            if seconds is not None:
-                slices = [Slice(i, 0, 0, length) for i, length in enumerate(lengths)]
-                cost = predictor.micro_batch(slices, "ptrr")
-                predicted = sum(predictor.action_ns(0, cost)) / 1e9
-                found.append(abs(predicted / seconds[:, 0].sum() - 1))
+            seconds = self._stage_seconds(model, lengths)[:, 0].sum()
+            slices = [Slice(i, 0, 0, length) for i, length in enumerate(lengths)]
+            cost = predictor.micro_batch(slices, "ptrr")
+            found.append(abs(sum(predictor.action_ns(0, cost)) / 1e9 / seconds - 1))
         return {
             "micro_batches": float(len(found)),
             "median": float(f"{np.median(found):.3g}"),
@@ -320,28 +313,6 @@ class DeviceBench:
         parts = StageParts(layers=(3,))
         held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
         return held + 2 * self._width * model.parameters(parts)
-
-    def _check_rows(self) -> None:
-        if not self.rows:
-            raise ValueError(
-                f"no memory on {self.device} for three layers of dim {self.config.dim} and"
-                f" feed-forward {self.config.ffn_dim} with {self.grid.rows[0]} rows: of"
-                f" {self._free / 1e9:.1f} GB, layers may take three quarters. Measure layers split"
-                " over ranks: fewer heads and a narrower feed-forward."
-            )
-
-    def _if_it_fits(self, measure: Callable[[], Any]) -> Any:
-        """The result of ``measure``; None where it runs out of memory."""
-        try:
-            return measure()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        # Not before the error is gone, whose traceback holds the tensors.
-        self.out_of_memory += 1
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
 
     def _seconds(self, call: Callable[[], Tensor]) -> float:
         """Median seconds of a call alone."""
