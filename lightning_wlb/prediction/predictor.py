@@ -233,8 +233,12 @@ class Predictor:
         """Simulate replicas whose micro-batches have these costs."""
         memory = self.memory
         programs, freed = self.programs(replicas, costs)
-        durations = [self._durations(of_replica) for of_replica in costs]
+        durations = list(map(self.stage_durations, costs))
         saved = [memory.saved(of_replica).tolist() for of_replica in costs]
+
+        def duration(replica: int, action: Action) -> int:
+            of_pass = durations[replica][action.kind == BACKWARD]
+            return of_pass[action.stage][action.micro_batch]
 
         def transfer(replica: int, action: Action) -> int:
             source = action.stage - 1 if action.kind == FORWARD else action.stage
@@ -247,22 +251,19 @@ class Predictor:
 
         simulations = simulate_replicas(
             programs,
-            lambda replica, action: durations[replica][action],
+            duration,
             transfer,
             changed_bytes=changed_bytes,
             constant_bytes=memory.constant(costs),
             begins=lambda replica, action: self.traffic.begins(
-                action.stage, durations[replica][action]
+                action.stage, duration(replica, action)
             ),
             reduced=self.traffic.ends,
             synchronisation_ns=self.traffic.optimise,
             sharers=[replica.sharers for replica in replicas],
         )
-        peaks = [
-            memory.peak(of_ranks, simulation.held_bytes, of_replica)
-            for of_ranks, simulation, of_replica in zip(programs, simulations, costs, strict=True)
-        ]
-        return SimulatedReplicas(costs, durations, programs, simulations, max(peaks, default=0))
+        peak = max(map(memory.peak, simulations, costs), default=0)
+        return SimulatedReplicas(costs, simulations, peak)
 
     def stage_durations(
         self, costs: Sequence[MicroBatchCost]
@@ -299,16 +300,6 @@ class Predictor:
     def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
         """The times of :meth:`_rest_ns`; plans repeat the same rows, thousands of them at most."""
         return {}
-
-    def _durations(self, costs: Sequence[MicroBatchCost]) -> dict[Action, int]:
-        """How long each action of a replica computes, from the costs of its micro-batches."""
-        forward, backward = self.stage_durations(costs)
-        return {
-            Action(stage, kind, number): duration
-            for kind, stages in ((FORWARD, forward), (BACKWARD, backward))
-            for stage, of_stage in enumerate(stages)
-            for number, duration in enumerate(of_stage)
-        }
 
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """The costs of a replica's micro-batches.

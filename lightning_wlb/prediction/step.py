@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.micro_batch import MicroBatchCost
-from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.simulator import Simulation
 
 
@@ -21,15 +21,11 @@ class SimulatedReplicas(NamedTuple):
 
     Attributes:
         costs: [replicas][micro-batches].
-        durations: for each replica, how long each action computes, in ns.
-        programs: [replicas][pipeline ranks], the actions of each rank.
         simulations: one for each replica.
         peak_bytes: on the fullest rank, state included.
     """
 
     costs: list[list[MicroBatchCost]]
-    durations: list[dict[Action, int]]
-    programs: list[list[list[Action]]]
     simulations: list[Simulation]
     peak_bytes: int
 
@@ -64,9 +60,9 @@ class StepPrediction:
         """Sum up the simulation of all replicas of a plan, of the model on the run's mesh."""
         most = max(map(len, step.costs), default=0)
         work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for number, durations in enumerate(step.durations):
-            for action, duration in durations.items():
-                work[number, action.micro_batch] += duration
+        for number, simulation in enumerate(step.simulations):
+            for action, begin, end in chain.from_iterable(simulation.spans):
+                work[number, action.micro_batch] += end - begin
         total = Work.of(latency.shape).total
         return StepPrediction(
             plan=plan,

@@ -28,6 +28,7 @@ from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, receipts, target_of
+from lightning_wlb.schedule.simulator import Simulation
 from lightning_wlb.sharding.integer_ranges import Integers
 
 
@@ -168,7 +169,7 @@ class StepMemory:
         """
         freed: defaultdict[Action, int] = defaultdict(int)
         stages, ranks = len(self.parts), len(programs)
-        boundary = self.boundaries(costs).tolist() if costs else []
+        boundary = self.boundaries(costs).tolist()
         readers = first_readers(replica)
         if readers:
             gradients = self.key_gradients(costs).tolist()
@@ -188,24 +189,14 @@ class StepMemory:
                 )
         return freed
 
-    def peak(
-        self,
-        programs: Sequence[Sequence[Action]],
-        held: Sequence[Sequence[int]],
-        costs: Sequence[MicroBatchCost],
-    ) -> int:
-        """Most bytes on a rank of a replica, with what lives only inside a backward.
-
-        Args:
-            programs: the actions of each rank.
-            held: bytes on each rank while each action of its program runs.
-            costs: the costs of the replica's micro-batches.
-        """
-        inside = self.inside(costs).tolist() if costs else []
+    def peak(self, simulation: Simulation, costs: Sequence[MicroBatchCost]) -> int:
+        """Most bytes on a rank of a replica, with what lives only inside a backward."""
+        inside = self.inside(costs).tolist()
+        every = zip(chain(*simulation.spans), chain(*simulation.held_bytes), strict=True)
         return max(
             (
-                bytes_held + inside[action.micro_batch][action.stage]
-                for action, bytes_held in zip(chain(*programs), chain(*held), strict=True)
+                held + inside[action.micro_batch][action.stage]
+                for (action, _, _), held in every
                 if action.kind == BACKWARD
             ),
             default=0,

@@ -142,7 +142,7 @@ class Compared(L.Callback):
         held = simulation.held_bytes[rank]
         constant = simulation.memory[rank][0][1]
         counted = self.count.held_bytes
-        program = predicted.programs[0][rank]
+        program = [span.action for span in simulation.spans[rank]]
         for action, expected, found in zip(program, held, counted[:-1], strict=True):
             if action.kind == "F":  # a backward is counted when it has freed its own
                 # torch's loss keeps no log-sum for each row, which the model counts.

@@ -127,11 +127,11 @@ class Pool:
         for shape, group in alike(plan.schemes).items():
             own = [renumbered(plan.replicas[number], group.index) for number in group]
             step = kinds[shape].predictor.simulate(own)
-            found |= dict(zip(group, zip(*step[:-1], strict=True), strict=True))
+            found |= dict(zip(group, zip(step.costs, step.simulations, strict=True), strict=True))
             peak = max(peak, step.peak_bytes)
         every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
-        costs, durations, programs, simulations = map(list, every)
-        step = SimulatedReplicas(costs, durations, programs, simulations, peak)
+        costs, simulations = map(list, every)
+        step = SimulatedReplicas(costs, simulations, peak)
         return StepPrediction.of(plan, step, base.latency)
 
 
