@@ -1,5 +1,4 @@
-"""What a kernel of variable-length attention is, and what several kernels share: segments and
-sinks.
+"""The signature of a variable-length attention kernel, and segments and sinks, which kernels share.
 
 Every kernel has the signature of :class:`Kernel`; :mod:`.backends` chooses one and checks its
 arguments. :class:`AttentionOptions` has what differs from layer to layer of a model.

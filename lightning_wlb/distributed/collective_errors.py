@@ -94,9 +94,9 @@ def names_of_ranks(ranks: Sequence[int]) -> str:
 
 
 def differences(everyone: Iterable[Mapping[str, str]]) -> list[str]:
-    """What ranks have otherwise, each with its values and their ranks in words.
+    """A sentence for each name under which ranks have different texts: the texts, and who has them.
 
-    ``everyone`` has each rank's texts by name; a rank need not have every name.
+    ``everyone`` has each rank's texts by name. A rank that does not have a name differs from none.
     """
     found: dict[str, dict[str, list[int]]] = {}
     for rank, texts in enumerate(everyone):

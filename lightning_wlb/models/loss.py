@@ -129,9 +129,10 @@ def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = Non
 
 
 def row_chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
-    """The rows whose logits by ``weight`` [words, dim] exist at a time.
+    """Cuts ``rows`` rows into chunks, the logits of one of which are in memory at a time.
 
-    They are as many as fit where a logit takes ``times`` the memory of one in the plain loss.
+    Logits are products with ``weight``, [words, dim]. A head that takes ``times`` the plain loss's
+    memory for each logit gets chunks of so many times fewer rows.
     """
     size = max(chunk_rows(weight.shape[0], weight.device.type != "cpu") // times, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -1,10 +1,10 @@
 """What the steps of a run are planned for: the profile, and the pipelines that a step may take.
 
-All of it is settled when a fit is set up, before the data module makes a loader. Then heterogeneous
-pipelines that ``WLBStrategy(dynamic=...)`` gives are prepared. With ``dynamic="auto"`` they are
-chosen first, by the profile that the run's steps are planned by. What is promised is then what is
-planned, and a run that is resumed makes the same choice on the same mesh. Where none is worth it,
-the run is planned as without.
+All of it is settled when a fit is set up, before the data module makes a loader: then the
+heterogeneous pipelines of ``WLBStrategy(dynamic=...)`` are prepared. With ``dynamic="auto"`` they
+are chosen first, by the device profile that plans the run's steps, so that the steps are planned as
+the choice predicted, and a resumed run chooses alike on the same mesh. Where no pipelines are worth
+it, every step runs on the mesh.
 
 Cost: where ``dynamic`` is not off, that of :mod:`lightning_wlb.heterogeneous.setup`.
 """

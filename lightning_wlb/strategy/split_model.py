@@ -1,4 +1,4 @@
-"""The model of a run as it is split over the ranks, its steps, and what the log says of it.
+"""The model of a run, split over the ranks: how it is split, described in the log, and run.
 
 The model holds its :class:`SplitModel`, which so outlives the Trainer that has split the model:
 another Trainer goes on with the same shards, and both are freed together. A :class:`StepRunner`

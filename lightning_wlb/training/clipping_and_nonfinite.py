@@ -80,13 +80,14 @@ class StepGuard:
     def clip_by_norm(self, parameters: list[nn.Parameter], most: float) -> None:
         """Scale the gradients in place so that their global 2-norm is at most ``most``."""
         norm = self._norm_of(parameters)
-        # Scaled by a norm that is not finite, all would be NaN: whose they were would be lost.
+        # Scaling by a norm that is not finite makes all gradients NaN, and the report could not say
+        # any more which parameters' were.
         if self._finite or self.on_nonfinite == "ignore":
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
 
     def clip_by_value(self, parameters: list[nn.Parameter], most: float) -> None:
         """Bound every gradient to ``[-most, most]``."""
-        # An infinite one would become a finite one.
+        # Clipping makes an infinite gradient finite, and nothing would be reported.
         if self.on_nonfinite == "ignore" or self._norm_of(parameters).isfinite():
             torch.nn.utils.clip_grad_value_(parameters, most)
 

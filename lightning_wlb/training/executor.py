@@ -62,8 +62,8 @@ class Executor:
         heterogeneous: what a step runs on whose plan has pipelines of its own; None: such a plan is
             refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
-        losses: the loss of every rank in the last step; 0 where a rank computes none, or the same
-            as another.
+        losses: the summed token losses of every rank in the last step, in rank order; 0 for ranks
+            of earlier stages, and for all but the first rank of a tensor-parallel group.
         settings: a digest of what this rank's optimizers are set to, for the ranks' exchange.
         settings_agree: whether the ranks of each stage had the same in the last step.
     """

@@ -130,9 +130,9 @@ def _buckets(model: Decoder, stages: dict[int, range]) -> list[Bucket]:
 
 
 def check_parameters(model: Decoder, pipeline: int) -> None:
-    """Refuse parameters of which several parts would each train a copy, and hooks that are lost.
+    """Refuse parameters that several stages would each train a copy of, and hooks never called.
 
-    ``model`` is whole, since a rank cannot look at the parts of other stages later.
+    It runs on the whole model: later a rank does not see the layers of other stages.
 
     Raises:
         ValueError: naming the parameter, with the remedy.

@@ -1,9 +1,9 @@
 """Messages between the stages of a pipeline: sent without waiting, freed when received.
 
-* A send is posted, and its tensor is kept: waiting at once would deadlock two neighbours that both
-  send first. When a message comes back that the peer sent after it had received this one
-  (:mod:`~lightning_wlb.schedule.actions`), the wait returns at once and the tensor is freed; the
-  rest is waited for at the step's end.
+* A send is posted without waiting, since two neighbours that both send first would wait for each
+  other, and its tensor is kept. Some later message from the same neighbour proves that the tensor
+  has arrived (:func:`~lightning_wlb.schedule.actions.receipts`); then it is freed. What no message
+  proves is waited for at the step's end.
 * Each channel has its own process group, so that forward and backward messages, and those that
   close the ring of virtual stages, do not wait behind each other. Within a channel the messages of
   a pair of ranks are in FIFO order, since NCCL ignores tags.

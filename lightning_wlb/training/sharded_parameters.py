@@ -129,7 +129,12 @@ class Bucket:
 
 
 def chunks_of(gradient: Tensor, buffer: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a whole gradient, each with its place in ``buffer``, ``[ranks, *chunk]``."""
+    """Cuts a whole gradient as its parameter is sharded along ``dim``.
+
+    Yields:
+        Views of the gradient, each with the place of ``buffer``, ``[ranks, *chunk]``, that it
+        belongs in: the full chunks together, and the last one where it has fewer rows.
+    """
     rows = buffer.shape[1 + dim]
     full, rest = divmod(gradient.shape[dim], rows)
     even = gradient.narrow(dim, 0, full * rows)

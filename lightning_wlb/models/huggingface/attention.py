@@ -91,10 +91,11 @@ def during(run: Running) -> Iterator[None]:
 
 
 def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> Callable[..., Any]:
-    """``function``, of which only the inputs are kept: backward runs it again.
+    """``function`` under activation checkpointing: backward runs it again from its inputs.
 
-    With a mode it does so only in micro-batches that recompute that. It must be called within a
-    forward, in whose context it runs both times. There is no dropout: the random state is not kept.
+    Given a mode, only in micro-batches whose ``recompute`` is that mode; else in all. The call must
+    be within a stage's forward, which is the running one in backward too. The random state is not
+    kept, since there is no dropout.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

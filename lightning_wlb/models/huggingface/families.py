@@ -123,9 +123,10 @@ def row_by_row(config: Any) -> set[int]:
 
 
 def longrope_window(config: Any) -> int | None:
-    """The longest document for which ``longrope`` turns a row by its own position only.
+    """Most tokens of a document under ``longrope`` scaling; None where the config has none.
 
-    A longer one turns *all* rows of its batch otherwise. None without longrope.
+    Where one document of a batch is longer, the family's code rotates *all* rows of the batch by
+    other frequencies, so that a document's result would depend on its neighbours.
     """
     if "longrope" not in _rope_types(config):
         return None

@@ -39,9 +39,9 @@ from lightning_wlb.models.huggingface.safetensors_folder import (
 )
 from lightning_wlb.models.tensor_parallel import held, share_of
 
-# Dtypes of values as they are. Other dtypes of a weight are codes that a scale belongs to.
+# Dtypes of weights. A weight stored in another dtype is quantised: codes, and a scale beside them.
 _PLAIN = {"F64", "F32", "F16", "BF16"}
-# Tables that folders written by old versions of transformers have, and modules compute.
+# Tables that old versions of transformers have stored; today modules compute them.
 _COMPUTED = r"rotary_emb\.inv_freq"
 
 

@@ -120,7 +120,8 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
         layers: the name of its list of layers.
 
     Raises:
-        ValueError: adapters outside of the layers, of another kind, or not in all layers.
+        ValueError: ``target_modules`` names modules outside of the layers or that are not linear,
+            or none in some layer; or a pattern of ranks or alphas names no module with an adapter.
     """
     config = peft_config(given)
     from peft import inject_adapter_in_model

@@ -5,12 +5,13 @@ parameters take no memory, and its buffers have values.
 
 **Layers.** A family's base model does more between its layers than call them: it makes rotary
 tables, chooses one by the kind of layer, scales the embedding. So its own ``forward`` runs on every
-stage, with :class:`StageLayers` in place of its list of layers: layers of other stages pass rows
-through. What the family does in front of its first layer (Granite scales the embedding) and behind
-its last must happen once in the model, not once a stage. So the last absent layer in front of the
-stage's gives out what the stage was given, whatever came in, and the first one behind keeps what
-the stage made. In the same way a family's head runs by the ``ForCausalLM``'s own forward, with
-:class:`GivenHidden` in place of its base model.
+stage, with :class:`StageLayers` in place of its list of layers. What the family does before its
+first layer (Granite scales the embedding) and behind its last one must happen once in the model,
+not once a stage. So stand-ins take the places of absent layers. One in front of the stage's layers
+drops what it is given and returns the hidden states that the stage has received. One behind them
+passes on what it is given, and the first one keeps it, as the stage's output. In the same way a
+family's head runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden` in place of its
+base model.
 
 **Ends.** Under tensor parallelism the embedding's rows (words) lie on the ranks; each looks up its
 own words and the sum is scattered by rows. The head's logits are split by words and never gathered.
@@ -152,7 +153,7 @@ class StageLayers:
 
 
 class _Before(nn.Module):
-    """Stands for the layers in front of the stage's."""
+    """Stands for a layer in front of the stage's; returns what the stage has received."""
 
     block_type = None  # by which Nemotron-H looks up a mask
 
@@ -163,7 +164,7 @@ class _Before(nn.Module):
 
 
 class _Behind(nn.Module):
-    """Stands for the layers behind the stage's."""
+    """Stands for a layer behind the stage's; the first one keeps the stage's output."""
 
     block_type = None
 
