@@ -11,8 +11,8 @@ name       kernel                                        dtypes              dev
 ``exact``  dense attention of each segment, for tests    float16 to float64  both    nothing
 ``torch``  ``torch.nn.attention.varlen`` (torch ≥ 2.11)  float16, bfloat16   CUDA    softcap
 ``flash``  FlashAttention-3, on Hopper                   float16, bfloat16   CUDA    sinks
-``flash``  ``flash_attn`` from 2.6.2 on, below 3         float16, bfloat16   CUDA    sinks
-``flash``  ``flash_attn`` from 2.4.1 on, or 4.x          float16, bfloat16   CUDA    sinks, softcap
+``flash``  ``flash_attn`` from 2.7 on, below 3           float16, bfloat16   CUDA    sinks
+``flash``  ``flash_attn`` 4.x                            float16, bfloat16   CUDA    sinks, softcap
 =========  ============================================  ==================  ======  ==============
 
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
@@ -84,7 +84,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "flash": AttentionBackend(
         load_flash,
         ("cuda",),
-        "flash-attn (2.4.1 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
+        "flash-attn (2.7 or newer), FlashAttention-3 on Hopper, or flash-attn-4",
     ),
     "exact": AttentionBackend(lambda: ("exact", exact_attention), ("cpu", "cuda")),
 }

@@ -7,8 +7,8 @@ outside of a sliding window.
 
 Sinks need torch's kernel, since they are merged between its forward and its backward
 (:mod:`.kernel_interface`), and the packages do not show their backward. A soft cap needs
-FlashAttention 3, or 2 from version 2.6.2 on: torch's kernel has none, older versions and 4.x have
-none in their backward. What is missing is refused.
+FlashAttention 2 or 3: torch's kernel has none, and 4.x has none in its backward. What is missing is
+refused, and so are versions of 2.x before 2.7, of which some cap in forward alone.
 
 Backward sums the gradients of queries by atomic additions, whose order differs from call to call,
 unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel asks for that itself (not
@@ -23,7 +23,6 @@ released; tests marked ``gpu`` compare with dense attention.
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -54,14 +53,10 @@ _backward = torch.ops.aten._flash_attention_backward.default
 
 
 def load_torch() -> Kernel:
-    """FlashAttention-2 as built into torch: ``torch.nn.attention.varlen`` (torch 2.11 or newer)."""
+    """FlashAttention-2 as built into torch: ``torch.nn.attention.varlen``."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known:
-        raise ImportError(
-            f"varlen_attn of torch {torch.__version__} has no window_size; 2.11 or newer is needed"
-        )
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
@@ -69,7 +64,7 @@ def load_torch() -> Kernel:
         if options.softcap is not None:
             raise ValueError(
                 f"softcap={options.softcap}: attention backend 'torch' cannot cap scores. Install"
-                " flash-attn 2.6.2 or newer (2.x) and give attention_backend='flash', or 'auto'."
+                " flash-attn 2.7 or newer (2.x) and give attention_backend='flash', or 'auto'."
             )
         left = -1 if options.sliding_window is None else options.sliding_window - 1
         if options.sinks is not None:
@@ -98,7 +93,7 @@ def load_torch() -> Kernel:
 
 def load_flash() -> tuple[str, Kernel]:
     """The package of FlashAttention that fits the device, with its name; :func:`.flash_library`."""
-    function, version = flash_library()
+    function, generation = flash_library()
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
@@ -110,17 +105,16 @@ def load_flash() -> tuple[str, Kernel]:
             )
         # What stands for none differs between generations: their own default.
         extra: dict[str, Any] = {}
-        if torch.are_deterministic_algorithms_enabled() and _has_determinism(version, q.shape[2]):
+        if _is_deterministic(generation, q.shape[2]):
             extra["deterministic"] = True
         if options.sliding_window is not None:
             extra["window_size"] = (options.sliding_window - 1, 0)
         if options.softcap is not None:
-            if not (2, 6, 2) <= version < (4,):
-                found = ".".join(map(str, version))
+            if generation == 4:
                 raise ValueError(
-                    f"softcap={options.softcap}: flash-attn {found} has no backward that caps"
-                    " scores of packed segments. Install flash-attn 2.6.2 or newer, of 2.x, or"
-                    " FlashAttention-3 on Hopper."
+                    f"softcap={options.softcap}: flash-attn 4 has no backward that caps scores of"
+                    " packed segments. Install flash-attn 2.7 or newer, of 2.x, or FlashAttention-3"
+                    " on Hopper."
                 )
             extra["softcap"] = options.softcap
         # By keyword: the generations order their parameters differently.
@@ -140,7 +134,7 @@ def load_flash() -> tuple[str, Kernel]:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return f"flash_attn {version[0]}", attention
+    return f"flash_attn {generation}", attention
 
 
 class _AttentionWithSinks(torch.autograd.Function):
@@ -195,8 +189,8 @@ class _AttentionWithSinks(torch.autograd.Function):
 _attend_with_sinks: Callable[..., Tensor] = _AttentionWithSinks.apply
 
 
-def flash_library() -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """The library's own function and its version, which is (3,) for any 3.x and (4,) for any 4.x.
+def flash_library() -> tuple[Callable[..., Any], int]:
+    """The library's own function and its generation: 2, 3 or 4.
 
     On Hopper 3.x goes first, which runs nowhere else. 4.x goes last, because it declares itself
     alpha; it has no backward before Hopper. An installed package that cannot be imported or called
@@ -211,9 +205,12 @@ def flash_library() -> tuple[Callable[..., Any], tuple[int, ...]]:
         name = PACKAGES[generation]
         try:
             package = import_module(name)
-            # 4.x alone leaves a namespace where 2.x would be.
-            if generation == 2 and not hasattr(package, "__version__"):
-                raise ModuleNotFoundError("No module named 'flash_attn' of 2.x", name=name)
+            if generation == 2:
+                # 4.x alone leaves a namespace where 2.x would be.
+                if not hasattr(package, "__version__"):
+                    raise ModuleNotFoundError("No module named 'flash_attn' of 2.x", name=name)
+                if tuple(map(int, str(package.__version__).split(".")[:2])) < (2, 7):
+                    raise ImportError(f"version {package.__version__} is older than 2.7")
             function = package.flash_attn_varlen_func
             inspect.signature(function).bind(None, None, None, **dict.fromkeys(_ARGUMENTS))
         except Exception as reason:
@@ -223,26 +220,26 @@ def flash_library() -> tuple[Callable[..., Any], tuple[int, ...]]:
             if missing is None or not f"{name}.".startswith(f"{missing}."):
                 warnings.warn(
                     f"{name} is installed, but cannot be used: {type(reason).__name__}: {reason}."
-                    f" Versions known to fit are 2.4.1 or newer, 3.0 and 4.0 of January 2026 or"
+                    f" Versions known to fit are 2.7 or newer, 3.0 and 4.0 of January 2026 or"
                     " later, built for this torch and CUDA. Attention takes the next kernel.",
                     stacklevel=2,
                 )
             continue
-        if generation == 2:
-            return function, tuple(map(int, re.findall(r"\d+", str(package.__version__))[:3]))
-        return function, (generation,)
+        return function, generation
     raise ImportError("; ".join(reasons))
 
 
-def _has_determinism(version: tuple[int, ...], head_dim: int) -> bool:
-    """Whether backward can be deterministic.
+def _is_deterministic(generation: int, head_dim: int) -> bool:
+    """Whether backward is asked to be deterministic, and can be.
 
     Raises:
         ValueError: if it cannot, unless torch is to warn only.
     """
-    if version == (3,) and head_dim > 192:
+    if not torch.are_deterministic_algorithms_enabled():
+        return False
+    if generation == 3 and head_dim > 192:
         lacking = f"FlashAttention-3 has no deterministic backward for heads of {head_dim}"
-    elif version == (4,) and torch.cuda.get_device_capability()[0] == 12:
+    elif generation == 4 and torch.cuda.get_device_capability()[0] == 12:
         lacking = "FlashAttention-4 has no deterministic backward on devices of capability 12"
     else:
         return True

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -19,9 +17,7 @@ def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) 
 
     Operations on its axes may wait for ``timeout``; None means torch's default.
     """
-    backend = _override(device_type)
-    override: dict[int | str, Any] | None = dict.fromkeys(AXES, backend) if backend else None
-    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES, backend_override=override)
+    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
     flat = data_context(made)
     if timeout is not None:
         # torch gives the axes its own default, whatever the default group was given.
@@ -35,24 +31,12 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
 
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
-    override = _override(mesh.device_type)
-    return mesh["data", "context"]._flatten("data_context", backend_override=override)
+    return mesh["data", "context"]._flatten("data_context")
 
 
 def is_cuda_over_gloo(device: torch.device, group: ProcessGroup) -> bool:
     """Whether a group sends a GPU's tensors by gloo."""
     return device.type == "cuda" and group._get_backend(device).name() == "gloo"
-
-
-def _override(device_type: str) -> str | None:
-    """The backend of the axes; None for the default group's.
-
-    On machines with CUDA torch may give NCCL to an axis of all ranks although these have gloo (2.9
-    does, 2.13 does not; read), and NCCL refuses two ranks on one GPU.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    return "gloo" if is_cuda_over_gloo(torch.device(device_type), world) else None
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:

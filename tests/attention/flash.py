@@ -50,8 +50,6 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch, *versions: str) -> list[dict[str
         package = installed[kernels_gpu.PACKAGES[int(version[0])]] or types.ModuleType(version)
         installed[kernels_gpu.PACKAGES[int(version[0])]] = package
         known = {"2": FLASH_2, "3": FLASH_3, "4": FLASH_4}[version[0]]
-        if version == "2.0.9":
-            known = known.replace("window_size", "").replace("deterministic", "")
         package.flash_attn_varlen_func = flash_function(known, version[0] == "4", calls)
         if version[0] == "2":
             package.__version__ = version
