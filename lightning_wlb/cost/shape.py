@@ -153,7 +153,7 @@ class ModelShape:
 
         Layers given by :meth:`of_layers` may split their feed-forward network in ways of their own.
         """
-        heads = [("heads", layer.heads) for layer in self.kinds]
+        heads = [("heads", layer.heads) for layer in self.kinds if layer.attends]
         plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
         return [*heads, *plain, ("vocab_size", self.vocab_size)]
 
@@ -175,7 +175,7 @@ class ModelShape:
                     f"tensor_parallel_size={size} does not divide the model's {name}={value}."
                     f" {remedy}."
                 )
-        for kv_heads in (layer.kv_heads for layer in self.kinds):
+        for kv_heads in (layer.kv_heads for layer in self.kinds if layer.attends):
             if kv_heads % size and size % kv_heads:
                 raise ValueError(
                     f"tensor_parallel_size={size} and the model's kv_heads={kv_heads} do not divide"

@@ -28,6 +28,8 @@ from lightning_wlb.models.huggingface import lora as adapters
 from lightning_wlb.models.huggingface.attention import Running, during, recomputed
 from lightning_wlb.models.huggingface.families import (
     CHECKED,
+    OWN_PLANS,
+    RECURRENT_PLANS,
     check_config,
     check_family,
     check_no_noise,
@@ -47,7 +49,6 @@ from lightning_wlb.models.huggingface.model_parts import (
 )
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments, recurrent_modules
 from lightning_wlb.models.huggingface.tensor_parallel import (
-    OWN_PLANS,
     Split,
     add_hooks,
     attends,
@@ -302,15 +303,9 @@ class HuggingFaceDecoder(Decoder):
             name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)
         }
         self._plan = dict(self.config.base_model_tp_plan or OWN_PLANS.get(kind, {}))
+        self._plan |= RECURRENT_PLANS.get(kind, {})
         self._splits: dict[str, Split] = {}
         self._refusal: ValueError | None = None
-        if self._recurrent:
-            self._refusal = ValueError(
-                f"model type {kind!r} has recurrent layers, whose projections this package does not"
-                " split yet. Use tensor_parallel_size=1; pipeline and context parallelism split the"
-                " model too."
-            )
-            return
         try:
             self._splits = splits_of(self.layers, self._plan, self.config)
         except ValueError as error:

@@ -8,7 +8,7 @@ not by the family's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -24,6 +24,54 @@ PARTS = {
     "nemotron_h": ("embeddings", "layers", "norm_f"),
 }
 """Embedding, layers and last norm of families for which transformers has no pipeline plan."""
+
+OWN_PLANS: dict[str, dict[str, str]] = {
+    # Families whose config has no plan: transformers' styles, and "last" and "once".
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        # Stored transposed, gate and up in turn: a rank's share of the last dim has pairs of them.
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "last",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "once",
+    },
+}
+
+
+def _gathered(module: str, *projections: str) -> dict[str, str]:
+    """Projections whose columns are split in memory, and gathered before a recurrence."""
+    return {f"layers.*.{module}.{name}": "colwise_gather_output" for name in projections}
+
+
+def _feed_forward(module: str, up: Sequence[str], down: str) -> dict[str, str]:
+    columns = {f"layers.*.{module}.{name}": "colwise" for name in up}
+    return columns | {f"layers.*.{module}.{down}": "rowwise"}
+
+
+_SELF_ATTENTION = _feed_forward("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
+_DELTA_RULE = {"layers.*.linear_attn.out_proj": "rowwise_split_input"}
+RECURRENT_PLANS: dict[str, dict[str, str]] = {
+    # They go over what a family's config has. Projections are split where they are held alone.
+    "bamba": _SELF_ATTENTION
+    | _feed_forward("feed_forward", ("gate_proj", "up_proj"), "down_proj")
+    | _gathered("mamba", "in_proj")
+    | {"layers.*.mamba.out_proj": "rowwise_split_input"},
+    "lfm2": _feed_forward("self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj")
+    | _feed_forward("feed_forward", ("w1", "w3"), "w2")
+    | _gathered("conv", "in_proj")
+    | {"layers.*.conv.out_proj": "rowwise_split_input"},
+    "olmo_hybrid": _gathered("linear_attn", "q_proj", "k_proj", "v_proj", "g_proj")
+    | {"layers.*.linear_attn.o_proj": "rowwise_split_input"},
+    "qwen3_5_moe_text": _DELTA_RULE,
+    "qwen3_5_text": _DELTA_RULE,
+    "qwen3_next": _DELTA_RULE,
+}
+"""How tensor parallelism splits families: transformers' styles by module."""
 
 _CHECKED = """
 afmoe apertus arcee aria_text axk1 beam cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3

@@ -6,7 +6,8 @@ word. Families compute all of them by a few functions of their files. :func:`by_
 these: while a decoder of this package runs, those of :data:`FUNCTIONS` call transformers' own once
 for each piece, with the state that an earlier slice has left
 (:mod:`lightning_wlb.attention.recurrence`); outside of one they are what they were. Where ranks
-share rows, each computes its heads of all rows.
+share rows, each computes its heads of all rows; tensor-parallel ranks compute theirs, of
+projections and convolutions that each of them has whole.
 
 Cost: a call of the recurrence for each piece of a micro-batch. With flash-linear-attention on CUDA
 one call would do (``cu_seqlens``); it is not used yet. Kernels' fused paths (convolution and
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ from lightning_wlb.attention.recurrence import (
 )
 from lightning_wlb.distributed.process_groups import group_size
 from lightning_wlb.models.huggingface.attention import current_run, running
+from lightning_wlb.models.tensor_parallel import gather_rows
 
 _CONVOLUTION = "causal_conv1d_fn"
 _DELTA = frozenset({_CONVOLUTION, "torch_chunk_gated_delta_rule"})
@@ -58,10 +61,13 @@ FAMILIES: Mapping[str, frozenset[str]] = {
 
 
 class RecurrentSizes(NamedTuple):
-    """The sizes of a recurrence, and of how many keys attention of these sizes takes its FLOPs."""
+    """The sizes of a recurrence, and of how many keys attention of these sizes takes its FLOPs.
 
-    heads: int = 1
-    kv_heads: int = 1
+    A convolution alone is next to nothing: the least that tensor-parallel ranks can share.
+    """
+
+    heads: int = 64
+    kv_heads: int = 64
     head_dim: int = 1
     value_dim: int = 1
     keys: int = 1
@@ -214,22 +220,43 @@ def _rows(name: str) -> tuple[RecurrentRows, Any]:
     return rows, run.groups.of_rows(rows.replicas)
 
 
-def _check_heads(heads: int, group: Any) -> None:
-    ranks = group_size(group)
+def _check_heads(heads: int, kind: str, *groups: Any) -> None:
+    ranks = prod(map(group_size, groups))
     if heads % ranks:
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         raise ValueError(
-            f"{ranks} ranks share the rows of a micro-batch (context_parallel_size, times the"
-            f" replicas that share it), but a recurrent layer has {heads} heads, which cannot be"
-            f" spread evenly. Ranks that go: {sizes}."
+            f"{ranks} ranks share a recurrent layer's {heads} {kind} (context_parallel_size, times"
+            " the replicas that share a micro-batch, times tensor_parallel_size for heads), which"
+            f" cannot be spread evenly. Numbers of ranks that go: {sizes}."
         )
 
 
-def _own(x: Tensor | None, group: Any) -> Tensor | None:
+def _own(x: Tensor, group: Any, dim: int = 0) -> Tensor:
     """The part of values by head or channel that this rank computes with."""
-    if x is None or group_size(group) == 1:
-        return x
-    return x.chunk(group_size(group))[dist.get_rank(group)]
+    return x if group_size(group) == 1 else x.chunk(group_size(group), dim)[dist.get_rank(group)]
+
+
+def _heads_of(
+    tensors: Sequence[Tensor], heads: int, rows: Any, tensor: Any
+) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """What this tensor-parallel rank computes of [1, rows, heads, ...], and what joins the results.
+
+    Tensors with fewer heads (a group of ``heads`` shares one) have them repeated where ranks could
+    not be given whole groups.
+    """
+    _check_heads(heads, "heads", rows, tensor)
+    ranks = group_size(rows) * group_size(tensor)
+    even = [
+        x.repeat_interleave(heads // x.shape[2], dim=2) if x.shape[2] % ranks else x
+        for x in tensors
+    ]
+
+    def join(out: Tensor) -> Tensor:
+        if group_size(tensor) == 1:
+            return out
+        return gather_rows(out.movedim(2, 0).contiguous(), tensor).movedim(0, 2)
+
+    return [_own(x, tensor, 2) for x in even], join
 
 
 def _convolution(
@@ -243,10 +270,10 @@ def _convolution(
 ) -> Tensor:
     """A depthwise causal convolution, [1, channels, rows], weight [channels, kernel]."""
     rows, group = _rows(_CONVOLUTION)
-    _check_heads(hidden_states.shape[1], group)
+    _check_heads(hidden_states.shape[1], "channels", group)
     (whole,) = to_all_rows([hidden_states[0].t()[..., None]], rows, group)
     before = weight.shape[-1] - 1
-    mine, mine_bias = _own(weight, group), _own(bias, group)
+    mine, mine_bias = _own(weight, group), None if bias is None else _own(bias, group)
 
     def compute(parts: list[Tensor], state: State | None, _: bool) -> tuple[Tensor, State]:
         (x,) = parts
@@ -276,13 +303,11 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """A gated delta rule: [1, rows, heads, width], with decays ``g`` by head or by channel."""
     rows, group = _rows("the gated delta rule")
-    heads = value.shape[2]
-    _check_heads(heads, group)
     if not rows.tokens:
         return value * 0, None
-    if key.shape[2] % group_size(group):
-        query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
-    inputs = to_all_rows([x[0] for x in (query, key, value, g, beta)], rows, group)
+    every = (query, key, value, g, beta)
+    mine, join = _heads_of(every, value.shape[2], group, current_run().groups.tensor)
+    inputs = to_all_rows([x[0] for x in mine], rows, group)
 
     def compute(
         parts: list[Tensor], state: State | None, goes_on: bool
@@ -301,7 +326,7 @@ def _delta_rule(
         return out[0], (after,) if goes_on else None
 
     out = by_segment(rows, (layer, "delta"), inputs, compute)
-    return to_own_rows(out, value.shape[1], rows, group)[None], None
+    return join(to_own_rows(out, value.shape[1], rows, group)[None]), None
 
 
 def _scan(
@@ -321,15 +346,15 @@ def _scan(
 ) -> Tensor:
     """Mamba 2: hidden [1, rows, heads, width], dt [1, rows, heads], B, C [1, rows, groups, n]."""
     rows, group = _rows("a Mamba 2 scan")
-    heads = hidden_states.shape[2]
-    _check_heads(heads, group)
     if not rows.tokens:
         return hidden_states * 0
-    if B.shape[2] % group_size(group):
-        B, C = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (B, C))
-    inputs = to_all_rows([x[0] for x in (hidden_states, dt, B, C)], rows, group)
-    by_head = {"D": _own(D, group), "dt_bias": _own(dt_bias, group)}
-    mine = _own(A, group)
+    tensor = current_run().groups.tensor
+    mine, join = _heads_of((hidden_states, dt, B, C), hidden_states.shape[2], group, tensor)
+    inputs = to_all_rows([x[0] for x in mine], rows, group)
+    by_head = {
+        name: None if each is None else _own(_own(each, tensor), group)
+        for name, each in {"A": A, "D": D, "dt_bias": dt_bias}.items()
+    }
 
     def compute(
         parts: list[Tensor], state: State | None, goes_on: bool
@@ -338,9 +363,8 @@ def _scan(
         out = theirs(
             x,
             step,
-            mine,
-            b,
-            c,
+            B=b,
+            C=c,
             chunk_size=chunk_size,
             initial_states=None if state is None else state[0],
             return_final_states=goes_on,
@@ -350,7 +374,7 @@ def _scan(
         return (out[0][0], (out[1],)) if goes_on else (out[0], None)
 
     out = by_segment(rows, (layer, "scan"), inputs, compute)
-    return to_own_rows(out, hidden_states.shape[1], rows, group)[None]
+    return join(to_own_rows(out, hidden_states.shape[1], rows, group)[None])
 
 
 def _not_fused(*_: Any, **__: Any) -> None:

@@ -51,23 +51,6 @@ _REPLICATE = "replicate"
 # LoRA's B behind a row-wise A: whole on each rank, and applied to the rank's own part of the sum.
 _BEHIND_ROWS = "behind rowwise"
 
-OWN_PLANS: dict[str, dict[str, str]] = {
-    # Families whose config has no plan: transformers' styles, and "last" and "once".
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-        # Stored transposed, gate and up in turn: a rank's share of the last dim has pairs of them.
-        "layers.*.mlp.experts.gate_up_proj": "rowwise",
-        "layers.*.mlp.experts.gate_up_proj_bias": "last",
-        "layers.*.mlp.experts.down_proj": "colwise",
-        "layers.*.mlp.experts.down_proj_bias": "once",
-    },
-}
-
 # Style -> the dim that is split, from the end; of a vector the only one.
 _DIMS = {
     "colwise": -2,

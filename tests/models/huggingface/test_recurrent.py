@@ -16,6 +16,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.recurrence import RecurrentRows, Segment
 from lightning_wlb.models.huggingface.config_and_shape import shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.families import RECURRENT_PLANS
 from lightning_wlb.models.huggingface.recurrent import FAMILIES
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, Run, packed_rows
@@ -49,6 +50,12 @@ MESHES = {
         Run("lfm2_moe", (1, 1, 2, 1), **BY_HEADS),
         Run("bamba", (1, 1, 2, 1), **SLICED, checkpointing="full"),
     ),
+    "tensor": (
+        Run("qwen3_5_text", (1, 1, 1, 2), steps=1),
+        Run("nemotron_h", (1, 1, 1, 2), steps=1),
+        Run("lfm2", (1, 1, 1, 2), steps=1),
+    ),
+    "tensor and context": (Run("qwen3_next", (1, 1, 2, 2), **SLICED),),
     "replicas that share micro-batches": (Run("qwen3_5_moe_text", (2, 2, 1, 1), **SLICED),),
 }
 
@@ -64,6 +71,12 @@ def test_steps_on_meshes(name):
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)])
 def test_families_on_meshes(family, packing, mesh):
     check((Run(family, mesh, **packing),))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", sorted(set(RECURRENT_PLANS) | {"kimi_linear", "nemotron_h"}))
+def test_families_under_tensor_parallelism(family):
+    check((Run(family, (1, 1, 1, 2), steps=1),))
 
 
 @cache
@@ -158,9 +171,9 @@ def test_a_slice_without_the_steps_states_is_refused():
         decoder_of("lfm2")(first)
 
 
-def test_tensor_parallelism_is_refused():
+def test_tensor_parallelism_without_a_plan_is_refused():
     with pytest.raises(ValueError, match="Use tensor_parallel_size=1"):
-        decoder_of("lfm2").tensor_parallel_plan(2)
+        decoder_of("lfm2_moe").tensor_parallel_plan(2)
 
 
 def test_the_family_outside_of_a_decoder_runs_as_it_did():
