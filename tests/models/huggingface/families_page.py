@@ -58,10 +58,10 @@ gradients and parameters of an AdamW step on two tensor-parallel ranks.
 ## Exact, with recurrent layers
 
 Linear attention, Mamba 2 and short convolutions begin anew with every document. The same as above
-holds on data, pipeline, context and tensor parallel ranks, for whole and sliced documents, and for
-shared micro-batches; `granitemoehybrid`, `lfm2_moe` and `lfm3` have no plan for tensor parallelism. Only transformers' own functions in plain torch have run, which are slow.
-`flash-linear-attention`, `causal-conv1d` and `mamba-ssm` are called where they are installed, once
-for each document; that has not been run.
+holds on data, pipeline, context and tensor parallel ranks (`lfm3` has no plan for the last), for
+whole and sliced documents, and for shared micro-batches. Only transformers' own functions in plain
+torch have run, which are slow. `flash-linear-attention`, `causal-conv1d` and `mamba-ssm` are called
+where they are installed, once for each document; that has not been run.
 
 | Recurrence | Families |
 |---|---|

@@ -16,7 +16,6 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.recurrence import RecurrentRows, Segment
 from lightning_wlb.models.huggingface.config_and_shape import shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.families import RECURRENT_PLANS
 from lightning_wlb.models.huggingface.recurrent import FAMILIES
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, Run, packed_rows
@@ -74,7 +73,7 @@ def test_families_on_meshes(family, packing, mesh):
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", sorted(set(RECURRENT_PLANS) | {"kimi_linear", "nemotron_h"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"lfm3"}))
 def test_families_under_tensor_parallelism(family):
     check((Run(family, (1, 1, 1, 2), steps=1),))
 
@@ -173,7 +172,7 @@ def test_a_slice_without_the_steps_states_is_refused():
 
 def test_tensor_parallelism_without_a_plan_is_refused():
     with pytest.raises(ValueError, match="Use tensor_parallel_size=1"):
-        decoder_of("lfm2_moe").tensor_parallel_plan(2)
+        decoder_of("lfm3").tensor_parallel_plan(2)
 
 
 def test_the_family_outside_of_a_decoder_runs_as_it_did():
