@@ -103,6 +103,7 @@ class Case:
 
     Args:
         samples: documents of a global batch, on average.
+        overlap: whether messages are behind products.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Case:
     corpus: Corpus
     profile: Profile
     samples: int = 1024
+    overlap: bool = False
 
     def run(self, steps: int, seed: int, per_rank: int) -> dict[str, Any]:
         """Both methods' predictions with so many stages per pipeline rank."""
@@ -124,7 +126,9 @@ class Case:
         schedule = "1f1b" if per_rank == 1 else "interleaved"
 
         def predictor(profile: Profile) -> Predictor:
-            return Predictor(LatencyModel(profile, shape, mesh), stages, schedule)
+            return Predictor(
+                LatencyModel(profile, shape, mesh, overlap=self.overlap), stages, schedule
+            )
 
         model = predictor(self.profile)
         modes: Sequence[Recompute] = get_args(Recompute)

@@ -26,6 +26,7 @@ from benchmarks.published import Fact
 from lightning_wlb.cost.flops import head_flops
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
+from lightning_wlb.cost.overlap import Exposed
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable, LinearTable
 from lightning_wlb.cost.shape import LayerShape, ModelShape
@@ -125,9 +126,9 @@ class Theirs(LatencyModel):
         each = 2 * (residual + activation) // self.mesh.tensor
         return (1 + backward) * rows * each
 
-    def tensor_parallel_ns(self, rows: int) -> int:
-        """Nothing, where it is hidden."""
-        return 0 if self.hidden else super().tensor_parallel_ns(rows)
+    def waits_ns(self, rows: int) -> tuple[Exposed, Exposed]:
+        """Nothing, where messages are hidden."""
+        return (Exposed(0, 0, 0),) * 2 if self.hidden else super().waits_ns(rows)
 
     def head_ns(self, rows: int, *, backward: bool) -> int:
         """Without the logits that this package's backward computes again."""
@@ -141,7 +142,7 @@ class Theirs(LatencyModel):
         """Of ``"selective"`` per op: wk, wo, w3, and all that is no product."""
         if recompute != "selective" or not self.per_op:
             return super().again_ns(rows, recompute)
-        dim, layer = self.shape.dim, self._layer
+        dim, layer = self.shape.dim, self.layer
         saved = dim * layer.head_width * (layer.heads + layer.kv_heads)  # wq, wv
         saved += 2 * layer.feed_forward_parameters // GATED  # w1, w2
         seconds = self.profile.layer.seconds(

@@ -77,6 +77,14 @@ class Forecast:
         return recomputed_share([step.plan for step in self.steps], *modes)
 
     @property
+    def hidden(self) -> float:
+        """The share of tensor-parallel messages' time in which products run; 0 without any."""
+        waited, messages = (
+            sum(each) for each in zip(*(s.waited_ns for s in self.steps), strict=True)
+        )
+        return 1 - waited / messages if messages else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """The speed over all steps."""
         return self.tokens * 1e9 / self.total_ns
@@ -129,6 +137,7 @@ class Forecast:
             "recomputed_selective": self.recomputed("selective"),
             "recomputed_full": self.recomputed("full"),
             "recomputed": self.recomputed("selective", "full"),
+            "hidden_messages": self.hidden,
             "speedup_per_token": (baseline.total_ns / baseline.tokens)
             / (self.total_ns / self.tokens),
             "speedup_per_flop": (baseline.total_ns / baseline.flops) / (self.total_ns / self.flops),

@@ -167,6 +167,8 @@ def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, di
     wlb["schedule"] = row.schedule
     if request.reduce_dtype != "float32":
         wlb["reduce_dtype"] = request.reduce_dtype
+    if arguments.overlap == "off":
+        wlb["overlap"] = "off"
     if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
         wlb["virtual_pipeline_size"] = row.mesh.virtual_stages
     module = {"activation_checkpointing": row.activation_checkpointing}

@@ -156,6 +156,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " float32 or wider)",
     )
     add("--compile", action="store_true", help="predict runs of modules with compile=True")
+    add(
+        "--overlap",
+        choices=("auto", "off"),
+        default="auto",
+        help="off: predict runs of WLBStrategy(overlap='off'), whose products wait for messages",
+    )
     add("--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device")
     add(
         "--activation-checkpointing",
@@ -312,6 +318,7 @@ def _table(comparison: Comparison) -> Table:
             f" Speed-up over {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model"
             " FLOP (cutting a document saves attention, so packings that cut differently differ"
             " here)."
+            f"{_hidden(comparison)}"
         ),
         title_justify="left",
         caption_justify="left",
@@ -324,6 +331,16 @@ def _table(comparison: Comparison) -> Table:
     for row in rows:
         table.add_row(*(form(row[name]) for name, (_, form) in shown.items()))
     return table
+
+
+def _hidden(comparison: Comparison) -> str:
+    """How much of tensor-parallel communication is behind products."""
+    if comparison.request.mesh.tensor == 1:
+        return ""
+    shares = [row.hidden for row in comparison.forecasts]
+    least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    share = least if least == most else f"{least} to {most}"
+    return f" Of the time of tensor-parallel messages {share} is hidden behind products."
 
 
 def _extrapolated(request: MeshRequest) -> str:

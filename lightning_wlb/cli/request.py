@@ -161,6 +161,7 @@ def run_of(
         "rest_dtype": rest,
         "reduce_dtype": arguments.reduce_dtype or "float32",
         "compiled": arguments.compile or bool(settings.get("compile")),
+        "overlap": arguments.overlap == "auto" and not model.hugging_face,
         "steps": steps,
     }
 

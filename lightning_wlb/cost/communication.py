@@ -11,9 +11,10 @@ each node drives m of them, up to the bandwidth of the node's link.
 
 Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps
 in which each rank sends B/n bytes. On GPUs a reduce-scatter ends with B/n bytes added to those
-that arrived: two reads and a write. Messages are not overlapped with computation, nor with each
-other, as in the executor. (The executor sends keys while the query projection runs; this overlap
-is left out.)
+that arrived: two reads and a write. Messages are not overlapped with each
+other, and here not with computation: :mod:`~lightning_wlb.cost.overlap` has what products hide of
+tensor-parallel ones. (The executor sends keys while the query projection runs; this overlap is left
+out.)
 
 Do not use it for oversubscribed networks, where the bandwidth depends on who else sends.
 """

@@ -8,15 +8,16 @@ Every time is that of one rank, forward and backward apart:
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication of all axes (:mod:`~lightning_wlb.cost.communication`), which overlaps with nothing.
+* communication of all axes (:mod:`~lightning_wlb.cost.communication`): of tensor-parallel messages
+  that travel while products run, what is waited for (:mod:`~lightning_wlb.cost.overlap`).
 
 :mod:`lightning_wlb.prediction.micro_batch` adds them up, recomputation included.
 
 Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), which
 answers what concerns one layer. Decoders of other families are taken to do as much beside matrix
 products and attention as a plain decoder with feed-forward matrices of the same size. An expert's
-products are taken to run at the rate of the whole micro-batch's rows, though it sees only those
-sent to it, so mixtures are predicted too fast where micro-batches are short.
+products are taken to run at the rate of all the micro-batch's rows, so mixtures are predicted too
+fast where micro-batches are short.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
@@ -27,13 +28,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import numpy as np
 
 from lightning_wlb.cost.attention_tiles import last_tiles_end, padded_pairs
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
+from lightning_wlb.cost.overlap import Exposed, RowsTime, exposed_halves
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable, Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
@@ -43,20 +45,6 @@ from lightning_wlb.plan import Recompute
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _PICOSECONDS = 1e12
-
-
-class RowsTime(NamedTuple):
-    """Times in ns of a layer on a rank, without its attention kernel and the exchange of keys.
-
-    Attributes:
-        forward: the forward pass.
-        backward: the backward pass, without recomputation.
-        again: what each mode of ``Recompute`` adds to the backward.
-    """
-
-    forward: int
-    backward: int
-    again: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +57,7 @@ class LatencyModel:
         mesh: ranks along each axis.
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
         compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
+        overlap: whether tensor-parallel messages travel while products run.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -81,6 +70,7 @@ class LatencyModel:
     mesh: Mesh = ONE_DEVICE
     reduce_dtype: str = "float32"
     compiled: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:
@@ -89,8 +79,7 @@ class LatencyModel:
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
         self.shape.check_tensor_parallel(self.mesh.tensor)
-        # Made here, so that a mesh without links is refused at once.
-        self.communication  # noqa: B018
+        self.communication  # noqa: B018 (made here, so that a mesh without links is refused at once)
 
     @cached_property
     def communication(self) -> Communication:
@@ -102,8 +91,8 @@ class LatencyModel:
         """A model of each kind of layer, in the order of ``shape.kinds``."""
         if len(self.shape.kinds) == 1:
             return (self,)
-        dim, vocabulary = self.shape.dim, self.shape.vocab_size
-        shapes = [ModelShape.of_layers(dim, vocabulary, [layer]) for layer in self.shape.kinds]
+        ends = self.shape.dim, self.shape.vocab_size
+        shapes = [ModelShape.of_layers(*ends, [layer]) for layer in self.shape.kinds]
         return tuple(replace(self, shape=shape) for shape in shapes)
 
     # Compute, one layer on one rank
@@ -149,7 +138,7 @@ class LatencyModel:
             head_split: context-parallel ranks that split the heads.
         """
         once = np.array(self._table.at_once).reshape(2, *[1] * (busy.ndim - 1))
-        heads = max(self._layer.heads // self.mesh.tensor, 1)
+        heads = max(self.layer.heads // self.mesh.tensor, 1)
         alone = longest * once // heads
         return last_tiles_end(busy, tiles * (heads // head_split), alone, once)
 
@@ -169,7 +158,7 @@ class LatencyModel:
 
         FLOPs count :func:`.padded_pairs`. Arguments are those of :meth:`attention_ns`.
         """
-        table, layer = self._table, self._layer
+        table, layer = self._table, self.layer
         pairs, padded, seen = padded_pairs(queries, keys, table.tile, layer.sliding_window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
         flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
@@ -202,10 +191,14 @@ class LatencyModel:
 
     def linear_ns(self, rows: int, *, backward: bool) -> int:
         """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
-        flops = layer_linear_flops(self._layer, rows) // self.mesh.tensor
-        seconds = self.profile.layer.seconds((1 + backward) * flops, rows, backward=backward)
         traffic = self.layer_traffic(rows, backward=backward)
-        return round(seconds / self.profile.sustained * 1e9) + self._blocks_ns(traffic)
+        return round(self.products_ns(rows, backward)) + self._blocks_ns(traffic)
+
+    def products_ns(self, rows: int, backward: bool) -> float:
+        """The matrix products of one layer, on one rank of ``rows`` rows."""
+        flops = (1 + backward) * (layer_linear_flops(self.layer, rows) // self.mesh.tensor)
+        seconds = self.profile.layer.seconds(flops, rows, backward=backward)
+        return seconds / self.profile.sustained * 1e9
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
         """What recomputation adds to the backward of one layer, attention and its keys left out.
@@ -216,19 +209,21 @@ class LatencyModel:
         if recompute == "none":
             return 0
         forward = self.linear_ns(rows, backward=False)
+        waits = self.waits_ns(rows)[recompute == "selective" :]
+        # Recomputed rows are not gathered again.
+        waited = round(sum(half.forward - half.again for half in waits))
         if recompute == "full":
-            return forward + self.tensor_parallel_ns(rows)
-        flops = 2 * self._layer.feed_forward_parameters  # per row
-        share = 1000 * flops // layer_linear_flops(self._layer, 1)
-        return forward * share // 1000 + self.tensor_parallel_ns(rows) // 2
+            return forward + waited
+        flops = 2 * self.layer.feed_forward_parameters  # per row
+        share = 1000 * flops // layer_linear_flops(self.layer, 1)
+        return forward * share // 1000 + waited
 
     def rows_ns(self, rows: int) -> RowsTime:
         """Times of a layer that depend on rows only; remembered, as rows recur in every plan."""
         if rows not in self._of_rows:
-            parallel = self.tensor_parallel_ns(rows)
             self._of_rows[rows] = RowsTime(
-                self.linear_ns(rows, backward=False) + parallel,
-                self.linear_ns(rows, backward=True) + parallel,
+                self.linear_ns(rows, backward=False) + self.tensor_parallel_ns(rows),
+                self.linear_ns(rows, backward=True) + self.tensor_parallel_ns(rows, backward=True),
                 tuple(self.again_ns(rows, mode) for mode in get_args(Recompute)),
             )
         return self._of_rows[rows]
@@ -250,8 +245,8 @@ class LatencyModel:
         """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
         seconds = self.profile.head.seconds((1 + 2 * backward) * flops, rows, backward=backward)
-        traffic = self.head_traffic(rows, backward=backward)
-        return round(seconds / self.profile.sustained * 1e9) + self._blocks_ns(traffic)
+        products = round(seconds / self.profile.sustained * 1e9)
+        return products + self._blocks_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
         """Overhead of a pass through a stage with so many rows and parameters on the rank."""
@@ -261,15 +256,20 @@ class LatencyModel:
 
     # Communication
 
-    def tensor_parallel_ns(self, rows: int) -> int:
-        """Two all-gathers and two reduce-scatters of [rows, dim], in a pass of one layer.
+    def tensor_parallel_ns(self, rows: int, *, backward: bool = False) -> int:
+        """What a pass of one layer waits for all-gathers and reduce-scatters of [rows, dim]."""
+        return round(sum(half[backward] for half in self.waits_ns(rows)))
 
-        Forward and backward have as much each; either half of a layer has half of it.
-        """
-        elements, ranks = rows * self.shape.dim, self.mesh.tensor
+    def waits_ns(self, rows: int) -> tuple[Exposed, Exposed]:
+        """What the attention and the feed-forward half of a layer wait for these messages."""
+        return exposed_halves(self, rows)
+
+    def messages_ns(self, rows: int, chunks: int = 1) -> tuple[int, int]:
+        """One all-gather and one reduce-scatter of a part of [rows, dim] among tensor ranks."""
+        elements, ranks = -(-rows // chunks) * self.shape.dim, self.mesh.tensor
         ns = self.communication.collective_ns
         gather = ns("tensor", ranks, elements * self._width)
-        return 2 * (gather + ns("tensor", ranks, elements * self._summed, summed=True))
+        return gather, ns("tensor", ranks, elements * self._summed, summed=True)
 
     def exchange_keys_ns(
         self, received: int, keys: int, *, backward: bool, replicas: int = 1
@@ -297,8 +297,8 @@ class LatencyModel:
         One sends queries, keys and values, the other outputs. Backward has the same, of gradients.
         """
         ranks = self.mesh.context
-        width = self._width * self._layer.head_width
-        heads = self._layer.heads // self.mesh.tensor // ranks
+        width = self._width * self.layer.head_width
+        heads = self.layer.heads // self.mesh.tensor // ranks
         key_heads = max(self.rank_kv_heads // ranks, 1)
         result = 0
         for each in (heads + 2 * key_heads, heads):
@@ -337,10 +337,10 @@ class LatencyModel:
     @property
     def rank_kv_heads(self) -> int:
         """Key and value heads that one tensor-parallel rank computes."""
-        return max(self._layer.kv_heads // self.mesh.tensor, 1)
+        return max(self.layer.kv_heads // self.mesh.tensor, 1)
 
     @cached_property
-    def _layer(self) -> LayerShape:
+    def layer(self) -> LayerShape:
         """The layer that all layers are like."""
         (layer,) = self.shape.kinds
         return layer
@@ -348,7 +348,7 @@ class LatencyModel:
     @cached_property
     def _key_elements(self) -> int:
         """Elements of a token's key and value, of one layer on one rank."""
-        return 2 * self.rank_kv_heads * self._layer.head_width
+        return 2 * self.rank_kv_heads * self.layer.head_width
 
     @cached_property
     def _width(self) -> int:
@@ -367,7 +367,7 @@ class LatencyModel:
 
     @cached_property
     def _table(self) -> AttentionTable:
-        return self.profile.attention_table(self._layer.head_width)
+        return self.profile.attention_table(self.layer.head_width)
 
     def _copied_bytes(self, *, backward: bool) -> int:
         """Memory traffic of each key put in a segment's order, or of each gradient added."""
@@ -380,7 +380,7 @@ class LatencyModel:
         its heads, SwiGLU on its part of the feed-forward width. Compiled, a rotation and SwiGLU
         read their inputs and write their result once.
         """
-        width, layer, size = self._width, self._layer, self.mesh.tensor
+        width, layer, size = self._width, self.layer, self.mesh.tensor
         residual = (2 * 2 + 2 * 3) * width * self.shape.dim // size
         heads = layer.heads // size + self.rank_kv_heads
         rotary = (2 * width + (0 if self.compiled else 4 * self._wide)) * heads * layer.head_dim

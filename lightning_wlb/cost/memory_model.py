@@ -120,6 +120,7 @@ class MemoryModel:
         accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
             saves the normalised rows; its loss head takes fewer rows at a time.
         reduce_dtype: dtype in which tensor- and context-parallel ranks send what is added up.
+        overlap: whether layers keep own rows for backward, and gather the others' again.
         kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
             name stands for a FlashAttention-2.
     """
@@ -131,6 +132,7 @@ class MemoryModel:
     accelerator: bool = True
     reduce_dtype: str = "float32"
     kernel: str = "flash_attn 2"
+    overlap: bool = False
 
     def parameters(self, parts: StageParts) -> int:
         """Parameters of a rank's tensor-parallel share, before sharding over data × context."""
@@ -252,8 +254,10 @@ class MemoryModel:
         segments: _Sizes | int,
     ) -> _Sizes:
         width, size = self._width, self.mesh.tensor
-        result = (recompute != "none") * self._feed_forward_half(layer, rows)
-        result += (recompute == "full") * self._attention_half(layer, rows)
+        result = (recompute != "none") * self._feed_forward_half(layer, rows, kept=True)
+        result += (recompute == "full") * self._attention_half(layer, rows, kept=True)
+        if self.overlap and self.mesh.tensor > 1 and recompute != "full":
+            result += self._read_rows(rows, kept=True)  # gathered again
         feed_forward = 3 * rows * layer.gated_width(self.shape.dim) // size * width
         fetched = keys if self.mesh.context > 1 else keys * (keys > rows)
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
@@ -290,22 +294,27 @@ class MemoryModel:
             return result + 2 * 4 * kv_heads * padded * (keys + beyond)
         return result + 2 * self._width * heads * wide * keys
 
-    def _attention_half(self, layer: LayerShape, rows: _Sizes) -> _Sizes:
+    def _attention_half(self, layer: LayerShape, rows: _Sizes, kept: bool = False) -> _Sizes:
         heads = layer.heads // self.mesh.tensor
         queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
         return (
             self._norm(rows)
-            + rows * self.shape.dim * self._width  # normalised rows, read by wq, wk, wv
+            + self._read_rows(rows, kept)  # normalised, read by wq, wk, wv
             + 2 * queries
             + padded
             + self._key_bytes(layer, rows, self._width)
             + rows * heads * 4  # log-sum-exp
         )
 
-    def _feed_forward_half(self, layer: LayerShape, rows: _Sizes) -> _Sizes:
+    def _feed_forward_half(self, layer: LayerShape, rows: _Sizes, kept: bool = False) -> _Sizes:
         gate = 4 * rows * layer.gated_width(self.shape.dim) // self.mesh.tensor * self._width
-        return self._norm(rows) + rows * self.shape.dim * self._width + gate
+        return self._norm(rows) + self._read_rows(rows, kept) + gate
+
+    def _read_rows(self, rows: _Sizes, kept: bool) -> _Sizes:
+        """The rows that products read, of all tensor-parallel ranks where they are kept."""
+        ranks = 1 if kept or not self.overlap else self.mesh.tensor
+        return rows // ranks * self.shape.dim * self._width
 
     def _key_bytes(self, layer: LayerShape, rows: _Sizes, width: int) -> _Sizes:
         """Keys and values of one layer, ``width`` bytes per element."""

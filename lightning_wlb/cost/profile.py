@@ -105,6 +105,7 @@ class Profile:
         head: the output projection and the loss; backward counts three times the forward's
             FLOPs, because it recomputes the logits.
         action: overhead of a pass through a stage.
+        slowed_beside: how much longer products take while a collective runs beside them.
         links: ``"node"`` (between devices of one node) and ``"network"`` (between nodes).
         versions: of the software that was measured.
         shape: sizes of the layers that were measured; others are extrapolated from them.
@@ -141,11 +142,14 @@ class Profile:
     kernel: str = ""
     eager_factor: float = 1.0
     sustained: float = 1.0
+    slowed_beside: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = ("peak_flops", "memory_bytes", "devices_per_node")
         for name in (*sizes, "element_bytes_per_second", "eager_factor", "sustained"):
             check_positive(name, [getattr(self, name)])
+        if not self.slowed_beside >= 1:
+            raise ValueError(f"device profile: slowed_beside={self.slowed_beside} is below 1.")
         if not self.attention:
             raise ValueError("device profile: attention has no table for any head size.")
         if "node" not in self.links:

@@ -43,6 +43,7 @@ class PlanningContext:
         chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
         activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
         compiled: whether blocks of the model are compiled.
+        overlap: whether layers compute while tensor-parallel messages travel.
     """
 
     shape: ModelShape
@@ -56,6 +57,7 @@ class PlanningContext:
     chooser: StepChooser | None
     activation_checkpointing: ActivationCheckpointing
     compiled: bool = False
+    overlap: bool = False
 
     @staticmethod
     def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:
@@ -86,7 +88,9 @@ class PlanningContext:
         mesh, per_node = self.rank.mesh, self.profile.devices_per_node
         elsewhere = heterogeneous_communicators(self.schemes, per_node)
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype, self.compiled),
+            LatencyModel(
+                self.profile, self.shape, mesh, self.reduce_dtype, self.compiled, self.overlap
+            ),
             self.stages,
             self.schedule,
             self.parameter_dtype,

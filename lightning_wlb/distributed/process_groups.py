@@ -47,11 +47,14 @@ class ProcessGroups:
         tensor: ranks that share every parameter.
         merged: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks
             of all of these replicas that share its rows.
+        chunks: (rows of a micro-batch on a rank, tensor-parallel ranks) -> parts in which these
+            rows travel behind products; None: products wait for messages.
     """
 
     context: ProcessGroup | None = None
     tensor: ProcessGroup | None = None
     merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
+    chunks: Callable[[int, int], int] | None = None
 
     def of_rows(self, replicas: int) -> ProcessGroup | None:
         """The ranks that share the rows of a micro-batch of ``replicas`` replicas."""

@@ -273,9 +273,10 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
         )
         for cost in (cost for of_replica in step.costs for cost in of_replica):
             least, rows = cost.by_mode[0], cost.rows
-            parallel = 2 * sum(
-                n * kind.tensor_parallel_ns(rows)
+            parallel = sum(
+                n * kind.tensor_parallel_ns(rows, backward=backward)
                 for n, kind in zip(counts, latency.kinds, strict=True)
+                for backward in (False, True)
             )
             linear = sum(
                 n * kind.linear_ns(rows, backward=backward)

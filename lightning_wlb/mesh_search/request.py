@@ -60,6 +60,7 @@ class MeshRequest:
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         compiled: whether blocks of the model are compiled.
+        overlap: whether layers compute while tensor-parallel messages travel.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
         mixture: what is taken of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
@@ -82,6 +83,7 @@ class MeshRequest:
     rest_dtype: str = "float32"
     reduce_dtype: str = "float32"
     compiled: bool = False
+    overlap: bool = False
     sharding: str = ADAPTIVE
     mixture: tuple[StoreShare, ...] = ()
     steps: int = 3
@@ -129,6 +131,7 @@ class MeshRequest:
             "rest_dtype": self.rest_dtype,
             "reduce_dtype": self.reduce_dtype,
             "compiled": self.compiled,
+            "overlap": self.overlap,
             "sharding": self.sharding,
             "mixture": [list(share) for share in self.mixture],
             "steps": self.steps,
@@ -164,7 +167,9 @@ class MeshRequest:
             ValueError: a mesh that the model or the schedule cannot run on.
         """
         return Predictor(
-            LatencyModel(self.profile, self.shape, mesh, self.reduce_dtype, self.compiled),
+            LatencyModel(
+                self.profile, self.shape, mesh, self.reduce_dtype, self.compiled, self.overlap
+            ),
             self._stages_of(mesh.stages),
             self.schedule_of(mesh),
             self.rest_dtype,

@@ -2,7 +2,7 @@
 
 :data:`EAGER` has the functions as they are; :meth:`BlockFunctions.compiled` has them compiled, with
 ``LanguageModule(compile=True)``. Inductor then makes one kernel of a norm, one of a rotation, one
-of SwiGLU's element-wise part, and two of what the loss does to logits in half types. Backward
+of SwiGLU, and two of what the loss does to logits in half types. Backward
 computes cheap things again instead of reading them, so autograd saves less than the memory model
 counts (of SwiGLU three matrices instead of four). What lies on two sides of a collective, as the
 residual sum and the norm behind it, is not fused.
@@ -55,9 +55,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
-def swiglu(hidden: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """The feed-forward network w2(silu(w1 x) * w3 x); [rows, dim] -> [rows, dim]."""
-    return F.linear(F.silu(F.linear(hidden, w1)) * F.linear(hidden, w3), w2)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The middle of a feed-forward network, silu(gate) * up; [rows, ffn_dim] each."""
+    return F.silu(gate) * up
 
 
 def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
@@ -105,33 +105,16 @@ def rotate_real(heads: Tensor, table: Tensor) -> Tensor:
     return pairs.flatten(-2).to(heads)
 
 
-def rotated_heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
-    """Queries or keys, rotated as by :func:`rotate`, [rows, heads, head_dim].
-
-    They are ``hidden`` [rows, dim] times ``weight`` [heads · head_dim, dim].
-    """
-    return rotate(_heads(hidden, table, weight), table)
-
-
-def _rotated_heads_real(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
-    return rotate_real(_heads(hidden, table, weight), table)
-
-
-def _heads(hidden: Tensor, table: Tensor, weight: Tensor) -> Tensor:
-    head_dim = 2 * table.shape[1]
-    return F.linear(hidden, weight).unflatten(1, (weight.shape[0] // head_dim, head_dim))
-
-
 def _log_sum_exp_at_once(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, -1)
 
 
 @dataclass(frozen=True)
 class BlockFunctions:
-    """What a model computes between collectives, attention and the head's products."""
+    """What a model computes between products, collectives and attention."""
 
     rms_norm: Function = rms_norm
-    rotated_heads: Function = rotated_heads
+    rotate: Function = rotate
     swiglu: Function = swiglu
     softmax: Softmax = EAGER_SOFTMAX
 
@@ -140,8 +123,8 @@ class BlockFunctions:
         """The functions compiled for one model."""
         return cls(
             CompiledFunction(rms_norm),
-            CompiledFunction(_rotated_heads_real, 2, rotated_heads),
-            CompiledFunction(swiglu),
+            CompiledFunction(rotate_real, 2, rotate),
+            CompiledFunction(swiglu, 2),
             Softmax(
                 CompiledFunction(_log_sum_exp_at_once, 1, log_sum_exp),
                 CompiledFunction(logits_gradient_at_once, 4, logits_gradient),

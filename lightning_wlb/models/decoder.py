@@ -46,6 +46,8 @@ class Decoder(nn.Module):
             attention sets its ``timer``. None in a model that attends by itself.
         activation_checkpointing: ``"auto"`` if the layers compute again in backward what
             ``micro_batch.recompute`` says; else the one mode that they always have.
+        overlaps: whether layers compute while tensor-parallel messages travel, as ``groups.chunks``
+            says (:mod:`.row_products`).
     """
 
     embed: nn.Module | None
@@ -53,6 +55,7 @@ class Decoder(nn.Module):
     head: nn.Module | None
     attention_kernel: VarlenAttention | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
+    overlaps = False
 
     def forward(
         self,

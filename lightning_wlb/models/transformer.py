@@ -9,7 +9,8 @@ A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``
 and ``layers`` may hold some of the layers, under their global numbers.
 
 Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
-all rows are gathered in front of the two halves of a layer and reduce-scattered behind them. Under
+all rows are gathered in front of the two halves of a layer and reduce-scattered behind them, while
+products that do not wait for them run (:mod:`.row_products`). Under
 context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
 other ranks' keys and values.
 
@@ -50,7 +51,8 @@ from lightning_wlb.models.compiled_functions import EAGER, BlockFunctions, rotar
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local, scatter_rows
+from lightning_wlb.models.row_products import GatheredRows, RowTravel, summed_products
+from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
 from lightning_wlb.plan import Recompute
 
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]
@@ -73,6 +75,7 @@ class Transformer(Decoder):
     embed: Embedding | None
     head: Head | None
     activation_checkpointing = "auto"
+    overlaps = True
 
     attention_kernel: VarlenAttention
 
@@ -101,10 +104,11 @@ class Transformer(Decoder):
             hidden = self.embed(micro_batch.tokens, groups.tensor)
         freqs = rotary_frequencies(micro_batch.positions, self.config, hidden.dtype)
         recompute = micro_batch.recompute
+        travel = RowTravel.of(groups, micro_batch.rows)
         for number in sorted(map(int, self.layers)) if layers is None else layers:
             metadata = micro_batch.attention.for_layer(number, recompute == "full")
             attend = partial(self.attend, metadata=metadata, groups=groups)
-            hidden = self.layers[str(number)](hidden, freqs, attend, groups.tensor, recompute)
+            hidden = self.layers[str(number)](hidden, freqs, attend, travel, recompute)
         if self.head is not None and (layers is None or layers.stop == self.config.layers):
             hidden = self.head(hidden, micro_batch.labels, groups.tensor)
         return hidden
@@ -178,18 +182,19 @@ class Layer(nn.Module):
         hidden: Tensor,
         freqs: Tensor,
         attend: Attend,
-        group: ProcessGroup | None,
+        travel: RowTravel,
         recompute: Recompute = "none",
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]."""
 
         def feed_forward(hidden: Tensor) -> Tensor:
-            change: Tensor = self.feed_forward(self.feed_forward_norm(hidden), group)
+            normal = self.feed_forward_norm(hidden)
+            change: Tensor = self.feed_forward(normal, travel, recompute != "none")
             return hidden + change
 
         def both(hidden: Tensor, freqs: Tensor) -> Tensor:
             normal = self.attention_norm(hidden)
-            hidden = hidden + self.attention(normal, freqs, attend, group)
+            hidden = hidden + self.attention(normal, freqs, attend, travel, recompute == "full")
             if recompute == "selective":
                 return _recomputed(feed_forward, hidden)
             return feed_forward(hidden)
@@ -217,20 +222,29 @@ class Attention(nn.Module):
         self.wo = nn.Parameter(torch.empty(config.dim, queries))
 
     def forward(
-        self, hidden: Tensor, freqs: Tensor, attend: Attend, group: ProcessGroup | None
+        self, hidden: Tensor, freqs: Tensor, attend: Attend, travel: RowTravel, kept: bool
     ) -> Tensor:
-        """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own."""
-        hidden, table = gather_rows(hidden, group), torch.view_as_real(freqs)
-        k = self.functions.rotated_heads(hidden, table, self._of_own_heads(self.wk, group))
-        v = F.linear(hidden, self._of_own_heads(self.wv, group)).view(k.shape)
+        """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own.
+
+        ``kept`` says that this is recomputed, see :class:`.GatheredRows`.
+        """
+        table = torch.view_as_real(freqs)
+        keys, values = (self._of_own_heads(each, travel.group) for each in (self.wk, self.wv))
+        rows = GatheredRows(hidden, (local(self.wq), keys, values), travel, kept)
+        # Keys first where they travel on; else rows arrive behind all three products.
+        first = (1, 2) if travel.keys_travel else (1, 2, 0)
+        k, v, *q = map(self._heads, rows.times(*first))
 
         def queries() -> Tensor:
-            return self.functions.rotated_heads(hidden, table, local(self.wq))
+            return self.functions.rotate(*(q or map(self._heads, rows.times(0))), table)
 
         def project(out: Tensor) -> Tensor:
-            return F.linear(out.flatten(-2), local(self.wo))
+            return summed_products(out.flatten(-2), local(self.wo), travel)
 
-        return scatter_rows(attend(queries, k, v, project), group)
+        return attend(queries, self.functions.rotate(k, table), v, project)
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (-1, self.head_dim))
 
     def _of_own_heads(self, weight: nn.Parameter, group: ProcessGroup | None) -> Tensor:
         """The rows of a key or value matrix for the heads that this rank's query heads read."""
@@ -252,11 +266,10 @@ class FeedForward(nn.Module):
         self.w3 = nn.Parameter(torch.empty(config.ffn_dim, config.dim))
         self.w2 = nn.Parameter(torch.empty(config.dim, config.ffn_dim))
 
-    def forward(self, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-        """[P/TP, dim] -> [P/TP, dim]."""
-        hidden = gather_rows(hidden, group)
-        change = self.functions.swiglu(hidden, local(self.w1), local(self.w3), local(self.w2))
-        return scatter_rows(change, group)
+    def forward(self, hidden: Tensor, travel: RowTravel, kept: bool) -> Tensor:
+        """[P/TP, dim] -> [P/TP, dim]; ``kept`` as for :class:`Attention`."""
+        rows = GatheredRows(hidden, (local(self.w1), local(self.w3)), travel, kept)
+        return summed_products(self.functions.swiglu(*rows.times(0, 1)), local(self.w2), travel)
 
 
 class RMSNorm(nn.Module):

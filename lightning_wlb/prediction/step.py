@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.overlap import waited_ns
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.prediction.micro_batch import MicroBatchCost
 from lightning_wlb.schedule.simulator import Simulation
@@ -44,6 +45,7 @@ class StepPrediction:
         flops: model FLOPs of the step, recomputation left out.
         devices: number of devices of the mesh.
         peak_flops: FLOP/s of one device's data sheet.
+        waited_ns: see :func:`~lightning_wlb.cost.overlap.waited_ns`.
     """
 
     plan: StepPlan
@@ -54,6 +56,7 @@ class StepPrediction:
     flops: int
     devices: int
     peak_flops: float
+    waited_ns: tuple[int, int]
 
     @staticmethod
     def of(plan: StepPlan, step: SimulatedReplicas, latency: LatencyModel) -> StepPrediction:
@@ -73,6 +76,7 @@ class StepPrediction:
             flops=sum(total(piece.tokens) for piece in plan.pieces),
             devices=latency.mesh.devices,
             peak_flops=latency.profile.peak_flops,
+            waited_ns=waited_ns(latency, (cost.rows for of in step.costs for cost in of)),
         )
 
     @property

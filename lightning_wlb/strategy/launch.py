@@ -75,6 +75,7 @@ class RunDevices:
     Args:
         parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
+        overlap: whether models may compute while tensor-parallel messages travel.
     """
 
     device: torch.device
@@ -83,6 +84,7 @@ class RunDevices:
     compute_dtype: torch.dtype
     parameter_dtype: str
     reduce_dtype: str
+    overlap: bool
 
     @property
     def nodes(self) -> int:

@@ -89,6 +89,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
         "lightning_wlb": _own_files(),
         "reduce_dtype": strategy.reduce_dtype,
         "dynamic": strategy.planning.asked,
+        "overlap": strategy.overlap,
         "timeout": strategy.processes.timeout.total_seconds(),
         "on_nonfinite": strategy.guard.on_nonfinite,
         "async_save": strategy.checkpoints.async_save,

@@ -11,12 +11,16 @@ Cost: where ``dynamic`` is not off, that of :mod:`lightning_wlb.heterogeneous.se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_wlb.cost.overlap import chunks_of, default_chunks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
@@ -54,6 +58,23 @@ class RunPlanning:
         self._automatic = isinstance(dynamic, str) and dynamic == "auto"
         self._chooser: StepChooser | None = None
         self._run: tuple[SplitModel, LanguageModule, RunDevices] | None = None
+
+    def chunks(self, data: WLBDataModule | None) -> Callable[[int, int], int] | None:
+        """In how many parts the rows of an attached model travel, see :class:`.ProcessGroups`."""
+        assert self._run is not None
+        split, _, devices = self._run
+        if not (devices.overlap and split.executor.model.overlaps):
+            return None
+        predictor = None if data is None else self.context(data).predictor
+        if predictor is None:
+            return default_chunks
+        latency = predictor.latency
+
+        @cache
+        def chunks(rows: int, ranks: int) -> int:
+            return chunks_of(replace(latency, mesh=replace(latency.mesh, tensor=ranks)), rows)
+
+        return chunks
 
     @property
     def asked(self) -> str:
@@ -137,4 +158,5 @@ class RunPlanning:
             chooser=self._chooser,
             activation_checkpointing=module.planned_checkpointing,
             compiled=module.compiles_blocks,
+            overlap=devices.overlap and split.executor.model.overlaps,
         )

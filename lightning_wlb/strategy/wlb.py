@@ -74,31 +74,31 @@ class WLBStrategy(ParallelStrategy):
             leaves no choice it means 2 for ``"interleaved"``, which with 1 is ``"1f1b"``; the
             others run 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
-        timeout: how long a collective may wait for a rank; None: ten minutes. A rank that ends is
-            noticed at once.
+        timeout: how long a collective may wait for a rank that has not ended; None: ten minutes.
         on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
-            ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves the
-            optimizer's step out, with a warning, and raises after ten in a row; ``"ignore"``
-            trains on.
+            ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves out the
+            optimizer's step, warns, and raises after ten in a row; ``"ignore"`` trains on.
         async_save: write checkpoints while training goes on, which waits only while tensors are
             copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
             state, twice where two checkpoints are saved at the end of a step.
-        verify_checkpoints: compare what is read from a checkpoint with the checksums in its
-            manifest, in a thread beside reading. False compares the sizes of files only.
-        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up what they send
-            each other: ``"float32"``, or, where a precision computes in bfloat16, ``"bfloat16"``,
-            which halves these messages and rounds where two ranks' values meet. None: float32 or
-            wider. Gradients of parameters are added up in float32 or wider, whatever this is.
+        verify_checkpoints: compare what is read with a checkpoint's checksums, in a thread beside
+            reading. False compares the sizes of files only.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up what they send:
+            ``"float32"`` or, where a precision computes in it, ``"bfloat16"``, half of the bytes,
+            which rounds where two ranks' values meet. None: float32 or wider, as gradients of
+            parameters always are.
+        overlap: ``"auto"``: layers compute while tensor-parallel messages travel, in as many parts
+            as the device profile says, and keep less for backward; ``"off"``: they wait for each.
         dynamic: heterogeneous pipelines, each set a sequence of :class:`.Scheme`, that a training
-            step may run on in place of the mesh's. It takes those whose simulated step is shortest,
-            which needs a device profile; parameters and optimizer state stay where the mesh has
-            them. ``"auto"``: up to four sets that are simulated to make the run's first steps
-            faster by more than 2 %, or none; the log has the figure. ``"off"``: the mesh alone.
+            step may run on in place of the mesh's, where their simulated step is shortest, which
+            needs a device profile; parameters and optimizer state stay as the mesh has them.
+            ``"auto"``: up to four sets that are simulated to make the run's first steps faster by
+            more than 2 %, or none; the log has the figure. ``"off"``: the mesh alone.
 
     Raises:
-        MisconfigurationException: the sizes do not fit the number of devices, when a run begins.
-        ValueError: for an argument that is none of these, or a schedule that cannot run so many
-            stages per rank.
+        MisconfigurationException: a size is neither ``"auto"`` nor a whole number, or (when a run
+            begins) the sizes do not fit the number of devices.
+        ValueError: an argument is none of these, or a schedule cannot run so many stages per rank.
     """
 
     strategy_name = "wlb"
@@ -136,6 +136,7 @@ class WLBStrategy(ParallelStrategy):
         verify_checkpoints: bool = True,
         reduce_dtype: str | None = None,
         dynamic: Dynamic = "off",
+        overlap: str = "auto",
     ) -> None:
         super().__init__()
         sizes = data_parallel_size, pipeline_parallel_size, context_parallel_size
@@ -147,6 +148,7 @@ class WLBStrategy(ParallelStrategy):
         if reduce_dtype is not None:
             choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self._asked_reduce_dtype = reduce_dtype
+        self.overlap = choice("overlap", overlap, ("auto", "off"))
         self.processes = Processes(process_group_backend=process_group_backend, timeout=timeout)
         self.checkpoints = Checkpointer(
             async_save=async_save, verify=verify_checkpoints, timeout=self.processes.timeout
@@ -241,6 +243,7 @@ class WLBStrategy(ParallelStrategy):
             compute_dtype=precision.compute_dtype,
             parameter_dtype=name_of(precision.parameter_dtype),
             reduce_dtype=name_of(self.reduce_dtype),
+            overlap=self.overlap == "auto",
         )
         chosen = self._chosen = choose_run_mesh(self.options, devices, trainer)
         self.planning.begin(chosen.profile)
@@ -257,9 +260,7 @@ class WLBStrategy(ParallelStrategy):
         """An object of rank ``src`` on every rank."""
         return self.processes.broadcast(obj, src)
 
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
-    ) -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks."""
         return self.processes.reduce(tensor, group, reduce_op)
 
@@ -302,8 +303,8 @@ class WLBStrategy(ParallelStrategy):
         self.split.check(self.mesh, self.schedule, self.mesh_groups, precision)
         self.model_to_device()
         self.executor = self.split.executor
-        self.executor.begin(self.reduce_dtype)
         self.planning.attach(self.split, module, self._devices, self.processes.timeout, data)
+        self.executor.begin(self.reduce_dtype, self.planning.chunks(data))
         name_document = "document {}".format if data is None else data.name_of
         self.steps = StepRunner(self.split, module, self.guard, name_document)
         module.executor = self._run_step

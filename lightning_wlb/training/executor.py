@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -62,6 +62,7 @@ class Executor:
         heterogeneous: what a step runs on whose plan has pipelines of its own; None: such a plan is
             refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
+        chunks: see :class:`.ProcessGroups`.
         losses: the summed token losses of every rank in the last step, in rank order; 0 for ranks
             of earlier stages, and for all but the first rank of a tensor-parallel group.
         settings: a digest of what this rank's optimizers are set to, for the ranks' exchange.
@@ -82,6 +83,7 @@ class Executor:
         self.heterogeneous: Callable[[StepPlan], StepRuntime] | None = None
         self.step_parameters: StepParameters = parameters
         self.reduce_dtype = torch.float32
+        self.chunks: Callable[[int, int], int] | None = None
         self.stopwatch: Stopwatch | None = None
         self.losses: list[float] = []
         self.settings, self.settings_agree = 0, True
@@ -89,13 +91,16 @@ class Executor:
         # The last step and what each rank has told at its end, until that is read.
         self._told: tuple[StepBatch, Tensor] | None = None
 
-    def begin(self, reduce_dtype: torch.dtype) -> None:
-        """Begin a run, whose tensor- and context-parallel sums have this dtype.
+    def begin(
+        self, reduce_dtype: torch.dtype, chunks: Callable[[int, int], int] | None = None
+    ) -> None:
+        """Begin a run with this ``reduce_dtype`` and ``chunks``.
 
         What ranks agreed on in an earlier run is forgotten: an exception may have ended it before
         some of them took note.
         """
-        self.reduce_dtype, self._agreed, self._told = reduce_dtype, None, None
+        self.reduce_dtype, self.chunks = reduce_dtype, chunks
+        self._agreed = self._told = None
 
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
@@ -141,7 +146,7 @@ class Executor:
         step = Step(
             runtime.model,
             pipeline,
-            runtime.groups,
+            replace(runtime.groups, chunks=self.chunks),
             batch,
             messages,
             denominator,

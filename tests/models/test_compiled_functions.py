@@ -132,7 +132,7 @@ def test_the_module_compiles_the_blocks_and_says_so_in_its_hyperparameters(compi
     module.model(micro_batch).backward()
     names = {function.__name__ for function, _ in compiled}
     of_loss = {"_log_sum_exp_at_once", "logits_gradient_at_once"}
-    assert names == {"rms_norm", "_rotated_heads_real", "swiglu"} | of_loss
+    assert names == {"rms_norm", "rotate_real", "swiglu"} | of_loss
     # Both norms of both layers and the last one; queries and keys; the feed-forward networks.
     assert len(compiled) == 5 + 4 + 2 + 2
     compiled.clear()
@@ -170,11 +170,11 @@ def check_functions(device, dtype, most):
 
     hidden, angles = draw(rows, dim, scale=1.0), torch.rand(rows, dim // heads // 2)
     table = torch.stack([angles.cos(), angles.sin()], -1).to(device)
-    swiglu = [draw(inner, dim), draw(inner, dim), draw(dim, inner)]
+    own = [draw(rows, heads, dim // heads), draw(rows, inner), draw(rows, inner)]
     calls = {
         "rms_norm": (hidden, draw(dim), 1e-5),
-        "rotated_heads": (hidden, table, draw(dim, dim)),
-        "swiglu": (hidden, *swiglu),
+        "rotate": (own[0], table),
+        "swiglu": own[1:],
     }
     plain, compiled = BlockFunctions(), BlockFunctions.compiled()
     for name, given in calls.items():

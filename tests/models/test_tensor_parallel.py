@@ -36,14 +36,15 @@ def build(options):
     return spread(Transformer(config(**options)).double())
 
 
-def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta):
+def _gradients(rank, context_size, tensor_size, options, recompute, masked, meta, chunks=0):
     mesh = init_device_mesh(DEVICE.type, (context_size, tensor_size), mesh_dim_names=("cp", "tp"))
     if meta:
         with torch.device("meta"):
             model = Transformer(config(**options)).double()
     else:
         model = build(options).to(DEVICE)
-    groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group())
+    behind = (lambda rows, ranks: chunks) if chunks else None
+    groups = ProcessGroups(mesh["cp"].get_group(), mesh["tp"].get_group(), chunks=behind)
     shard_parameters(model, mesh["tp"], model.tensor_parallel_plan(tensor_size))
     if meta:
         model.to_empty(device=DEVICE)
@@ -66,6 +67,19 @@ CASES = {
     2: [
         (1, 2, {}, ("none",), False, False),
         (1, 2, {"tied_embeddings": True}, ("selective", "none", "full"), True, True),
+        (1, 2, {"tied_embeddings": True}, ("selective", "none", "full"), True, True, 1),
+        (1, 2, {}, ("none",), False, False, 4),
+    ],
+    3: [
+        (
+            1,
+            3,
+            {"heads": 6, "kv_heads": 3, "head_dim": 4},
+            ("none", "full", "selective"),
+            True,
+            False,
+            3,
+        )
     ],
     4: [
         (1, 4, {"kv_heads": 4}, ("full",), False, True),
@@ -73,6 +87,8 @@ CASES = {
         (1, 4, {"kv_heads": 2}, ("none",), True, True),
         (1, 4, {"kv_heads": 1, "tied_embeddings": True}, ("selective",), False, False),
         (2, 2, {"kv_heads": 1}, ("full", "selective", "none"), True, False),
+        (1, 4, {"kv_heads": 1, "tied_embeddings": True}, ("selective",), False, False, 2),
+        (2, 2, {"kv_heads": 1}, ("full", "selective", "none"), True, False, 3),
     ],
 }
 
@@ -85,7 +101,7 @@ def _all_gradients(rank):
 def test_gradients_equal_one_process(ranks):
     found = run_ranks(_all_gradients, ranks)
     for number, case in enumerate(CASES[ranks]):
-        _, tensor_size, options, _, masked, _ = case
+        _, tensor_size, options, _, masked, *_ = case
         loss, wanted = oracle(build(options), documents(), PIECES, loss_masks() if masked else None)
         results = [each[number] for each in found]
         for start in range(0, len(results), tensor_size):

@@ -303,6 +303,7 @@ def known(device: str, searched: bool, profile: Profile | str | None = None, nod
         compute_dtype=torch.float32,
         parameter_dtype="float32",
         reduce_dtype="float32",
+        overlap=True,
     )
     shipped = Profile.load("cpu" if device == "cpu" else "h100")
     with mock.patch.object(searching, "shipped_profile", return_value=shipped):

@@ -1,0 +1,147 @@
+"""What is left to wait for of tensor-parallel messages that travel while products run.
+
+:mod:`lightning_wlb.models.row_products` says what runs while what travels. Here a message and the
+products beside it end with the later one of the two. While it travels the device computes slower
+(``Profile.slowed_beside``). Where rows travel in n equal parts, the first message and the last
+product have nothing beside them, or the other way round. Element-wise work and attention hide
+nothing.
+
+``chunks`` is the number of parts with which a layer waits least, so that short micro-batches, whose
+parts would take little but launches and hops, travel in one.
+
+Cost: some microseconds; times are remembered by rows. Not for messages that share a link with
+others at the same time, as those of parameters may do between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_wlb.cost.shape import LayerShape
+
+if TYPE_CHECKING:
+    from lightning_wlb.cost.latency import LatencyModel
+
+MOST_CHUNKS = 4
+"""Parts beyond four hide little more, and each has fewer rows for its products."""
+
+ROWS_OF_A_PART = 1024
+"""Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""
+
+
+class RowsTime(NamedTuple):
+    """Times in ns of a layer on a rank, without its attention kernel and the exchange of keys.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass, without recomputation.
+        again: what each mode of ``Recompute`` adds to the backward.
+    """
+
+    forward: int
+    backward: int
+    again: tuple[int, ...]
+
+
+class HalfLayer(NamedTuple):
+    """Shares of a layer's products: those of its attention or its feed-forward half.
+
+    Attributes:
+        into: products of gathered rows.
+        out: the product whose sum is scattered.
+    """
+
+    into: float
+    out: float
+
+
+class Exposed(NamedTuple):
+    """Time in ns of a half layer's messages in which the rank computes nothing.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass, without recomputation.
+        again: the part of ``backward`` that is for rows gathered again, which no recomputed half
+            does.
+    """
+
+    forward: float
+    backward: float
+    again: float
+
+
+def default_chunks(rows: int, ranks: int) -> int:
+    """Parts in which a micro-batch of ``rows`` rows travels, where no device profile is known."""
+    return min(max(rows // ROWS_OF_A_PART, 1), MOST_CHUNKS)
+
+
+def halves(dim: int, layer: LayerShape) -> tuple[HalfLayer, HalfLayer]:
+    """Both halves of a layer, as if it had grouped-query attention and a gate."""
+    every = max(layer.attention_parameters + layer.feed_forward_parameters, 1)
+    attention = layer.attention_parameters / every
+    out = min(dim * layer.heads * layer.value_dim / every, attention)
+    gate = layer.feed_forward_parameters / every / 3
+    return HalfLayer(attention - out, out), HalfLayer(2 * gate, gate)
+
+
+def chunks_of(latency: LatencyModel, rows: int) -> int:
+    """Parts in which the rows of a micro-batch travel: so many that layers wait least."""
+
+    def waits(chunks: int) -> float:
+        return sum(
+            half.forward + half.backward
+            for kind in latency.kinds
+            for half in exposed_halves(kind, rows, chunks)
+        )
+
+    return min(range(1, MOST_CHUNKS + 1), key=waits)
+
+
+def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
+    """What layers wait for messages, and would if nothing ran beside them; recomputation left out.
+
+    One layer of each of the model's for each number of rows, forward and backward.
+    """
+    kinds = [(n, kind) for n, kind in zip(latency.shape.kinds.values(), latency.kinds, strict=True)]
+    waited = messages = 0
+    for each in rows:
+        for count, kind in kinds:
+            passes = (kind.tensor_parallel_ns(each, backward=back) for back in (False, True))
+            waited += count * sum(passes)
+            messages += 4 * count * sum(kind.messages_ns(each))
+    return waited, messages
+
+
+def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[Exposed, Exposed]:
+    """What the attention and the feed-forward half of a layer wait for their messages.
+
+    Args:
+        latency: the latency model of the layer.
+        rows: of the micro-batch on the rank.
+        chunks: parts in which the rows travel; 0 means :func:`chunks_of`.
+    """
+    gather, scatter = latency.messages_ns(rows)
+    if not latency.overlap or latency.mesh.tensor == 1:
+        return (Exposed(gather + scatter, gather + scatter, 0),) * 2
+    chunks = chunks or chunks_of(latency, rows)
+    gather_part, scatter_part = latency.messages_ns(rows, chunks)
+    forward_ns, backward_ns = (latency.products_ns(rows, each) for each in (False, True))
+    each_ns = backward_ns / 2  # gradients of rows; those of weights take as long
+    slowed = 1.0 - 1.0 / latency.profile.slowed_beside
+
+    def beside(message: float, product: float) -> float:
+        return max(message - product, message * slowed)
+
+    def in_parts(message: float, product: float) -> float:
+        return message + (chunks - 1) * beside(message, product / chunks)
+
+    def of_half(half: HalfLayer) -> Exposed:
+        again = beside(gather, half.into * each_ns)
+        forward = in_parts(gather_part, half.into * forward_ns)
+        forward += in_parts(scatter_part, half.out * forward_ns)
+        backward = in_parts(gather_part, half.out * each_ns) + beside(scatter, half.into * each_ns)
+        return Exposed(forward, backward + again, again)
+
+    first, second = map(of_half, halves(latency.shape.dim, latency.layer))
+    return first, second
