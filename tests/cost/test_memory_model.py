@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.communication import communicators, heterogeneous_communicators
@@ -13,13 +15,16 @@ from lightning_wlb.cost.memory_model import MemoryModel, StageParts, chunk_rows,
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import MicroBatchTensors
+from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups, group_size
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.tensor_parallel import held, shard_parameters
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Recompute, Scheme
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.sharding import layout, rank_indices
 from tests.models.steps import stage
+from tests.ranks import run_ranks
 
 CONFIG = TransformerConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=176, vocab_size=256)
 LAYER = CONFIG.shape.each_layer[0]
@@ -37,9 +42,15 @@ def micro_batch(lengths: list[int]) -> MicroBatchTensors:
     )
 
 
-def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -> int:
+def saved_bytes(
+    model: Transformer,
+    batch: MicroBatchTensors,
+    *,
+    hidden: bool,
+    groups: ProcessGroups = NO_GROUPS,
+) -> int:
     """Bytes of every storage that autograd saves, parameters left out, each once."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {held(p).untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, int] = {}
     kept = []
 
@@ -50,9 +61,10 @@ def saved_bytes(model: Transformer, batch: MicroBatchTensors, *, hidden: bool) -
             kept.append(tensor)
         return tensor
 
-    x = torch.randn(batch.rows, CONFIG.dim, requires_grad=True) if hidden else None
+    own = batch.rows // group_size(groups.tensor)
+    x = torch.randn(own, CONFIG.dim, requires_grad=True) if hidden else None
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = model(batch, x)
+        out = model(batch, x, groups=groups)
     storages.setdefault(out.untyped_storage().data_ptr(), out.untyped_storage().nbytes())
     for given in (batch.tokens, batch.labels, batch.positions):
         assert given is not None
@@ -70,6 +82,38 @@ def test_a_middle_stage_saves_what_the_model_says(recompute: Recompute, lengths:
     memory = MemoryModel(CONFIG.shape, dtype="float32", accelerator=False)
     predicted = memory.micro_batch_bytes(StageParts((3,)), batch.rows, recompute)
     assert predicted == saved_bytes(model, batch, hidden=True)
+
+
+def saved_in_parallel(rank: int) -> list[int]:
+    """What a tensor-parallel rank saves, by recomputation, waiting for messages and not."""
+    model = stage(Transformer(CONFIG), range(CONFIG.layers))
+    model.initialise(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_parameters(model, mesh, model.tensor_parallel_plan(mesh.size()))
+    return [
+        saved_bytes(
+            model,
+            replace(micro_batch([300, 200, 12]), recompute=recompute),
+            hidden=True,
+            groups=ProcessGroups(tensor=mesh.get_group(), chunks=chunks),
+        )
+        for recompute in MODES
+        for chunks in (None, lambda rows, ranks: 3)
+    ]
+
+
+def test_a_tensor_parallel_rank_saves_what_the_model_says() -> None:
+    """Byte for byte; own rows for two half layers, where messages are behind products."""
+    plain = MemoryModel(CONFIG.shape, Mesh(tensor=2), dtype="float32", accelerator=False)
+    wanted = [
+        replace(plain, overlap=overlap).micro_batch_bytes(StageParts((3,)), 512, recompute)
+        for recompute in MODES
+        for overlap in (False, True)
+    ]
+    rows = 512 * CONFIG.dim * 4
+    lower = [off - on for off, on in zip(wanted[::2], wanted[1::2], strict=True)]
+    assert lower == [3 * rows, 3 * rows // 2, 0]
+    assert run_ranks(saved_in_parallel, 2) == [wanted] * 2
 
 
 def test_a_last_stage_saves_what_the_model_says() -> None:
