@@ -60,7 +60,7 @@ from lightning_wlb.sharding import layout, rank_indices
 
 WAYS = ("off", "auto", "computed")
 CONFIG = TransformerConfig(dim=256, layers=2, heads=4, kv_heads=4, ffn_dim=768, vocab_size=256)
-FLOPS = 1.2e9  # of the device that products sleep for
+FLOPS = 1.5e8  # of the device that products sleep for
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 MODELS = ("7B", "70B", "150B")
 

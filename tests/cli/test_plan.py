@@ -214,7 +214,25 @@ def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, mode
     assert re.search(r"With \d+ devices there is one\.", err)
 
 
+# Rows that are gathered again are not held, so that more would fit.
 TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000", "--steps", "5"]
+TIGHT += ["--overlap", "off"]
+
+
+def test_messages_behind_products_are_shown_and_hold_less(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports = []
+    for overlap in ("off", "auto"):
+        code, out, _ = answer(capsys, *TIGHT, "--overlap", overlap, "--json")
+        assert code == 0
+        shown = " is hidden behind products" in " ".join(out.split())
+        assert shown
+        reports.append(json.loads(out.splitlines()[-1])["rows"])
+    for off, auto in zip(*reports, strict=True):
+        assert off["hidden_messages"] == 0 < auto["hidden_messages"] < 1
+        assert auto["peak_gigabytes"] < off["peak_gigabytes"]
+    assert "hidden behind" not in answer(capsys)[1], "nobody sends any"
 
 
 def test_a_row_that_does_not_fit_is_named_beside_those_that_do(capsys):
