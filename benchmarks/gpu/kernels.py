@@ -15,7 +15,7 @@ from lightning_wlb.attention.kernels_cpu import cpu_attention
 from lightning_wlb.attention.kernels_gpu import flash_library
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.profiling.call_timer import make_timer
+from lightning_wlb.profiling.call_timer import CallTimer
 
 REPEATS = 5
 
@@ -33,7 +33,7 @@ class Kernel:
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self._attention, self._timer = VarlenAttention(), make_timer(device)
+        self._attention, self._timer = VarlenAttention(), CallTimer(device)
 
     def ms(self, segments: Segments, *, ranks: int = 1, backward: bool = True) -> float:
         """One call over segments, of the heads of one of ``ranks`` ranks that split them."""

@@ -11,7 +11,6 @@ Cost: two clock readings for each action and each attention kernel.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,97 +23,104 @@ Moment = Any
 """A reading of a device's clocks, or a CUDA event."""
 
 
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    """The stopwatch for a device."""
-    return CUDAStopwatch() if device.type == "cuda" else CPUStopwatch()
+class CPUClock:
+    """The wall clock and the rank's own; backward runs in the calling thread on CPU."""
+
+    def now(self) -> Moment:
+        """This moment."""
+        wall = time.perf_counter()
+        # A thread pool's work is not in the caller's CPU time.
+        return wall, time.thread_time() if torch.get_num_threads() == 1 else wall
+
+    def wall(self, begin: Moment, end: Moment) -> float:
+        """Seconds between two moments."""
+        return float(end[0] - begin[0])
+
+    def compute(self, begin: Moment, end: Moment) -> float:
+        """Seconds between two moments in which this rank worked."""
+        return float(end[1] - begin[1])
+
+    def wait(self) -> None:
+        """Nothing is queued on a CPU."""
 
 
-class Stopwatch(ABC):
+class CUDAClock:
+    """Events on the current stream, whose times are known when :meth:`wait` has returned."""
+
+    def now(self) -> Moment:
+        """The moment when all that has been queued will have run."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wall(self, begin: Moment, end: Moment) -> float:
+        """Seconds between two moments."""
+        return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds
+
+    compute = wall
+
+    def wait(self) -> None:
+        """Wait until the device has done all that is queued."""
+        torch.cuda.synchronize()
+
+
+Clock = CPUClock | CUDAClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CUDAClock() if device.type == "cuda" else CPUClock()
+
+
+class Stopwatch:
     """Collects one step's timings; ``start`` and ``stop`` bracket attention kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._origin: Moment = None
         # Of each action its begin and end, and the attention kernels that had run by then.
         self._actions: list[tuple[Action, Moment, Moment, int, int]] = []
         self._kernels: list[tuple[Moment, Moment]] = []
         self._kernel_begin: Moment = None
 
-    @abstractmethod
-    def _now(self) -> Moment: ...
-
-    @abstractmethod
-    def _wall(self, begin: Moment, end: Moment) -> float:
-        """Seconds between two moments."""
-
-    @abstractmethod
-    def _compute(self, begin: Moment, end: Moment) -> float:
-        """Seconds between two moments in which this rank worked."""
-
     def begin_step(self) -> None:
         """Forget the last step; time zero is now."""
         self._actions, self._kernels = [], []
-        self._origin = self._now()
+        self._origin = self._clock.now()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Time one action's computation."""
-        begin, kernels = self._now(), len(self._kernels)
+        begin, kernels = self._clock.now(), len(self._kernels)
         yield
-        self._actions.append((action, begin, self._now(), kernels, len(self._kernels)))
+        self._actions.append((action, begin, self._clock.now(), kernels, len(self._kernels)))
 
     def start(self) -> None:
         """An attention kernel starts."""
-        self._kernel_begin = self._now()
+        self._kernel_begin = self._clock.now()
 
     def stop(self) -> None:
         """The attention kernel that started last is done."""
-        self._kernels.append((self._kernel_begin, self._now()))
+        self._kernels.append((self._kernel_begin, self._clock.now()))
 
     def timings(self) -> list[Timing]:
-        """The step's actions in the order in which they ran."""
+        """The step's actions in the order in which they ran; waits for the device once."""
         if self._origin is None:
             return []
+        clock = self._clock
+        clock.wait()
         return [
             Timing(
                 action=action,
-                begin=self._wall(self._origin, begin),
-                wall=self._wall(begin, end),
-                compute=self._compute(begin, end),
-                attention=sum((self._compute(*each) for each in self._kernels[first:last]), 0.0),
+                begin=clock.wall(self._origin, begin),
+                wall=clock.wall(begin, end),
+                compute=clock.compute(begin, end),
+                attention=sum((clock.compute(*each) for each in self._kernels[first:last]), 0.0),
             )
             for action, begin, end, first, last in self._actions
         ]
 
 
-class CPUStopwatch(Stopwatch):
-    """Reads the wall clock and the rank's own; backward runs in the calling thread on CPU."""
-
-    def _now(self) -> tuple[float, float]:
-        wall = time.perf_counter()
-        # A thread pool's work is not in the caller's CPU time.
-        return wall, time.thread_time() if torch.get_num_threads() == 1 else wall
-
-    def _wall(self, begin: tuple[float, float], end: tuple[float, float]) -> float:
-        return end[0] - begin[0]
-
-    def _compute(self, begin: tuple[float, float], end: tuple[float, float]) -> float:
-        return end[1] - begin[1]
-
-
-class CUDAStopwatch(Stopwatch):
-    """Records CUDA events; :meth:`timings` waits for the device once."""
-
-    def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _wall(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) / 1000  # elapsed_time is in milliseconds
-
-    _compute = _wall
-
-    def timings(self) -> list[Timing]:
-        """The step's actions in the order in which they ran."""
-        torch.cuda.synchronize()
-        return super().timings()
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch for a device."""
+    return Stopwatch(clock_of(device))

@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_wlb.profiling.action_stopwatch import clock_of
 
 FIRST_SLEEP = 2**20
 LONGEST_SLEEP = 2**27
@@ -59,76 +60,26 @@ class Held:
     ahead: bool = True
 
 
-class CallTimer(ABC):
-    """Seconds of calls on one kind of device."""
+class CallTimer:
+    """Seconds of calls on a device."""
 
-    warm_ups = 1
-    """Calls before those that count."""
-
-    @abstractmethod
-    def held(self) -> AbstractContextManager[Held]:
-        """A context in which the host queues work before the device runs it."""
-
-    @abstractmethod
-    def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Mean seconds of ``times`` calls, and what the last of them returned."""
-
-    @abstractmethod
-    def times(self, seconds: float) -> int:
-        """How many calls of so many seconds make a sample."""
-
-    def medians(
-        self, forward: Callable[[], Any], backward: Callable[[Any], Any], repeats: int
-    ) -> np.ndarray:
-        """Median seconds [2] of each; more samples of short calls, fewer of long ones.
-
-        ``backward`` is called with what ``forward`` returned, several times with the same.
-        """
-        samples: list[tuple[float, float]] = []
-        times, spent = (1, 1), 0.0
-        while not _enough(len(samples) - self.warm_ups, spent, repeats):
-            there, out = self.seconds(forward, times[0])
-            back, _ = self.seconds(partial(backward, out), times[1])
-            samples.append((there, back))
-            spent += times[0] * there + times[1] * back
-            if len(samples) == self.warm_ups:
-                times = self.times(there), self.times(back)
-        return np.asarray(np.median(np.array(samples[self.warm_ups :]), axis=0))
-
-
-class CPUTimer(CallTimer):
-    """The clock of the calling thread, or the wall's where there are several."""
-
-    @contextmanager
-    def held(self) -> Iterator[Held]:
-        """Nothing is queued on a CPU."""
-        yield Held()
-
-    def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Mean seconds of ``times`` calls, and what the last of them returned."""
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        start = clock()
-        for _ in range(times):
-            result = call()
-        return (clock() - start) / times, result
-
-    def times(self, seconds: float) -> int:
-        """One: a clock reading takes less than a microsecond."""
-        return 1
-
-
-class CUDATimer(CallTimer):
-    """Events behind a sleep of the device."""
-
-    warm_ups = 2  # the second says how long a call takes, without what is set up in the first
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._cuda = device.type == "cuda"
         self._cycles = FIRST_SLEEP
 
     @contextmanager
     def held(self) -> Iterator[Held]:
-        """The device sleeps before the work that is queued inside; next time longer if it must."""
-        held, asleep = Held(), torch.cuda.Event()
+        """A context in which the host queues work before the device runs it.
+
+        On CUDA the device sleeps before the work, next time longer if it must. On a CPU nothing is
+        queued.
+        """
+        held = Held()
+        if not self._cuda:
+            yield held
+            return
+        asleep = torch.cuda.Event()
         torch.cuda._sleep(self._cycles)
         asleep.record()
         start = time.perf_counter()
@@ -143,24 +94,44 @@ class CUDATimer(CallTimer):
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
         """Mean seconds of ``times`` calls, and what the last of them returned."""
         while True:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with self.held() as held:
-                begin.record()
+                begin = self._clock.now()
                 for _ in range(times):
                     result = call()
-                end.record()
-            end.synchronize()
+                end = self._clock.now()
+            self._clock.wait()
             if held.ahead:
-                return begin.elapsed_time(end) / 1000 / times, result
+                return self._clock.compute(begin, end) / times, result
 
     def times(self, seconds: float) -> int:
-        """As many as fill :data:`.INTERVAL`, up to :data:`.MOST_CALLS`."""
+        """How many calls of so many seconds make a sample.
+
+        On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU one, whose
+        clock is read in less than a microsecond.
+        """
+        if not self._cuda:
+            return 1
         return max(1, min(math.ceil(INTERVAL / max(seconds, 1e-6)), MOST_CALLS))
 
+    def medians(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], repeats: int
+    ) -> np.ndarray:
+        """Median seconds [2] of each; more samples of short calls, fewer of long ones.
 
-def make_timer(device: torch.device) -> CallTimer:
-    """The timer for a device."""
-    return CUDATimer() if device.type == "cuda" else CPUTimer()
+        ``backward`` is called with what ``forward`` returned, several times with the same.
+        """
+        # The second on CUDA says how long a call takes, without what is set up in the first.
+        warm_ups = 2 if self._cuda else 1
+        samples: list[tuple[float, float]] = []
+        times, spent = (1, 1), 0.0
+        while not _enough(len(samples) - warm_ups, spent, repeats):
+            there, out = self.seconds(forward, times[0])
+            back, _ = self.seconds(partial(backward, out), times[1])
+            samples.append((there, back))
+            spent += times[0] * there + times[1] * back
+            if len(samples) == warm_ups:
+                times = self.times(there), self.times(back)
+        return np.asarray(np.median(np.array(samples[warm_ups:]), axis=0))
 
 
 def _enough(samples: int, seconds: float, repeats: int) -> bool:

@@ -40,7 +40,7 @@ from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.profiling.action_stopwatch import make_stopwatch
-from lightning_wlb.profiling.call_timer import make_timer
+from lightning_wlb.profiling.call_timer import CallTimer
 from lightning_wlb.profiling.device import free_bytes
 from lightning_wlb.profiling.measured_points import Grid, segments
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
@@ -83,7 +83,7 @@ class DeviceBench:
     ) -> None:
         self.config, self.device, self.dtype, self.grid = config, device, dtype, grid
         self.backend = backend
-        self._timer = make_timer(device)
+        self._timer = CallTimer(device)
         self._free = free_bytes(device)
         self.rows = tuple(
             rows for rows in grid.rows if self._stage_bytes(rows) < 3 * self._free // 4

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_wlb.profiling import action_stopwatch
 from lightning_wlb.profiling import call_timer as timing
-from lightning_wlb.profiling.call_timer import CPUTimer, CUDATimer
+from lightning_wlb.profiling.call_timer import CallTimer
 
+CUDA = torch.device("cuda")
 CYCLE = 0.5e-9
 LAUNCH = 5e-6
 
@@ -40,14 +42,14 @@ class Device:
             event.at = max(self.free, self.now)
             self.log.append("event")
 
-        def synchronize() -> None:
-            self.now = max(self.now, event.at)
-            self.log.append("wait")
-
-        event.record, event.synchronize = record, synchronize
+        event.record = record
         event.query = lambda: event.at <= self.now
         event.elapsed_time = lambda end: 1000 * (end.at - event.at)
         return event
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.free)
+        self.log.append("wait")
 
 
 @pytest.fixture
@@ -56,6 +58,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Device]:
         device = Device(launch)
         monkeypatch.setattr(torch.cuda, "_sleep", device.sleep)
         monkeypatch.setattr(torch.cuda, "Event", device.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
         clock = SimpleNamespace(perf_counter=lambda: device.now)
         monkeypatch.setattr(timing, "time", clock)
         return device
@@ -67,7 +70,7 @@ def test_the_device_sleeps_before_the_first_event_and_the_calls_share_the_interv
     cuda: Callable[[float], Device],
 ) -> None:
     device = cuda(LAUNCH)
-    seconds, result = CUDATimer().seconds(lambda: device.run(2e-6, "call"), times=3)
+    seconds, result = CallTimer(CUDA).seconds(lambda: device.run(2e-6, "call"), times=3)
     assert result is None
     assert device.log == ["sleep", "event", "event", "call", "call", "call", "event", "wait"]
     # Each takes less on the device than the host needs to queue it.
@@ -78,7 +81,7 @@ def test_a_sample_that_the_host_was_too_slow_for_is_dropped_and_the_next_sleep_i
     cuda: Callable[[float], Device],
 ) -> None:
     device = cuda(400e-6)  # two calls take longer to queue than the first sleep lasts
-    timer = CUDATimer()
+    timer = CallTimer(CUDA)
     seconds, _ = timer.seconds(lambda: device.run(2e-6, "call"), times=2)
     assert device.log.count("sleep") == 2
     assert seconds == pytest.approx(2e-6)
@@ -100,7 +103,7 @@ def test_medians_of_short_calls_are_of_many_of_each_pass(cuda: Callable[[float],
         device.run(10e-6, "forward")
         return "out"
 
-    medians = CUDATimer().medians(forward, backward, repeats=4)
+    medians = CallTimer(CUDA).medians(forward, backward, repeats=4)
     assert medians == pytest.approx(np.array((10e-6, 500e-6)))
     # Two warm up with a call each, then as many as fill a millisecond: 20 and 2.
     samples = (device.log.count("sleep") - 4) // 2
@@ -112,10 +115,11 @@ def test_medians_of_short_calls_are_of_many_of_each_pass(cuda: Callable[[float],
 
 def test_a_cpu_timer_reads_its_thread_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter((1.0, 7.0))
-    clock = SimpleNamespace(thread_time=lambda: next(readings))
-    monkeypatch.setattr(timing, "time", clock)
+    clock = SimpleNamespace(thread_time=lambda: next(readings), perf_counter=lambda: 0.0)
+    monkeypatch.setattr(action_stopwatch, "time", clock)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert CPUTimer().seconds(lambda: "done", times=3) == (2.0, "done")
-    with CPUTimer().held() as held:
+    timer = CallTimer(torch.device("cpu"))
+    assert timer.seconds(lambda: "done", times=3) == (2.0, "done")
+    with timer.held() as held:
         pass
     assert (held.seconds, held.ahead) == (0.0, True)
