@@ -27,7 +27,7 @@ class CPUClock:
     """The wall clock and the rank's own; backward runs in the calling thread on CPU."""
 
     def now(self) -> Moment:
-        """This moment."""
+        """A reading of both clocks."""
         wall = time.perf_counter()
         # A thread pool's work is not in the caller's CPU time.
         return wall, time.thread_time() if torch.get_num_threads() == 1 else wall
