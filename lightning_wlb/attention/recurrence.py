@@ -164,11 +164,17 @@ def to_own_rows(
     return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
 
 
+Compute = Callable[
+    [Sequence[Tensor], Sequence[int], Sequence[State | None], Sequence[bool]],
+    tuple[Tensor, Sequence[State | None]],
+]
+"""A recurrence over segments: inputs [rows of all segments, ...] each, tokens of each segment, the
+state before each (None: its piece begins), and whether the state behind it is wanted; it returns
+the output, [rows of all segments, ...], and the states that are wanted."""
+
+
 def by_segment(
-    rows: RecurrentRows,
-    layer: Any,
-    inputs: Sequence[Tensor],
-    compute: Callable[[list[Tensor], State | None, bool], tuple[Tensor, State | None]],
+    rows: RecurrentRows, layer: Any, inputs: Sequence[Tensor], compute: Compute
 ) -> Tensor:
     """A recurrence over the rows of each segment by themselves, begun with what was left for it.
 
@@ -176,34 +182,49 @@ def by_segment(
         rows: the segments of the rows.
         layer: what distinguishes this recurrence from others of the model.
         inputs: [rows of all ranks, ...] each, in the order of the segments.
-        compute: a function of the inputs' rows of one segment, of the state before it (None: a
-            piece begins) and of whether the state behind it is wanted; it returns the output,
-            [rows, ...], and that state.
+        compute: the recurrence.
 
     Returns:
-        [rows of all ranks, ...], the outputs one after another.
+        [rows of all ranks, ...].
 
     Raises:
         ValueError: a slice, without the step's states.
     """
-    if rows.states is None and any(each.start or each.goes_on for each in rows.segments):
+    states, segments = rows.states, rows.segments
+    if states is None and any(each.start or each.goes_on for each in segments):
         raise ValueError(
             "a sliced micro-batch needs the step's states: give the model"
             " micro_batch.with_cache(cache), as LanguageModule.step does."
         )
-    states = RecurrentStates() if rows.states is None else rows.states
-    outputs = []
-    first = 0
-    for segment in rows.segments:
-        stop = first + segment.stop - segment.start
-        parts = [each[first:stop] for each in inputs]
-        before = (
-            states.take((layer, segment.piece, segment.start), parts[0]) if segment.start else None
-        )
-        out, after = compute(parts, before, segment.goes_on)
-        if segment.goes_on:
-            assert after is not None
-            out = states.leave((layer, segment.piece, segment.stop), out, after)
-        outputs.append(out)
-        first = stop
-    return torch.cat(outputs)
+    before: list[State | None] = [None] * len(segments)
+    for number, each in enumerate(segments):
+        if states is not None and each.start:
+            before[number] = states.take((layer, each.piece, each.start), inputs[0])
+    goes_on = [each.goes_on for each in segments]
+    out, after = compute(inputs, [each.stop - each.start for each in segments], before, goes_on)
+    for each, state in zip(segments, after, strict=True):
+        if states is not None and state is not None:
+            out = states.leave((layer, each.piece, each.stop), out, state)
+    return out
+
+
+def one_by_one(
+    compute: Callable[[list[Tensor], State | None, bool], tuple[Tensor, State | None]],
+) -> Compute:
+    """A recurrence that ``compute`` does for one segment: its rows, its state, what is wanted."""
+
+    def every(
+        inputs: Sequence[Tensor],
+        tokens: Sequence[int],
+        before: Sequence[State | None],
+        goes_on: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[State | None]]:
+        parts = zip(*(each.split(list(tokens)) for each in inputs), strict=True)
+        results = [
+            compute(list(part), state, wanted)
+            for part, state, wanted in zip(parts, before, goes_on, strict=True)
+        ]
+        outs, states = zip(*results, strict=True)
+        return torch.cat(outs), states
+
+    return every

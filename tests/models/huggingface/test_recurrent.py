@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ pytest.importorskip("transformers")
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.recurrence import RecurrentRows, Segment
+from lightning_wlb.models.huggingface import recurrent, recurrent_functions
 from lightning_wlb.models.huggingface.config_and_shape import shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.recurrent import FAMILIES
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, recurrent_modules
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, Run, packed_rows
 from tests.models.huggingface.test_families import TOLERANCE, decoder_and_plain, errors
@@ -155,6 +158,66 @@ def test_a_slice_goes_on_where_the_one_before_ended_and_states_are_freed(cut):
             (out * weight).sum().backward()
     assert torch.allclose(torch.cat(outs), wanted, atol=1e-13)
     assert torch.allclose(torch.cat([each.grad for each in pieces]), x.grad, atol=1e-13)
+    assert len(states) == 0
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_delta_rules_of_slices_by_kernels_that_take_all_segments_at_once(one_call, monkeypatch):
+    """The call is flash-linear-attention's, of a stand-in that computes it segment by segment."""
+    family, name = "qwen3_next", "torch_chunk_gated_delta_rule"
+    decoder = decoder_of(family)
+    source = sys.modules[type(next(recurrent_modules(decoder.layers.values()))).__module__]
+    theirs = getattr(source, name).__wrapped__
+
+    def kernel(q, k, v, *, g, beta, initial_state, output_final_state, cu_seqlens, **options):
+        outs, ends = [], []
+        for number, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+            first = None if initial_state is None else initial_state[number : number + 1]
+            rows = [x[:, start:stop] for x in (q, k, v)]
+            out, end = theirs(
+                *rows,
+                g=g[:, start:stop],
+                beta=beta[:, start:stop],
+                initial_state=first,
+                output_final_state=True,
+                **options,
+            )
+            outs.append(out)
+            ends.append(end)
+        return torch.cat(outs, 1), torch.cat(ends) if output_final_state else None
+
+    if one_call:
+        monkeypatch.setattr(recurrent_functions, "takes_segments", lambda x: True)
+        monkeypatch.setattr(
+            source, name, recurrent._replaced(name, kernel, recurrent_functions.FUNCTIONS[name])
+        )
+    # Two documents; the second is cut, and its end is packed behind a third.
+    lengths, cut = (5, 9, 4), 3
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(18, 32, dtype=torch.float64, generator=generator)
+    weight = torch.randn(18, 32, dtype=torch.float64, generator=generator)
+    parts = [
+        ([Segment((0, 0), 0, 5, False), Segment((1, 0), 0, cut, True)], slice(0, 8)),
+        ([Segment((1, 0), cut, 9, False), Segment((2, 0), 0, 4, False)], slice(8, 18)),
+    ]
+    states = KeyValueCache().states
+    with KeepDouble():
+        _, rows = packed_rows(lengths)
+        x = hidden.clone().requires_grad_()
+        wanted = decoder(replace(rows, labels=None), x, range(1))
+        (wanted * weight).sum().backward()
+        outs, inputs = [], []
+        for segments, where in parts:
+            _, rows = packed_rows([each.stop - each.start for each in segments])
+            recurrence = RecurrentRows(tuple(segments), (rows.rows,), states=states)
+            inputs.append(hidden[where].clone().requires_grad_())
+            rows = replace(rows, labels=None, recurrence=recurrence)
+            outs.append(decoder(rows, inputs[-1], range(1)))
+        assert len(states) == 2  # of the convolution and of the delta rule
+        for out, (_, where) in reversed([*zip(outs, parts, strict=True)]):
+            (out * weight[where]).sum().backward()
+    assert torch.allclose(torch.cat(outs), wanted, atol=1e-12)
+    assert torch.allclose(torch.cat([each.grad for each in inputs]), x.grad, atol=1e-12)
     assert len(states) == 0
 
 
