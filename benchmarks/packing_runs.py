@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,7 @@ class Step(NamedTuple):
 def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
     """The steps of one epoch before its last global batch, in the order of the store."""
     packer = data.packer(data.rules(lengths, REFERENCE_WORK))
-    arrivals = GlobalBatches(
-        lengths, data.nominal_tokens, data.context_window, packer.cuts_stream, 0, False
-    )
+    arrivals = GlobalBatches(lengths, replace(data, seed=0, shuffle=False))
     number = 0
     while True:
         begin = time.process_time()

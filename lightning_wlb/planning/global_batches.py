@@ -13,12 +13,15 @@ for each document.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.plan import Piece
+
+if TYPE_CHECKING:
+    from lightning_wlb.planning.settings import DataSettings
 
 
 class StreamPosition(NamedTuple):
@@ -32,33 +35,20 @@ class GlobalBatches:
     """The global batches of one epoch after another.
 
     Args:
-        lengths: tokens of each document of the store, by document number.
-        tokens: N·C, tokens of a global batch.
-        window: C, tokens of the longest piece.
-        cuts_stream: whether documents are concatenated and cut at every C tokens.
-        seed: decides, with the epoch's number, the order of documents.
-        shuffle: whether each epoch has an order of its own; else all have that of the store.
+        lengths: tokens of each document of the store, by document number; after truncation.
+        data: how many tokens a global batch has, how documents are cut, and their order.
     """
 
-    def __init__(
-        self,
-        lengths: NDArray[np.int64],
-        tokens: int,
-        window: int,
-        cuts_stream: bool,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
-        self._lengths, self._tokens, self._window = lengths, tokens, window
-        self._cuts_stream, self._seed, self._shuffle = cuts_stream, seed, shuffle
+    def __init__(self, lengths: NDArray[np.int64], data: DataSettings) -> None:
+        self._lengths, self._data = lengths, data
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the first document of an epoch."""
         self.epoch = epoch
         self._order = document_numbers(len(self._lengths))
-        if self._shuffle:
-            np.random.default_rng((self._seed, epoch)).shuffle(self._order)
+        if self._data.shuffle:
+            np.random.default_rng((self._data.seed, epoch)).shuffle(self._order)
         self._at = StreamPosition()
 
     @property
@@ -88,8 +78,9 @@ class GlobalBatches:
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""
-        given = self._order, self._lengths, at, self._tokens, self._window, self._cuts_stream
-        return next_pieces(*given)
+        data = self._data
+        of_stream = data.nominal_tokens, data.context_window, data.packer.cuts_stream
+        return next_pieces(self._order, self._lengths, at, *of_stream)
 
 
 def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:

@@ -308,15 +308,7 @@ def arrivals_of(
     lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[StoreShare]
 ) -> GlobalBatches:
     """The global batches of a run; ``lengths`` are those after truncation."""
-    stream = (
-        lengths,
-        data.nominal_tokens,
-        data.context_window,
-        data.packer.cuts_stream,
-        data.seed,
-        data.shuffle,
-    )
-    return MixedBatches(mixture, *stream) if mixture else GlobalBatches(*stream)
+    return MixedBatches(mixture, lengths, data) if mixture else GlobalBatches(lengths, data)
 
 
 def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:

@@ -36,7 +36,9 @@ def shares_of(stores: Stores) -> list[StoreShare]:
 
 def batches(stores: Stores, cuts: bool = False, shuffle: bool = True) -> MixedBatches:
     lengths = np.array([length for lengths, *_ in stores for length in lengths])
-    return MixedBatches(shares_of(stores), lengths, 40, 20, cuts, 5, shuffle)
+    packing = "original" if cuts else "auto"
+    data = DataSettings(20, 2, packing, seed=5, shuffle=shuffle)
+    return MixedBatches(shares_of(stores), lengths, data)
 
 
 @settings(max_examples=100)
