@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.dp_merge import shared_work
-from lightning_wlb.planning.global_batches import GlobalBatches
+from lightning_wlb.planning.global_batches import GlobalBatches, Stream
 from lightning_wlb.planning.plan_scoring import Placement, WorkScorer
 
 STAGES = 4
@@ -52,7 +51,8 @@ class Step(NamedTuple):
 def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
     """The steps of one epoch before its last global batch, in the order of the store."""
     packer = data.packer(data.rules(lengths, REFERENCE_WORK))
-    arrivals = GlobalBatches(lengths, replace(data, seed=0, shuffle=False))
+    stream = Stream(data.nominal_tokens, data.context_window, packer.cuts_stream, 0, False)
+    arrivals = GlobalBatches(lengths, stream)
     number = 0
     while True:
         begin = time.process_time()

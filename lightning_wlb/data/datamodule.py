@@ -161,15 +161,21 @@ class WLBDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         """Make what is made of documents once per node, while the node's other ranks wait."""
         self._stores()
-        if not isinstance(self.test_documents, int):
-            opening.documents(self.test_documents)
 
     def setup(self, stage: str) -> None:
-        """Open the documents, and refuse what the Trainer cannot do with them."""
-        held_out = self._stores()[1]
+        """Open the documents, and refuse what the Trainer cannot do with them.
+
+        Lightning takes a fraction of an epoch of a loader's length, which a step loader has not.
+
+        Raises:
+            MisconfigurationException: batches that repeat, or a fraction of an epoch.
+        """
+        validation = self._stores()[1]
         if self.trainer is None:
             return
+        limits = ["limit_test_batches"] if stage == TrainerFn.TESTING else []
         if stage == TrainerFn.FITTING:
+            limits += ["limit_train_batches", "val_check_interval"]
             times = self.trainer.overfit_batches  # type: ignore[attr-defined]
             if times > 0:
                 raise MisconfigurationException(
@@ -177,9 +183,15 @@ class WLBDataModule(L.LightningDataModule):
                     " step is planned from the documents that come next. To overfit, give"
                     " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
                 )
-            self._refuse_fractions("limit_train_batches", "val_check_interval")
-        if held_out is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            self._refuse_fractions("limit_val_batches")
+        if validation is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            limits.append("limit_val_batches")
+        for name in limits:
+            value = getattr(self.trainer, name)
+            if isinstance(value, float) and value not in (0.0, 1.0):
+                raise MisconfigurationException(
+                    f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
+                    " documents arrive and not counted beforehand. Give a whole number of steps."
+                )
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -208,31 +220,15 @@ class WLBDataModule(L.LightningDataModule):
         """The steps of one pass over the test documents, in the store's order."""
         store = self._stores()[2]
         if store is None:
-            if isinstance(self.test_documents, int):
-                raise MisconfigurationException(
-                    "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...)"
-                    " documents, or the number of documents to hold out."
-                )
-            store = opening.documents(self.test_documents)
-        self._refuse_fractions("limit_test_batches")
+            raise MisconfigurationException(
+                "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...)"
+                " documents, or the number of documents to hold out."
+            )
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:
         """Refuse, as :func:`.refuse_prediction` says."""
         refuse_prediction()
-
-    def _refuse_fractions(self, *names: str) -> None:
-        """Refuse options of the Trainer that are a fraction of an epoch.
-
-        Lightning takes such a fraction of a loader's length, which a step loader has not.
-        """
-        for name in names:
-            value = getattr(self.trainer, name, None)
-            if isinstance(value, float) and value not in (0.0, 1.0):
-                raise MisconfigurationException(
-                    f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
-                    " documents arrive and not counted beforehand. Give a whole number of steps."
-                )
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
         if isinstance(store, MixedDocuments):
@@ -310,17 +306,17 @@ class WLBDataModule(L.LightningDataModule):
         trainer.should_stop = True
 
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None, DocumentStore | None]:
-        """The documents to train on, to validate on and, where they are held out, to test on."""
+        """The documents to train on, to validate on and to test on, as far as there are any."""
         if self._opened is None:
-            store, seed = opening.documents(self.documents), self.settings.seed
-            validation, test = None, None
-            if not isinstance(self.validation_documents, int):
-                validation = opening.documents(self.validation_documents)
-            elif count := self.validation_documents:
-                store, validation = hold_out(store, count, seed, "validation_documents")
-            if isinstance(self.test_documents, int) and self.test_documents:
-                store, test = hold_out(store, self.test_documents, seed, "test_documents")
-            self._opened = store, validation, test
+            store, others = opening.documents(self.documents), []
+            for name in ("validation_documents", "test_documents"):
+                given, other = getattr(self, name), None
+                if not isinstance(given, int):
+                    other = opening.documents(given)
+                elif given:
+                    store, other = hold_out(store, given, self.settings.seed, name)
+                others.append(other)
+            self._opened = store, others[0], others[1]
         return self._opened
 
     def _dataset(self, store: DocumentStore, settings: DataSettings) -> StepDataset:

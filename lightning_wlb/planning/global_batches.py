@@ -13,15 +13,12 @@ for each document.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.plan import Piece
-
-if TYPE_CHECKING:
-    from lightning_wlb.planning.settings import DataSettings
 
 
 class StreamPosition(NamedTuple):
@@ -31,24 +28,34 @@ class StreamPosition(NamedTuple):
     offset: int = 0  # tokens of the next document that have arrived
 
 
+class Stream(NamedTuple):
+    """How the documents of a store become global batches."""
+
+    tokens: int  # N·C, of a global batch
+    window: int  # C, of the longest piece
+    cuts: bool  # whether documents are concatenated and cut at every C tokens
+    seed: int  # decides, with the epoch's number, the order of documents
+    shuffle: bool  # whether each epoch has an order of its own; else all have that of the store
+
+
 class GlobalBatches:
     """The global batches of one epoch after another.
 
     Args:
         lengths: tokens of each document of the store, by document number; after truncation.
-        data: how many tokens a global batch has, how documents are cut, and their order.
+        stream: how they become global batches.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], data: DataSettings) -> None:
-        self._lengths, self._data = lengths, data
+    def __init__(self, lengths: NDArray[np.int64], stream: Stream) -> None:
+        self._lengths, self._stream = lengths, stream
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the first document of an epoch."""
         self.epoch = epoch
         self._order = document_numbers(len(self._lengths))
-        if self._data.shuffle:
-            np.random.default_rng((self._data.seed, epoch)).shuffle(self._order)
+        if self._stream.shuffle:
+            np.random.default_rng((self._stream.seed, epoch)).shuffle(self._order)
         self._at = StreamPosition()
 
     @property
@@ -78,9 +85,7 @@ class GlobalBatches:
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""
-        data = self._data
-        of_stream = data.nominal_tokens, data.context_window, data.packer.cuts_stream
-        return next_pieces(self._order, self._lengths, at, *of_stream)
+        return next_pieces(self._order, self._lengths, at, *self._stream[:3])
 
 
 def document_numbers(count: int) -> NDArray[np.signedinteger[Any]]:

@@ -24,15 +24,17 @@ is five integers a store.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.planning.global_batches import GlobalBatches, StreamPosition, document_numbers
-
-if TYPE_CHECKING:
-    from lightning_wlb.planning.settings import DataSettings
+from lightning_wlb.planning.global_batches import (
+    GlobalBatches,
+    Stream,
+    StreamPosition,
+    document_numbers,
+)
 
 
 class StoreShare(NamedTuple):
@@ -66,11 +68,11 @@ class MixedBatches(GlobalBatches):
     Args:
         shares: how documents of each store are taken.
         lengths: tokens of each document of all stores, one store after another.
-        data: as for :class:`.GlobalBatches`.
+        stream: as for :class:`.GlobalBatches`.
     """
 
     def __init__(
-        self, shares: Sequence[StoreShare], lengths: NDArray[np.int64], data: DataSettings
+        self, shares: Sequence[StoreShare], lengths: NDArray[np.int64], stream: Stream
     ) -> None:
         self._shares = tuple(shares)
         self._all_lengths = lengths
@@ -78,7 +80,7 @@ class MixedBatches(GlobalBatches):
         assert self._first[-1] == len(lengths)
         self._standings = tuple(_Standing() for _ in shares)
         self._orders: dict[int, tuple[int, NDArray[Any]]] = {}
-        super().__init__(lengths[:0], data)
+        super().__init__(lengths[:0], stream)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch: stores that do not repeat begin anew, the others go on."""
@@ -120,7 +122,7 @@ class MixedBatches(GlobalBatches):
         lengths: list[int] = []
         standings = [self._standings]
         tokens = -at.offset
-        while tokens < self._data.nominal_tokens and not self._is_over(standings[-1]):
+        while tokens < self._stream.tokens and not self._is_over(standings[-1]):
             number, length, standing = self._drawn(standings[-1])
             numbers.append(number)
             lengths.append(length)
@@ -163,11 +165,11 @@ class MixedBatches(GlobalBatches):
 
     def _in_store(self, chosen: int, passes: int, position: int) -> int:
         """The document at a position of a store's pass."""
-        if not self._data.shuffle:
+        if not self._stream.shuffle:
             return position
         known, order = self._orders.get(chosen, (-1, None))
         if order is None or known != passes:
             order = document_numbers(self._shares[chosen].documents)
-            np.random.default_rng((self._data.seed, chosen, passes)).shuffle(order)
+            np.random.default_rng((self._stream.seed, chosen, passes)).shuffle(order)
             self._orders[chosen] = passes, order
         return int(order[position])

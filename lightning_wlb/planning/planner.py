@@ -28,7 +28,7 @@ from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cos
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
 from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Schemes, StepPlan
-from lightning_wlb.planning.global_batches import GlobalBatches
+from lightning_wlb.planning.global_batches import GlobalBatches, Stream
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from lightning_wlb.planning.packing.base import MicroBatches, Rules
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
@@ -308,7 +308,9 @@ def arrivals_of(
     lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[StoreShare]
 ) -> GlobalBatches:
     """The global batches of a run; ``lengths`` are those after truncation."""
-    return MixedBatches(mixture, lengths, data) if mixture else GlobalBatches(lengths, data)
+    settings = data.nominal_tokens, data.context_window, data.packer.cuts_stream
+    stream = Stream(*settings, data.seed, data.shuffle)
+    return MixedBatches(mixture, lengths, stream) if mixture else GlobalBatches(lengths, stream)
 
 
 def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:

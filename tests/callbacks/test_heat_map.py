@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lightning_wlb.callbacks.heat_map import KEPT_STEPS, HeatMap
+from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import COMPUTE, in_pipelines
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
@@ -78,15 +78,6 @@ def test_the_typical_step_has_the_median_waiting():
     step, strategy, milliseconds = drawing.typical
     assert (step, strategy) == (2, ())
     np.testing.assert_allclose(milliseconds, [[3000.0, 1000.0], [1000.0, np.nan]])
-
-
-def test_only_the_last_steps_are_kept():
-    mesh = Mesh()
-    drawing = HeatMap(mesh)
-    for step in range(KEPT_STEPS + 10):
-        drawing.add(step, seconds_of([[1.0]], mesh), [1], seconds=1.0)
-    assert drawing.steps == KEPT_STEPS + 10
-    assert drawing.typical[0] >= 10
 
 
 def test_it_draws_a_large_mesh(tmp_path: Path):

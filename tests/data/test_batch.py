@@ -1,7 +1,6 @@
 import os
 import pickle
 import sys
-from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
@@ -182,21 +181,6 @@ def test_tokens_labels_and_positions_of_one_rank() -> None:
     assert micro_batch.attention.rows == 8
     assert micro_batch.attention.queries == 7
     assert micro_batch.attention.cu_seqlens_q.tolist() == [0, 3, 7]
-
-
-def test_a_context_rank_gets_its_chunks() -> None:
-    store = store_of([8])
-    rank = Rank(Mesh(context=2), context=1)
-    plan = one_micro_batch([Slice(0, 0, 0, 8)], rank, "per_document")
-    (micro_batch,) = batch_of(plan, store, rank).micro_batches
-    assert micro_batch.tokens.tolist() == [2, 3, 4, 5]
-    assert micro_batch.labels.tolist() == [3, 4, 5, 6]
-    assert micro_batch.positions.tolist() == [2, 3, 4, 5]
-    assert store.was_read == [2, 3, 4, 5, 6]
-    first = replace(rank, context=0)
-    (micro_batch,) = batch_of(plan, store, first).micro_batches
-    assert micro_batch.tokens.tolist() == [0, 1, 6, 7]
-    assert micro_batch.labels.tolist() == [1, 2, 7, IGNORE]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from lightning_wlb import file_checks
 from lightning_wlb.data import cache as cached
 from lightning_wlb.data.cache import BESIDE, built_once
-from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 
 pytestmark = pytest.mark.timeout(60)
 NOBODY = 65534
@@ -185,22 +184,6 @@ def test_beside_a_file_its_owner_is_believed_and_nobody_else(root: Path, tmp_pat
         made = built_once("key", build, folder / "source")
         assert (made / "made").read_text() == words
     assert made.parent == root
-
-
-def test_the_standard_library_is_the_users_own(tmp_path: Path, root: Path) -> None:
-    """The whole way: words that another user has put in place of the documents are not read."""
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources/a.py").write_text("def mine(): ...\n")
-    store = StdlibDocuments(directory=tmp_path / "sources")
-    (folder,) = root.iterdir()
-    elsewhere = tmp_path / "temporary/lightning_wlb"
-    elsewhere.mkdir()
-    folder.rename(elsewhere / folder.name)
-    tokens = elsewhere / folder.name / "tokens.npy"
-    tokens.write_bytes(tokens.read_bytes().replace(b"mine", b"evil"))
-    again = StdlibDocuments(directory=tmp_path / "sources")
-    assert bytes(again.read(0, 0, 8).tolist()) == b"def mine"
-    assert again.lengths.tolist() == store.lengths.tolist()
 
 
 def test_a_process_of_any_number_may_own_it(tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
@@ -276,21 +275,6 @@ def test_a_trainer_of_another_namespace_is_refused() -> None:
     # Passed by position, such a Trainer takes the data module for a loader and iterates over it.
     with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as L"):
         iter(data())
-
-
-def test_lightning_cli_builds_it_from_its_command_line() -> None:
-    named = LightningCLI(
-        Recorder,
-        WLBDataModule,
-        run=False,
-        save_config_callback=None,
-        args=[
-            "--data.documents=stdlib", "--data.context_window=8", "--data.micro_batches=2",
-            "--data.packing.method=wlb", "--data.packing.queues=3",
-        ],
-    )  # fmt: skip
-    assert named.datamodule.documents == "stdlib"
-    assert named.datamodule.settings.packing_choice.options.queues == 3
 
 
 class Evaluated(Recorder):

@@ -1,6 +1,5 @@
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -155,19 +154,6 @@ def test_a_worker_that_is_not_forked_gets_the_same() -> None:
     steps = StepDataset(store(), DATA, Work.of(SHAPE))
     copy = pickle.loads(pickle.dumps(steps))
     assert [content(batch) for batch in copy] == [content(batch) for batch in steps]
-
-
-def test_the_loader_begins_each_epoch_where_it_is_told_and_draws_no_random_numbers() -> None:
-    position: dict[str, Any] = {"state": None}
-    begin: Callable[[], dict[str, Any] | None] = lambda: position["state"]  # noqa: E731
-    loader = StepLoader(dataset(), begin)
-    before = torch.random.get_rng_state()
-    first = next(iter(loader))
-    position["state"] = first.state
-    assert next(iter(loader)).plan.step == 1
-    assert torch.equal(torch.random.get_rng_state(), before)
-    with pytest.raises(TypeError):
-        len(loader)
 
 
 def test_a_dataset_for_a_model() -> None:

@@ -17,13 +17,6 @@ from tests import ranks  # noqa: F401  (what a new process has imported already)
 from tests.data.test_loader import DATA, content, dataset, epochs
 
 
-def test_an_iteration_that_was_left_is_continued_by_the_next() -> None:
-    unbroken = epochs(dataset(), 2)
-    steps = dataset()
-    batches = [*islice(steps, 3), *steps, *steps]
-    assert [content(batch) for batch in batches] == [content(batch) for batch in unbroken]
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_plain_loop_resumes_with_the_batch_after_the_last_one_handed_out(workers, tmp_path):
     """From a file, with the state of any number of workers, which read ahead: all have the same."""

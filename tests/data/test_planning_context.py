@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.cost.communication import COMMUNICATOR_BYTES
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
@@ -90,15 +90,6 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
         data(profile="h1000")
 
 
-def test_compiled_blocks_are_predicted_so() -> None:
-    documents = data(profile="h100")
-    for compiled in (False, True):
-        context = PlanningContext.of_one_rank(MODULE, SHAPE, documents.profile)
-        predictor = replace(context, compiled=compiled).predictor
-        assert predictor is not None
-        assert predictor.latency.compiled is compiled
-
-
 def test_process_groups_of_strategies_take_room_of_every_step() -> None:
     """On a GPU that is too small for them; with the mesh's own, and of all strategies."""
     small = replace(Profile.load("h100"), memory_bytes=10**10, device_type="cuda")
@@ -115,44 +106,12 @@ def test_process_groups_of_strategies_take_room_of_every_step() -> None:
     assert found[0] - found[1] == 4 * COMMUNICATOR_BYTES
 
 
-def test_heads_that_cannot_be_split_are_refused() -> None:
-    documents = data(sharding="heads")
-    stand(documents, rank=Rank(Mesh(context=2)))
-    message = "splits the 1 query and 1 key/value heads .* over 2 context-parallel ranks"
-    with pytest.raises(ValueError, match=message):
-        documents.train_dataloader()
-
-
 def test_ranks_without_the_strategy_are_refused() -> None:
     documents = data()
     stand(documents, SimpleNamespace())
     documents.trainer.world_size = 2  # type: ignore[union-attr]
     with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
         documents.train_dataloader()
-
-
-def test_packing_auto_goes_by_the_device_profile() -> None:
-    """Where every action costs a second, as few micro-batches as the window allows."""
-    cpu = replace(Profile.load("cpu"), action=ActionOverhead())
-    counts = []
-    for profile in (
-        cpu,
-        replace(cpu, action=ActionOverhead(ns=(1e8, 1e8))),
-        replace(cpu, action=ActionOverhead(ns=(1e9, 1e9))),
-        # As much, by the sums of the gradients of 28,000 parameters.
-        replace(cpu, action=ActionOverhead(parameter_ns=1e5)),
-    ):
-        documents = data(
-            documents=[[1] * length for length in (16000, 6000, 4000, 2000, 2000, 2000)],
-            context_window=16000,
-            micro_batches=2,
-            packing="auto",
-            model_shape=replace(SHAPE, vocab_size=0, layers=2),
-            profile=profile,
-        )
-        stand(documents, rank=Rank(Mesh(pipeline=2)), stages=(range(1), range(1, 2)))
-        counts.append(len(next(iter(documents.train_dataloader())).plan.replicas[0].forward))
-    assert counts == [16, 4, 2, 2]
 
 
 @pytest.mark.parametrize(("schedule", "slices"), [("1f1b", True), ("gpipe", False)])

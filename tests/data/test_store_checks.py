@@ -95,16 +95,6 @@ def test_other_kinds_of_whole_numbers_are_taken() -> None:
     assert mask.tolist() == [True, False, True]
 
 
-def test_a_worker_names_store_document_and_range() -> None:
-    data = DataSettings(10, 1, packing="original", shuffle=False)
-    shape = TransformerConfig(vocab_size=9).shape
-    loader = StepLoader(StepDataset.for_model(Lying("read", fail), data, shape), num_workers=1)
-    with pytest.raises(
-        ValueError, match=r"document 1 of Lying: reading tokens of \[0, 6\) failed: OSError"
-    ):
-        next(iter(loader))
-
-
 def test_what_is_planned_by_is_checked_too() -> None:
     data = DataSettings(10, 1)
     shape = TransformerConfig(vocab_size=9).shape

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.global_batches import (
     GlobalBatches,
+    Stream,
     StreamPosition,
     document_numbers,
     next_pieces,
@@ -17,8 +17,7 @@ from lightning_wlb.planning.global_batches import (
 
 
 def batches(lengths, cuts=False) -> GlobalBatches:
-    packing = "original" if cuts else "auto"
-    return GlobalBatches(np.array(lengths), DataSettings(10, 2, packing, shuffle=False))
+    return GlobalBatches(np.array(lengths), Stream(20, 10, cuts, 0, False))
 
 
 def test_stream_is_cut_at_windows_and_the_remainder_opens_the_next() -> None:
@@ -55,7 +54,7 @@ def test_a_global_batch_ends_where_it_is_nearest_to_its_tokens() -> None:
 def test_every_global_batch_but_the_last_has_its_tokens_within_half_a_window(
     lengths, count, shuffle
 ) -> None:
-    arrivals = GlobalBatches(np.array(lengths), DataSettings(10, count, seed=3, shuffle=shuffle))
+    arrivals = GlobalBatches(np.array(lengths), Stream(10 * count, 10, False, 3, shuffle))
     while not arrivals.exhausted:
         tokens = sum(piece.tokens for piece in arrivals.draw(0))
         if not arrivals.exhausted:
@@ -84,7 +83,7 @@ def test_a_state_is_a_place_in_the_epoch(lengths, cuts) -> None:
 def test_the_order_is_numpys_whatever_the_size_of_a_number(documents) -> None:
     order = np.arange(documents)
     np.random.default_rng((7, 0)).shuffle(order)
-    lengths, data = np.ones(documents, np.int64), DataSettings(1, documents, seed=7)
-    drawn = GlobalBatches(lengths, data).draw(0)
+    stream = Stream(documents, 1, False, 7, True)
+    drawn = GlobalBatches(np.ones(documents, np.int64), stream).draw(0)
     assert [piece.document for piece in drawn] == order.tolist()
     assert document_numbers(documents).dtype == np.int32

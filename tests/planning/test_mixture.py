@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.global_batches import Stream
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from tests.planning.test_planner import meshes, work
 
@@ -36,9 +37,7 @@ def shares_of(stores: Stores) -> list[StoreShare]:
 
 def batches(stores: Stores, cuts: bool = False, shuffle: bool = True) -> MixedBatches:
     lengths = np.array([length for lengths, *_ in stores for length in lengths])
-    packing = "original" if cuts else "auto"
-    data = DataSettings(20, 2, packing, seed=5, shuffle=shuffle)
-    return MixedBatches(shares_of(stores), lengths, data)
+    return MixedBatches(shares_of(stores), lengths, Stream(40, 20, cuts, 5, shuffle))
 
 
 @settings(max_examples=100)

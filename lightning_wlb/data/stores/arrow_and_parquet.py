@@ -309,15 +309,13 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                 row_groups=[group],
                 columns=columns.names,
             ):
-                lists = [batch.column(batch.schema.get_field_index(n)) for n in columns.names]
-                counts[group] -= len(lists[0].values)
+                counts[group] -= len(batch.column(columns.tokens).values)
                 if counts[group] < 0:
                     raise ValueError(
                         f"{path}: row group {group} unpacks to more tokens than it says. The file"
                         " is damaged: make it again."
                     )
-                small = [rows.cast(field.type) for rows, field in zip(lists, schema, strict=True)]
-                writer.write_batch(pa.record_batch(small, schema=schema))
+                writer.write_batch(batch.select(columns.names).cast(schema))
 
 
 def _small(kind: pa.DataType) -> pa.DataType:

@@ -186,10 +186,7 @@ class MappedBatch(NamedTuple):
     def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
         """The columns of a record batch of a file, and the lengths of its documents."""
         lists = {
-            name: ListColumn.of(
-                batch.column(batch.schema.get_field_index(name)), f"{path}: {name!r}"
-            )
-            for name in columns.names
+            name: ListColumn.of(batch.column(name), f"{path}: {name!r}") for name in columns.names
         }
         tokens, lengths = lists[columns.tokens]
         for name, (_, others) in lists.items():
