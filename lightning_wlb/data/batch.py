@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata, with_tensors
 from lightning_wlb.attention.recurrence import RecurrentRows, recurrent_rows
-from lightning_wlb.data.store_checks import Sample, length_of, read_mask, read_tokens
+from lightning_wlb.data.store_checks import CorpusDigest, length_of, read_mask, read_tokens
 from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
@@ -102,7 +102,7 @@ class StepBatch:
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
         last: whether the run's bound on tokens is reached with this step.
         wait_seconds: how long training was blocked until the loader handed the batch over.
-        samples: digests of the documents, with the first step of a pass over them.
+        corpora: digests of the documents, with the first step of a pass over them.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StepBatch:
         next_digest: int,
         last: bool,
         wait_seconds: float = 0.0,
-        samples: tuple[Sample, ...] = (),
+        corpora: tuple[CorpusDigest, ...] = (),
     ) -> None:
         self.plan = plan
         self.replica = replica
@@ -123,7 +123,7 @@ class StepBatch:
         self.next_digest = next_digest
         self.last = last
         self.wait_seconds = wait_seconds
-        self.samples = samples
+        self.corpora = corpora
 
     @property
     def own_plan(self) -> ReplicaPlan:

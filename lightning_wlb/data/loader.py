@@ -46,7 +46,7 @@ from lightning_wlb.data import loader_workers as workers
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.open_documents import Documents
-from lightning_wlb.data.store_checks import check_has_targets, count_targets, samples_of
+from lightning_wlb.data.store_checks import check_has_targets, corpus_digests, count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.mesh import Rank
@@ -208,7 +208,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     recurrent=self.recurrent,
                 )
                 if index == 0:
-                    batch.samples = samples_of(self.store)
+                    batch.corpora = corpus_digests(self.store)
                 self.state = state
                 yield batch
             release, plan = following, ahead

@@ -14,16 +14,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lightning_wlb.argument_checks import whole
+from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments, has_index
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
+from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenised_once
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.planning.global_batches import document_numbers
+from lightning_wlb.planning.mixture import StoreShare
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
 """What :func:`documents` opens, in the order in which LightningCLI tries them."""
@@ -103,10 +104,43 @@ def _chats(
 
 
 def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
-    return open_mixture(entries, documents, path_of)
+    """The mixture of a list of mappings, one for each store.
+
+    Each has ``documents``, ``weight`` (its proportion of the tokens), and optionally ``repeat``
+    (whether it begins anew when it runs out; True) and ``name`` (in the log and in checkpoints;
+    else that of its file or folder, or its place in the list).
+
+    Raises:
+        ValueError: other entries, a weight that is no number above 0, or a mixture in the mixture.
+    """
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
+        raise ValueError(
+            f"mixture={entries!r} is no list of stores. Give [{{documents: ..., weight: 0.7}},"
+            " {documents: ..., weight: 0.3}]."
+        )
+    known, stores, shares = {"documents", "weight", "repeat", "name"}, [], []
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= known:
+            raise ValueError(
+                f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
+                " and name."
+            )
+        path = _path_of(entry["documents"])
+        name = entry.get("name") or (place if path is None else path.stem)
+        weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
+        repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
+        store = documents(entry["documents"])
+        if isinstance(store, MixedDocuments):
+            raise ValueError(
+                f"mixture[{place}] is a mixture itself, whose weights would not count. List its"
+                " stores in this mixture, each with its weight times that of the whole."
+            )
+        stores.append(store)
+        shares.append(StoreShare(str(name), len(store.lengths), weight, repeat))
+    return MixedDocuments(stores, shares)
 
 
-def path_of(source: Any) -> Path | None:
+def _path_of(source: Any) -> Path | None:
     """The path that documents are given by, or that a mapping of them names."""
     if isinstance(source, Mapping):
         keys = (PATH, *(kind.key for kind in KINDS if kind.key is not None))

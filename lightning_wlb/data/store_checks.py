@@ -9,8 +9,8 @@ the loss is divided, are counted here from lengths and masks, by no store.
 Plans agree between ranks where lengths do, and a rank reads only its own rows. So nodes whose
 copies of a corpus differ in their tokens (another tokenizer, a file that was changed) would train
 on a mixture of both. With the first step of every pass over the documents each rank hashes the
-beginnings of some documents, spread over the store (:func:`samples_of`), and the exchange that
-compares plans compares the digests. That is no proof: copies that differ elsewhere pass.
+beginnings of some documents, spread over the store (:func:`corpus_digests`), and the exchange
+that compares plans compares the digests. That is no proof: copies that differ elsewhere pass.
 
 Cost: one look at each token that is read, and at each mask of a piece that is planned. The digest
 reads ``SAMPLED_DOCUMENTS`` times at most ``SAMPLED_TOKENS`` tokens of each store, once a pass, in
@@ -130,7 +130,7 @@ SAMPLED_DOCUMENTS = 16
 SAMPLED_TOKENS = 256
 
 
-class Sample(NamedTuple):
+class CorpusDigest(NamedTuple):
     """A digest of what was read of a store."""
 
     store: str
@@ -139,14 +139,14 @@ class Sample(NamedTuple):
     """63 bits of its vocabulary, and of some documents' tokens and masks."""
 
 
-def samples_of(store: DocumentStore) -> tuple[Sample, ...]:
+def corpus_digests(store: DocumentStore) -> tuple[CorpusDigest, ...]:
     """A sample of the store, or one of each store of a mixture.
 
     Raises:
         ValueError: what the store returns is not what it said.
     """
     stores = store.stores if isinstance(store, MixedDocuments) else (store,)
-    return tuple(Sample(repr(each), _digest(each)) for each in stores)
+    return tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)
 
 
 def _digest(store: DocumentStore) -> int:

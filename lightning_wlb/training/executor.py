@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
-from lightning_wlb.data.store_checks import Sample
+from lightning_wlb.data.store_checks import CorpusDigest
 from lightning_wlb.distributed.collective_errors import Ranks, differences
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import (
@@ -228,15 +228,15 @@ class Executor:
 
     def _check_agreement(self, batch: StepBatch) -> None:
         """Compare the ranks' plans and data, unless the last step's exchange covered this plan."""
-        if self._agreed == batch.plan.digest and not batch.samples:
+        if self._agreed == batch.plan.digest and not batch.corpora:
             return
         # Not xor, which the same store twice in a mixture would make 0.
-        digest = sum(each.digest for each in batch.samples) % (1 << 63)
+        digest = sum(each.digest for each in batch.corpora) % (1 << 63)
         mine = torch.tensor([batch.plan.digest, digest], device=self.pipeline.device)
         plans, samples = gather_from_all_ranks(mine).T.tolist()
         check_digests(plans, f"step {batch.plan.step}")
         if len(set(samples)) > 1:
-            _refuse_samples(batch.samples)
+            _refuse_corpora(batch.corpora)
 
 
 @dataclass(eq=False, repr=False)
@@ -341,7 +341,7 @@ def check_digests(digests: list[int], what: str) -> None:
         )
 
 
-def _refuse_samples(mine: tuple[Sample, ...]) -> None:
+def _refuse_corpora(mine: tuple[CorpusDigest, ...]) -> None:
     """Raise RuntimeError that names a store and the ranks that read it differently; collective."""
     everyone = Ranks().every(lambda: mine)
     # A store may have another name on another rank.

@@ -10,9 +10,9 @@ from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.store_checks import (
     SAMPLED_TOKENS,
     check_has_targets,
+    corpus_digests,
     read_mask,
     read_tokens,
-    samples_of,
 )
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
@@ -131,14 +131,14 @@ def changed(document: int) -> InMemoryDocuments:
 
 def test_some_documents_spread_over_the_store() -> None:
     store = Counting([[*each, *[0] * 1000] for each in SEQUENCES])
-    (sample,) = samples_of(store)
+    (sample,) = corpus_digests(store)
     assert sample.store == repr(store)
     assert [document for document, _, _ in store.reads] == [
         0, 7, 13, 20, 26, 33, 40, 46, 53, 59, 66, 73, 79, 86, 92, 99,
     ]  # fmt: skip
     assert {(start, stop) for _, start, stop in store.reads} == {(0, SAMPLED_TOKENS)}
     small = Counting([[1, 2], [3]])
-    samples_of(small)
+    corpus_digests(small)
     assert small.reads == [(0, 0, 2), (1, 0, 1)]
 
 
@@ -147,18 +147,18 @@ def test_it_tells_tokens_masks_and_vocabularies_apart() -> None:
     stores = [InMemoryDocuments(SEQUENCES, vocab_size=7), changed(99), changed(0)]
     masks[40][0] = False
     stores += [InMemoryDocuments(SEQUENCES, masks), InMemoryDocuments(SEQUENCES, vocab_size=8)]
-    digests = [samples_of(store)[0].digest for store in stores]
+    digests = [corpus_digests(store)[0].digest for store in stores]
     assert len(set(digests)) == len(stores)
-    assert samples_of(InMemoryDocuments(np.array(SEQUENCES, np.int32)))[0].digest == digests[0]
+    assert corpus_digests(InMemoryDocuments(np.array(SEQUENCES, np.int32)))[0].digest == digests[0]
     # One that is not sampled: it is no proof.
-    assert samples_of(changed(1))[0].digest == digests[0]
+    assert corpus_digests(changed(1))[0].digest == digests[0]
 
 
 def test_each_store_of_a_mixture_has_its_own() -> None:
     entries = [{"documents": SEQUENCES, "weight": 1}, {"documents": [[1, 2]], "weight": 1}]
-    first, second = samples_of(documents({"mixture": entries}))
-    assert first == samples_of(InMemoryDocuments(SEQUENCES))[0]
-    assert second == samples_of(InMemoryDocuments([[1, 2]]))[0]
+    first, second = corpus_digests(documents({"mixture": entries}))
+    assert first == corpus_digests(InMemoryDocuments(SEQUENCES))[0]
+    assert second == corpus_digests(InMemoryDocuments([[1, 2]]))[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -167,6 +167,6 @@ def test_the_first_batch_of_each_pass_brings_it(workers: int) -> None:
     dataset = StepDataset.for_model(SEQUENCES, DataSettings(32, 3), shape)
     loader = StepLoader(dataset, num_workers=workers)
     for _ in range(2):
-        brought = [len(batch.samples) for batch in loader]
+        brought = [len(batch.corpora) for batch in loader]
         assert brought == [1] + [0] * (len(brought) - 1)
         assert len(brought) > 2

@@ -7,7 +7,7 @@ were padded are refused. Other columns are not looked at.
 
 Lengths are the differences of the list offsets, and tokens are slices of the lists' values,
 straight from the memory map: no token is read before it is asked for. Offsets of a damaged file
-that lead outside its values are refused here.
+that lead outside its values, or decrease, are refused.
 """
 
 from __future__ import annotations
@@ -163,13 +163,7 @@ class ListColumn(NamedTuple):
             offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
         else:
             offsets = column.offsets.to_numpy()
-        ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
         lengths = np.diff(offsets)
-        if ends[0] < 0 or ends[1] > len(values) or (len(lengths) and lengths.min() < 0):
-            raise ValueError(
-                f"{named}: its list offsets run from {ends[0]} to {ends[1]} over {len(values)}"
-                " values, or decrease. The file is damaged: make it again."
-            )
         return ListColumn(
             offsets, values if pa.types.is_boolean(values.type) else values.to_numpy()
         ), lengths
@@ -185,6 +179,10 @@ class MappedBatch(NamedTuple):
     @staticmethod
     def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
         """The columns of a record batch of a file, and the lengths of its documents."""
+        try:  # else numpy would read behind a buffer that is too short, or to wrong offsets
+            batch.select(columns.names).validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is damaged: {error}. Make it again.") from error
         lists = {
             name: ListColumn.of(batch.column(name), f"{path}: {name!r}") for name in columns.names
         }
@@ -246,11 +244,7 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
                 f"{path} does not end with the mark of an Arrow stream's end: it is truncated, or"
                 " its writer was not closed. Make it again."
             )
-        found = []
-        for batch in batches:
-            batch.validate()  # else numpy would read behind a buffer that is too short
-            found.append(batch)
-        return batches.schema, found
+        return batches.schema, list(batches)
     except (pa.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(
             f"{path} cannot be read as an Arrow file: {error}. It is truncated, damaged or"

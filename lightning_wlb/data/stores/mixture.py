@@ -10,14 +10,12 @@ Cost: 8 bytes for each document; reading is a look-up of the store and then the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.argument_checks import flag, number
 from lightning_wlb.data.stores.document_store import (
     DocumentStore,
     DocumentSubset,
@@ -90,49 +88,3 @@ class MixedDocuments(RenumberedDocuments):
 
     def __repr__(self) -> str:
         return f"MixedDocuments({', '.join(map(repr, self.stores))})"
-
-
-def open_mixture(
-    entries: Sequence[Mapping[str, Any]],
-    open_store: Callable[[Any], DocumentStore],
-    path_of: Callable[[Any], Path | None],
-) -> MixedDocuments:
-    """The mixture of a specification.
-
-    Args:
-        entries: for each store a mapping with ``documents`` (whatever ``open_store`` opens),
-            ``weight`` (its proportion of the tokens), and optionally ``repeat`` (whether it begins
-            anew when it runs out, as it does unless told otherwise) and ``name`` (in the log and in
-            checkpoints; else that of its file or folder).
-        open_store: opens documents.
-        path_of: finds the path that documents are given by; None where there is none.
-
-    Raises:
-        ValueError: other entries, a weight that is no number above 0, or a mixture in the mixture.
-    """
-    if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
-        raise ValueError(
-            f"mixture={entries!r} is no list of stores. Give [{{documents: ..., weight: 0.7}},"
-            " {documents: ..., weight: 0.3}]."
-        )
-    known, taken = {"documents", "weight", "repeat", "name"}, []
-    for place, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= known:
-            raise ValueError(
-                f"mixture[{place}]={entry!r}: give documents and weight, and besides only repeat"
-                " and name."
-            )
-        path = path_of(entry["documents"])
-        name = entry.get("name") or (place if path is None else path.stem)
-        weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
-        repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
-        taken.append(StoreShare(str(name), 0, weight, repeat))
-    stores = [open_store(entry["documents"]) for entry in entries]
-    for place, store in enumerate(stores):
-        if isinstance(store, MixedDocuments):
-            raise ValueError(
-                f"mixture[{place}] is a mixture itself, whose weights would not count. List its"
-                " stores in this mixture, each with its weight times that of the whole."
-            )
-        taken[place] = taken[place]._replace(documents=len(store.lengths))
-    return MixedDocuments(stores, taken)

@@ -13,14 +13,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_wlb.callbacks.monitor import ImbalanceMonitor
+from lightning_wlb.data import open_documents
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
-from lightning_wlb.data.open_documents import documents as open_documents
-from lightning_wlb.data.open_documents import hold_out, path_of
+from lightning_wlb.data.open_documents import documents, hold_out
 from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-from lightning_wlb.data.stores.mixture import MixedDocuments, open_mixture
+from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.planning.mixture import StoreShare
@@ -45,7 +45,7 @@ def mixed(**books: Any) -> MixedDocuments:
         {"documents": WEB, "weight": 0.75, "name": "web", "repeat": False},
         {"documents": BOOKS, "weight": 0.25, "name": "books", **books},
     ]
-    return open_mixture(entries, open_documents, path_of)
+    return documents({"mixture": entries})
 
 
 @given(st.data())
@@ -161,13 +161,13 @@ def test_a_mixture_is_described() -> None:
     )
 
 
-def test_names_are_those_of_files_or_places() -> None:
-    store = InMemoryDocuments([[1]])
+def test_names_are_those_of_files_or_places(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
-        {"documents": documents, "weight": 1}
-        for documents in ("data/web.jsonl", {"tokenizer": "t", "texts": "data/books"}, [[1]])
+        {"documents": given, "weight": 1}
+        for given in ("data/web.jsonl", {"tokenizer": "t", "texts": "data/books"}, [[1]])
     ]
-    opened = open_mixture(entries, lambda documents: store, path_of)
+    monkeypatch.setattr(open_documents, "documents", lambda given: InMemoryDocuments([[1]]))
+    opened = open_documents._mixture(entries)
     assert [share.name for share in opened.shares] == ["web", "books", "2"]
     assert opened.shares[0] == StoreShare("web", 1, 1.0, True)
 
@@ -191,4 +191,4 @@ ENTRY = {"documents": [[1]], "weight": 1.0}
 )
 def test_bad_mixtures_are_answered(entries, message) -> None:
     with pytest.raises(ValueError, match=message):
-        open_mixture(entries, open_documents, path_of)
+        documents({"mixture": entries})
