@@ -164,8 +164,8 @@ def test_ranks_that_read_different_copies_raise_before_the_first_step():
     assert first == second
     for text, documents in zip(first, (14, 40), strict=True):
         found = re.search(
-            rf"from (InMemoryDocuments|Mask)\({documents} documents, .*\): digest [0-9a-f]{{16}} on"
-            r" rank 0; digest [0-9a-f]{16} on rank 1\. Every node must have the same documents",
+            rf"from (InMemoryDocuments|Mask) \({documents} documents, .*\): digest [0-9a-f]{{16}}"
+            r" on rank 0; digest [0-9a-f]{16} on rank 1\. Every node must have the same documents",
             text,
         )
         assert found, text

@@ -278,8 +278,8 @@ class CheckedDocuments(ABC):
 
     def __repr__(self) -> str:
         return (
-            f"{self.name}: {len(self)} documents, {int(self.lengths.sum())} tokens,"
-            f" vocab_size={self.vocab_size}"
+            f"{self.name} ({len(self)} documents, {int(self.lengths.sum())} tokens,"
+            f" vocab_size={self.vocab_size})"
         )
 
     def _row(self, document: int) -> int:
