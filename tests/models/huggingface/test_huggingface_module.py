@@ -110,27 +110,31 @@ def test_constants_without_a_rule_keep_their_constructors_values_on_the_meta_dev
     assert not any(buffer.is_meta for buffer in deferred.buffers())
 
 
-def resume(rank: int, mesh: tuple[int, ...], folder: str, first: bool) -> dict:
+def resume(rank: int, family: str, mesh: tuple[int, ...], folder: str, first: bool) -> dict:
     recorder = Recorder()
     with KeepDouble():
-        module = Packed(tiny(FAMILY), **OPTIONS)
+        module = Packed(tiny(family), **OPTIONS)
         steps = 1 if first else 2
         runner = trainer(
             WLBStrategy(*mesh), int(np.prod(mesh)), max_steps=steps, callbacks=[recorder]
         )
-        runner.fit(module, data(Run(FAMILY).case), ckpt_path=None if first else folder)
+        runner.fit(module, data(Run(family).case), ckpt_path=None if first else folder)
         if first:
             runner.save_checkpoint(folder)
     return named_by_family(recorder.record(), module.model)
 
 
-def test_a_checkpoint_resumes_on_another_mesh(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [(FAMILY, ((1, 1, 1, 2), (1, 2, 1, 1))), ("qwen3_5_text", ((1, 2, 1, 1), (1, 1, 2, 1)))],
+)
+def test_a_checkpoint_resumes_on_another_mesh(family, meshes, tmp_path):
     folder = str(tmp_path / "checkpoint")
-    run_ranks(resume, 2, (1, 1, 1, 2), folder, True, process_group=False)
-    records = run_ranks(resume, 2, (1, 2, 1, 1), folder, False, process_group=False)
-    wanted = by_document(Run(FAMILY))
+    run_ranks(resume, 2, family, meshes[0], folder, True, process_group=False)
+    records = run_ranks(resume, 2, family, meshes[1], folder, False, process_group=False)
+    wanted = by_document(Run(family))
     wanted["losses"], wanted["gradients"] = wanted["losses"][1:], wanted["gradients"][1:]
-    assert worst_error(records, wanted) < 1e-12
+    assert worst_error(records, wanted) < 1e-10
 
 
 class Losses(L.Callback):
