@@ -160,8 +160,8 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     if without:
         raise ValueError(
             f"lora: target_modules={given.get('target_modules')!r} names nothing in layers"
-            f" {without}. A pipeline stage of these would have nothing to train; name a module that"
-            " each layer has, as 'o_proj'."
+            f" {without}. A pipeline stage of these would have nothing to train or to save; name a"
+            " module that each layer has, as 'o_proj'."
         )
     adapted = {name.partition(".lora_")[0] for name in adapters}
     for field in ("rank_pattern", "alpha_pattern"):
