@@ -11,7 +11,7 @@ core, at the median; above a few percent other programs were running, and the ti
 
 Picture: bars are medians over the rounds of all runs, dots the single rounds.
 
-Prints what the README says of the runs, and as its last line the JSON object that it writes. Needs
+Prints what the guide says of the runs, and as its last line the JSON object that it writes. Needs
 a core per process (two) and nothing else running.
 """
 
@@ -98,7 +98,7 @@ def pooled(runs: Sequence[Mapping[str, Any]], packing: str, name: str) -> list[f
 
 
 def caption(result: Mapping[str, Any]) -> str:
-    """What the README says of the runs."""
+    """What the guide says of the runs."""
     *others, last = result["packings"]
     of = result["summary"]
     rounds = _range([each["rounds"] for each in result["runs"]], "d")

@@ -1,4 +1,4 @@
-"""Sphinx: README, CONTRIBUTING, docs/ and the docstrings as one site (``make docs``).
+"""Sphinx: CONTRIBUTING, docs/ and the docstrings as one site (``make docs``).
 
 The source folder is the repository itself, so that relative links are checked as they stand. The
 build takes warnings for errors; a link, an anchor or a reference in a docstring that leads nowhere
@@ -21,17 +21,18 @@ extensions = [
 ]
 root_doc = "docs/index"
 include_patterns = [
-    "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/**.md",
     "docs/modules/lightning_wlb*.rst",
     "benchmarks/**.md",
-    "examples/*.md",
+    "examples/**.md",
 ]
 smartquotes = False  # options begin with two hyphens
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
+html_show_sphinx = False
 myst_heading_anchors = 3
 suppress_warnings = [
     "myst.domains",  # sphinx-argparse has a domain that Markdown does not know

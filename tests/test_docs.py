@@ -29,6 +29,8 @@ PAGES = [
     ROOT / "SECURITY.md",
     DOCS / "design.md",
     *GUIDE,
+    DOCS / "index.md",
+    DOCS / "alternatives.md",
     DOCS / "reliability.md",
     ROOT / "benchmarks/README.md",
 ]
@@ -57,17 +59,14 @@ def test_the_guide_has_every_option_of_every_packing() -> None:
         assert re.findall(r"`([^`]+)`", options) == known
 
 
-def test_the_reference_has_every_public_name() -> None:
-    pytest.importorskip("transformers")
-    listed = {
-        name.rpartition(".")[2]: name
-        for name in re.findall(r"^   ~([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
-    }
-    public = {getattr(lightning_wlb, name) for name in lightning_wlb.__all__}
-    public |= set(PACKINGS.values())
-    public |= {packer.Options for packer in PACKINGS.values()} - {PackingOptions}
-    for item in public:
-        assert listed.get(item.__name__) == f"{item.__module__}.{item.__name__}"
+def test_the_reference_has_every_public_name_and_the_internals_every_packing() -> None:
+    reference, internals = ((DOCS / name).read_text() for name in ("reference.md", "internals.md"))
+    shown = re.findall(r"^\.\. auto\w+:: lightning_wlb\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(shown) == sorted(lightning_wlb.__all__)
+    listed = re.findall(r"^   ~([\w.]+)$", internals, re.MULTILINE)
+    methods = {packer.Options for packer in PACKINGS.values()} - {PackingOptions}
+    methods |= set(PACKINGS.values())
+    assert {f"{each.__module__}.{each.__name__}" for each in methods} <= set(listed)
 
 
 def commands() -> list[str]:

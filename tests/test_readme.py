@@ -21,7 +21,7 @@ def example() -> str:
 def test_the_demos_figures_are_those_of_its_kept_runs():
     """``python -m benchmarks.demo`` prints what must stand there."""
     result = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
-    assert caption(result) in " ".join(README.read_text().split())
+    assert caption(result) in " ".join((ROOT / "docs/guide/start.md").read_text().split())
 
 
 def test_it_is_ten_lines_or_so():

@@ -1,4 +1,4 @@
-"""The demo's results: what is kept of a run, and what the README says of it."""
+"""The demo's results: what is kept of a run, and what the guide says of it."""
 
 from benchmarks.demo import by_round, caption, summary
 
