@@ -49,6 +49,7 @@ apidoc_modules = [
     }
 ]
 autosummary_generate = False
+add_module_names = False
 # Each object has one place: where it is defined.
 autodoc_default_options = {"ignore-module-all": True}
 autodoc_member_order = "bysource"
@@ -65,7 +66,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(os|pickle|socket|threading|types)\..*"),
     (
         r"py:.*",
-        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",
+        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|tokenizers|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
