@@ -74,9 +74,8 @@ def plan(model: str, devices: int) -> dict[str, Any]:
     found = json.loads(out.getvalue().splitlines()[-1])
     best, reference = found["rows"][0], found["best_fit"]
     kept = ("mesh", "tokens_per_second", "peak_bytes", "recomputed", "step_ms")
-    return {name: best[name] for name in kept} | {
-        "gain": reference and best["tokens_per_second"] / reference["tokens_per_second"]
-    }
+    gain = reference and best["tokens_per_second"] / reference["tokens_per_second"]
+    return {name: best[name] for name in kept} | {"gain": gain}
 
 
 def row(model: str, devices: int, found: dict[str, Any]) -> str:

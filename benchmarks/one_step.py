@@ -6,9 +6,6 @@ Every seed gives another order of the documents and so another first step, which
 (concatenated and cut) and ``auto`` both plan. Drawn is the one whose ratio of times is the median
 of all seeds', so that no step was chosen for its looks.
 
-A gap is a wait for the stage that the next action needs something from: the stage before it for a
-forward, the one behind it for a backward. Behind a rank's last action it waits for the step's end.
-
     python -m benchmarks.one_step               # a minute; prints one JSON object as its last line
     python -m benchmarks.one_step --seeds 1 --picture FILE
 """
@@ -16,9 +13,7 @@ forward, the one behind it for a backward. Behind a rank's last action it waits 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -26,11 +21,11 @@ from matplotlib.patches import Patch
 from benchmarks import report
 from lightning_wlb.callbacks.heat_map import new_figure, save_png
 from lightning_wlb.cli.main import parser
-from lightning_wlb.cli.pictures import BACKWARD_COLOURS, FORWARD_COLOURS
-from lightning_wlb.cli.request import comparison_of
+from lightning_wlb.cli.pictures import BACKWARD_COLOURS, FORWARD_COLOURS, TimelineRow, rows_of
+from lightning_wlb.cli.request import requests_of
 from lightning_wlb.mesh_search.evaluate import evaluate
 from lightning_wlb.prediction.step import StepPrediction
-from lightning_wlb.schedule.actions import FORWARD, Span
+from lightning_wlb.schedule.actions import FORWARD
 
 WAYS = {
     "original": "Before: documents concatenated and cut every 131,072 tokens",
@@ -43,30 +38,11 @@ PLAN = (
 FORWARD_COLOUR, BACKWARD_COLOUR, WAITING = FORWARD_COLOURS[1], BACKWARD_COLOURS[0], "#f4d7d7"
 
 
-class Wait(NamedTuple):
-    """A gap of a stage; ``on`` is the stage waited for, None behind its last action."""
-
-    begin_ns: int
-    end_ns: int
-    on: int | None
-
-
 def steps_of(seed: int) -> dict[str, StepPrediction]:
     """The simulated first step of each way."""
     arguments = parser().parse_args([*PLAN.split(), "--seed", str(seed)])
-    found = {each.data.packing_choice.method: each for each in comparison_of(arguments)}
+    found = {each.data.packing_choice.method: each for each in requests_of(arguments)}
     return {way: evaluate(found[way], found[way].mesh).steps[0] for way in WAYS}
-
-
-def waits_of(stage: int, spans: tuple[Span, ...], end_ns: int) -> Iterator[Wait]:
-    """The gaps of a stage's row, from the beginning of the step to its end."""
-    last = 0
-    for action, begin, end in spans:
-        if begin > last:
-            yield Wait(last, begin, stage + (-1 if action.kind == FORWARD else 1))
-        last = end
-    if end_ns > last:
-        yield Wait(last, end_ns, None)
 
 
 def draw(path: Path, steps: dict[str, StepPrediction]) -> None:
@@ -80,10 +56,10 @@ def draw(path: Path, steps: dict[str, StepPrediction]) -> None:
             loc="left",
             fontsize=13,
         )
-        (replica,) = step.simulations
-        for stage, spans in enumerate(replica.spans):
-            _draw_row(panel, stage, spans, step.total_ns, end)
-        stages = len(replica.spans)
+        rows = rows_of(step.simulations)
+        for stage, row in enumerate(rows):
+            _draw_row(panel, stage, row, end)
+        stages = len(rows)
         panel.set_yticks(range(stages), [f"stage {stage + 1}" for stage in range(stages)])
         panel.tick_params(axis="y", length=0, labelsize=11)
         panel.tick_params(axis="x", labelsize=11)
@@ -104,19 +80,19 @@ def draw(path: Path, steps: dict[str, StepPrediction]) -> None:
     save_png(figure, path)
 
 
-def _draw_row(panel: Axes, stage: int, spans: tuple[Span, ...], end_ns: int, width: float) -> None:
-    for action, begin, end in spans:
+def _draw_row(panel: Axes, stage: int, row: TimelineRow, width: float) -> None:
+    for action, begin, end in row.spans:
         colour = FORWARD_COLOUR if action.kind == FORWARD else BACKWARD_COLOUR
         bar = [(begin / 1e9, (end - begin) / 1e9)]
         panel.broken_barh(
             bar, (stage - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0.5
         )
-    for wait in waits_of(stage, spans, end_ns):
-        begin, long = wait.begin_ns / 1e9, (wait.end_ns - wait.begin_ns) / 1e9
-        panel.broken_barh([(begin, long)], (stage - 0.42, 0.84), facecolor=WAITING)
-        text = "end" if wait.on is None else str(wait.on + 1)
-        if long > 0.01 * width * len(text):  # room for letters of this size on this panel
-            panel.text(begin + long / 2, stage, text, fontsize=11, ha="center", va="center")
+    for begin, end, other in row.waits:
+        at, long = begin / 1e9, (end - begin) / 1e9
+        panel.broken_barh([(at, long)], (stage - 0.42, 0.84), facecolor=WAITING)
+        if other and long > 0.01 * width:  # room for a digit on this panel
+            number = int(other.removeprefix("rank ")) + 1
+            panel.text(at + long / 2, stage, str(number), fontsize=11, ha="center", va="center")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -63,12 +63,13 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(abc|argparse|collections|concurrent|contextlib|datetime|io|multiprocessing|pathlib)\..*",
     ),
-    (r"py:.*", r"(os|pickle|socket|threading|types)\..*"),
+    (r"py:.*", r"(os|pickle|socket|threading|tokenizers|types)\..*"),
     (
         r"py:.*",
-        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|tokenizers|torch|torchdata|transformers)\..*",
+        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
+    (r"py:class", r"RecurrentStates"),
     (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
     (
         r"py:class",

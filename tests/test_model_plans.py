@@ -1,4 +1,4 @@
-"""The configurations in examples/models/: models of the published sizes, whose kept plans can be made.
+"""The configurations in examples/models/: published sizes, whose kept plans can be made.
 
 None of them is run. Nothing is downloaded.
 """
