@@ -30,7 +30,6 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.workloads import documents_for, generator_a, window_pieces
-from lightning_wlb.cli.forecast import Forecast
 from lightning_wlb.cost.flops import PassWork, Work, causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Link, Profile
@@ -41,6 +40,7 @@ from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, model_stages
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.sharding import ADAPTIVE
 
 SHAPES: dict[str, ModelShape] = {
@@ -105,6 +105,24 @@ COMMUNICATION = (
 )
 
 
+class Steps:
+    """The predicted steps of a method.
+
+    Attributes:
+        total_ns: the time of all.
+        flops: their model FLOPs.
+        context_imbalance: attention's time if all ranks took as long as the slowest, over its own.
+    """
+
+    def __init__(self, steps: Sequence[StepPrediction]) -> None:
+        self.total_ns = sum(step.total_ns for step in steps)
+        self.flops = sum(step.flops for step in steps)
+        peak, even = (
+            sum(column) for column in zip(*(step.context_ns for step in steps), strict=True)
+        )
+        self.context_imbalance = peak / even
+
+
 @dataclass(frozen=True)
 class Case:
     """One model, window and mesh, with what is predicted for it."""
@@ -121,7 +139,7 @@ class Case:
 
     def forecasts(
         self, methods: dict[str, tuple[str, Sequence[str]]], steps: int, seed: int
-    ) -> dict[str, Forecast]:
+    ) -> dict[str, Steps]:
         """The predicted steps of each method."""
         shape = SHAPES[self.model]
         count = self.mesh.pipeline * self.mesh.data  # the paper's global batch
@@ -139,11 +157,7 @@ class Case:
             planner = Planner(pieces, data, work, self.mesh, sharding="per_sequence")
             plans = plan_steps(planner, steps)
             tried = [
-                Forecast(
-                    packing,
-                    sharding,
-                    [predictor.predict(sharded(plan, predictor, sharding)) for plan in plans],
-                )
+                Steps([predictor.predict(sharded(plan, predictor, sharding)) for plan in plans])
                 for sharding in shardings
             ]
             result[name] = min(tried, key=lambda forecast: forecast.total_ns)
@@ -192,7 +206,7 @@ def sharded(plan: StepPlan, predictor: Predictor, sharding: str) -> StepPlan:
     return replace(plan, replicas=tuple(map(changed, plan.replicas)))
 
 
-def speedup(forecasts: dict[str, Forecast], method: str, baseline: str = "Plain-4D") -> float:
+def speedup(forecasts: dict[str, Steps], method: str, baseline: str = "Plain-4D") -> float:
     """Time per model FLOP of the baseline over that of the method."""
     slow, fast = forecasts[baseline], forecasts[method]
     return (slow.total_ns / slow.flops) / (fast.total_ns / fast.flops)
@@ -213,10 +227,7 @@ def figures(profile: Profile, steps: int, seed: int) -> dict[str, Any]:
         made = case.forecasts(methods, steps, seed)
         table[case.name] = {name: speedup(made, name) for name in made}
         if case.name == "7B-128K":
-            imbalance = {
-                name: forecast.summary(forecast)["imbalance_context_aggregate"]
-                for name, forecast in made.items()
-            }
+            imbalance = {name: forecast.context_imbalance for name, forecast in made.items()}
     windows = {}
     for model, window, sizes in WINDOWS:
         case = Case(model, window, mesh_of(sizes), profile)

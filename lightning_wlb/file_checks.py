@@ -14,10 +14,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
@@ -115,6 +118,21 @@ def reason(error: BaseException) -> str:
         " classes yourself, and register them before (AutoConfig.register, AutoTokenizer.register,"
         " AutoModelForCausalLM.register of transformers)."
     )
+
+
+@cache
+def hub_is_out_of_reach() -> bool:
+    """Whether there is no way to the hub, which its library else finds out in half a minute."""
+    from urllib.request import getproxies
+
+    if getproxies():
+        return False  # which may know the hub by its name
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return False
 
 
 def own_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o700) -> Path:

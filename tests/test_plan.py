@@ -328,3 +328,13 @@ def test_pieces_are_counted_by_length(lengths, window, at_once) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(micro_batches, "_AT_ONCE", at_once)
         assert piece_counts(np.array(lengths, np.int64), window) == expected
+
+
+def test_of_thousands_of_documents_a_few_are_printed() -> None:
+    slices = [Slice(number, 0, 0, 8) for number in range(1024)]
+    whole = replica(slices, [micro_batch(*range(1024))])
+    plan = step([whole], [Piece(number, 0, 8, 0) for number in range(1024)])
+    _, line = str(plan).splitlines()
+    assert line.endswith(
+        ": 0[0:8) 1[0:8) 2[0:8) 3[0:8) 4[0:8) 5[0:8) 6[0:8) 7[0:8) ... and 1016 more"
+    )

@@ -27,9 +27,9 @@ from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import BASELINE, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh_search.evaluate import evaluate, recomputed_share
+from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of, recomputed_share
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.plan import Recompute, piece_counts
+from lightning_wlb.plan import piece_counts
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.predictor import Predictor
@@ -41,40 +41,18 @@ WORTH = 1.03
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """The predicted steps, at least one, of a packing under a sharding."""
+    """The predicted steps of a packing under a sharding, and their figures together."""
 
     packing: str
     sharding: str
+    row: MeshRow
     steps: Sequence[StepPrediction]
-
-    @property
-    def total_ns(self) -> int:
-        """The time of all steps."""
-        return sum(step.total_ns for step in self.steps)
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all steps."""
-        return sum(step.plan.tokens for step in self.steps)
-
-    @property
-    def flops(self) -> int:
-        """The model FLOPs of all steps."""
-        return sum(step.flops for step in self.steps)
 
     @property
     def delay(self) -> float:
         """Steps that a token waits on average."""
-        return sum(step.plan.delay * step.plan.tokens for step in self.steps) / self.tokens
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that a rank holds in a step."""
-        return max(step.peak_bytes for step in self.steps)
-
-    def recomputed(self, *modes: Recompute) -> float:
-        """The share of tokens whose micro-batches recompute in one of these ways."""
-        return recomputed_share([step.plan for step in self.steps], *modes)
+        held = sum(step.plan.delay * step.plan.tokens for step in self.steps)
+        return held / self.row.tokens
 
     @property
     def hidden(self) -> float:
@@ -85,18 +63,13 @@ class Forecast:
         return 1 - waited / messages if messages else 0.0
 
     @property
-    def tokens_per_second(self) -> float:
-        """The speed over all steps."""
-        return self.tokens * 1e9 / self.total_ns
-
-    @property
     def idle(self) -> float:
         """The mean over steps of the share of the ranks' time in which they wait."""
         return float(np.mean([step.bubble for step in self.steps]))
 
     def typical_step(self, tokens: int) -> StepPrediction:
         """The step nearest to so many tokens first, and to the mean time per token and waiting."""
-        pace, idle = self.total_ns / self.tokens, self.idle
+        pace, idle = self.row.steps_ns / self.row.tokens, self.idle
 
         def distance(step: StepPrediction) -> float:
             own = step.plan.tokens
@@ -111,36 +84,35 @@ class Forecast:
         The two differ if the packings cut documents differently: a document that is cut at a
         window's end costs less attention.
         """
+        row, base, first = self.row, baseline.row, self.steps[0]
+        plans = [step.plan for step in self.steps]
         levels = [predicted_imbalance(step) for step in self.steps]
         times = np.array([step.total_ns for step in self.steps]) / 1e6
-        tokens = np.array([step.plan.tokens for step in self.steps])
-        first = self.steps[0]
-        possible_flops = self.total_ns * first.devices * first.peak_flops
+        tokens = np.array([plan.tokens for plan in plans])
         return {
             "packing": self.packing,
             "sharding": self.sharding,
-            "steps": len(self.steps),
-            "tokens": self.tokens,
+            "steps": row.steps,
+            "tokens": row.tokens,
             "tokens_per_step": float(tokens.mean()),
             "tokens_per_step_spread": float(tokens.std() / tokens.mean()),
             **_imbalance("pipeline", [each.pipeline for each in levels]),
             **_imbalance("data", [each.data for each in levels]),
             **_imbalance("context", [each.context for each in levels]),
             "delay_mean": self.delay,
-            "delay_max": max(step.plan.max_delay for step in self.steps),
+            "delay_max": max(plan.max_delay for plan in plans),
             "idle": self.idle,
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
-            "tokens_per_second": self.tokens_per_second,
-            "model_flop_utilisation": self.flops * 1e9 / possible_flops,
-            "peak_gigabytes": self.peak_bytes / 1e9,
-            "recomputed_selective": self.recomputed("selective"),
-            "recomputed_full": self.recomputed("full"),
-            "recomputed": self.recomputed("selective", "full"),
+            "tokens_per_second": row.tokens_per_second,
+            "model_flop_utilisation": row.flops_per_second / first.devices / first.peak_flops,
+            "peak_gigabytes": row.peak_bytes / 1e9,
+            "recomputed_selective": recomputed_share(plans, "selective"),
+            "recomputed_full": recomputed_share(plans, "full"),
+            "recomputed": row.recomputed,
             "hidden_messages": self.hidden,
-            "speedup_per_token": (baseline.total_ns / baseline.tokens)
-            / (self.total_ns / self.tokens),
-            "speedup_per_flop": (baseline.total_ns / baseline.flops) / (self.total_ns / self.flops),
+            "speedup_per_token": row.tokens_per_second / base.tokens_per_second,
+            "speedup_per_flop": base.times(row),
         }
 
 
@@ -171,39 +143,37 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     predictor = request.predictor(request.mesh)
     state = max(predictor.memory.state_bytes)
     if state > predictor.usable_bytes:
-        raise ValueError(
-            f"The model does not fit on the mesh {request.mesh}: parameters, gradients and"
-            f" optimizer state take {state / 1e9:.1f} GB of a device, and"
-            f" {_usable(predictor)} may be filled. {_remedy(request)}"
-        )
-    made = [
-        Forecast(each.data.packing_choice.method, each.sharding, evaluate(each, each.mesh).steps)
-        for each in requests
-    ]
-    fit = [forecast for forecast in made if forecast.peak_bytes <= predictor.usable_bytes]
+        raise _too_large(predictor, request, "model", "its state", state)
+    fit: list[Forecast] = []
+    too_large: list[Forecast] = []
+    for each in requests:
+        found = evaluate(each, each.mesh)
+        packing = each.data.packing_choice.method
+        made = Forecast(packing, each.sharding, found.row, found.steps)
+        (fit if found.fits else too_large).append(made)
     if fit:
-        return Comparison(request, fit, [forecast for forecast in made if forecast not in fit])
-    least = min(made, key=lambda forecast: forecast.peak_bytes)
-    asked = request.activation_checkpointing
-    other = "" if asked == "auto" else " --activation-checkpointing auto may; or else: "
-    raise ValueError(
-        f"The activations do not fit on the mesh {request.mesh}: with activation checkpointing"
-        f" {asked!r}, packing {least.packing!r} with sharding {least.sharding!r}"
-        f" would fill {least.peak_bytes / 1e9:.1f} GB of a device, of which"
-        f" {_usable(predictor)} may be filled.{other} {_remedy(request)}"
+        return Comparison(request, fit, too_large)
+    least = min(too_large, key=lambda forecast: forecast.row.peak_bytes)
+    raise _too_large(
+        predictor,
+        request,
+        f"run with packing {least.packing}",
+        "all that it holds",
+        least.row.peak_bytes,
     )
 
 
-def _usable(predictor: Predictor) -> str:
+def _too_large(
+    predictor: Predictor, request: MeshRequest, what: str, held: str, size: int
+) -> ValueError:
     usable, profile = predictor.usable_bytes, predictor.latency.profile
-    percent = 100 * usable / profile.memory_bytes
-    return f"{usable / 1e9:.3g} GB ({percent:.0f} % of {profile.device})"
-
-
-def _remedy(request: MeshRequest) -> str:
-    return (
-        f"--mesh auto --devices {request.devices} --micro-batches {request.data.micro_batches}"
-        " finds a mesh that holds it, or says how many devices it takes."
+    return ValueError(
+        f"The {what} does not fit on the mesh {request.mesh} with activation checkpointing"
+        f" {request.activation_checkpointing!r}: {held} would fill {size / 1e9:.3g} GB of a device,"
+        f" of which {usable / 1e9:.3g} GB ({100 * usable / profile.memory_bytes:.0f} % of"
+        f" {profile.device}) may be filled. --mesh auto --devices {request.devices} --micro-batches"
+        f" {request.data.micro_batches} finds a mesh that holds it, or says how many devices it"
+        " takes."
     )
 
 
@@ -218,14 +188,20 @@ def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
 
 
 class Speed(NamedTuple):
-    """How fast a packing is under a sharding on a mesh."""
+    """A packing under a sharding, on a mesh."""
 
     packing: str
     sharding: str
-    mesh: str
-    tokens_per_second: float
-    flops_per_second: float  # of the model
+    row: MeshRow
     delay: float = 0.0  # steps that a token waits on average
+
+    def over(self, other: Speed) -> float:
+        """Its tokens per second over those of another one."""
+        return self.row.tokens_per_second / other.row.tokens_per_second
+
+    def over_per_flop(self, other: Speed) -> float:
+        """How many times as fast as another one it is for equal work."""
+        return other.row.times(self.row)
 
 
 @dataclass(frozen=True)
@@ -251,9 +227,7 @@ class Verdict:
     @property
     def gain(self) -> float:
         """Tokens per second of the chosen one over those of ``best_fit``."""
-        if self.reference is None:
-            return math.inf
-        return self.chosen.tokens_per_second / self.reference.tokens_per_second
+        return math.inf if self.reference is None else self.chosen.over(self.reference)
 
     @property
     def worth_it(self) -> bool:
@@ -268,14 +242,14 @@ class Verdict:
     @property
     def figures(self) -> dict[str, Any]:
         """Plain numbers, and the words."""
-        mine, its = self.chosen, self.original
+        mine, cut = self.chosen, self.original
         return {
             "packing": self.advised.packing,
             "sharding": self.advised.sharding,
-            "mesh": self.advised.mesh,
+            "mesh": self.advised.row.sizes,
             "worth_it": self.worth_it,
-            "times_original": its and mine.tokens_per_second / its.tokens_per_second,
-            "times_original_for_equal_work": its and mine.flops_per_second / its.flops_per_second,
+            "times_original": cut and mine.over(cut),
+            "times_original_for_equal_work": cut and mine.over_per_flop(cut),
             "times_best_fit": self.gain if self.reference else None,
             "attention_share": self.attention,
             "text": self.lines,
@@ -287,7 +261,7 @@ class Verdict:
         accuracy, chosen, advised = self.profile.accuracy, self.chosen, self.advised
         named = accuracy and f", {accuracy}"
         take = f"Take packing {advised.packing} with sharding {advised.sharding}"
-        take += f" on mesh {advised.mesh}."
+        take += f" on mesh {name_of(advised.row.mesh)}."
         if not self.worth_it and chosen.packing != REFERENCE:
             take = (
                 f"Balancing is not for you: {WORTH - 1:.0%} more tokens/s than {REFERENCE} are"
@@ -313,14 +287,13 @@ class Verdict:
             if other is None:
                 yield f"Beside {how}: that fits in memory on no mesh of these devices."
             elif mine.packing != packing:
-                where = f" on its own best mesh, {other.mesh}" if self.searched else ""
-                equal = _times(mine.flops_per_second / other.flops_per_second)
+                where = f" on its own best mesh, {name_of(other.row.mesh)}" * self.searched
+                speeds = f"{mine.row.tokens_per_second:,.0f} to {other.row.tokens_per_second:,.0f}"
+                equal = _times(mine.over_per_flop(other))
                 for_work = f", {equal} times for equal work, and cuts no document"
-                tokens = _times(mine.tokens_per_second / other.tokens_per_second)
                 yield (
-                    f"Beside {how}{where}: {mine.packing} has {tokens} times its tokens/s"
-                    f" ({mine.tokens_per_second:,.0f} to {other.tokens_per_second:,.0f})"
-                    f"{for_work * (packing == BASELINE)}."
+                    f"Beside {how}{where}: {mine.packing} has {_times(mine.over(other))} times its"
+                    f" tokens/s ({speeds}){for_work * (packing == BASELINE)}."
                 )
 
 
@@ -336,14 +309,12 @@ def judged(comparison: Comparison) -> Verdict:
     another one is worth more. So a mesh that is given has the verdict that a search had for it.
     """
     request, rows = comparison.request, comparison.forecasts
-    mesh = ",".join(map(str, request.mesh.shape))
 
     def fastest(found: Sequence[Forecast]) -> Speed | None:
-        best = max(found, key=lambda row: row.tokens_per_second, default=None)
+        best = max(found, key=lambda each: each.row.tokens_per_second, default=None)
         if best is None:
             return None
-        per_second = best.tokens_per_second, best.flops * 1e9 / best.total_ns
-        return Speed(best.packing, best.sharding, mesh, *per_second, best.delay)
+        return Speed(best.packing, best.sharding, best.row, best.delay)
 
     def of(packing: str, among: Sequence[Forecast] = rows) -> Speed | None:
         return fastest([row for row in among if row.packing == packing])
@@ -355,7 +326,7 @@ def judged(comparison: Comparison) -> Verdict:
     usual = of(str(DataSettings.packing))
     chosen = fastest([row for row in rows if not PACKINGS[row.packing].cuts_stream]) or reference
     assert chosen is not None
-    if usual is not None and chosen.tokens_per_second < WORTH * usual.tokens_per_second:
+    if usual is not None and chosen.over(usual) < WORTH:
         chosen = usual
     return Verdict(request.profile, attention_of(request), chosen, original, reference)
 

@@ -1,12 +1,9 @@
-"""`lightning-wlb plan --mesh auto` and `--dynamic auto`: the mesh, and what gains by leaving it.
+"""`lightning-wlb plan --mesh auto`: which mesh to take, and what balancing gains there.
 
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, with the packing asked for,
 with ``original`` and with ``best_fit``, so that the verdict compares each on its own best mesh.
 Everything is simulated from the device profile. Each row that is printed comes out the same when
 its mesh is given.
-
-With the sizes of a mesh ``--dynamic auto`` says whether steps should leave it
-(:func:`~lightning_wlb.heterogeneous.planning.pool_search.choose_pool`).
 
 Cost: seconds for 16 devices, a minute or two for 1,024.
 """
@@ -17,7 +14,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,15 +25,8 @@ from rich.table import Table
 from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE
 from lightning_wlb.cli.shared_options import given_model, report_head
-from lightning_wlb.heterogeneous.planning.pool_search import (
-    SAMPLE,
-    WORTH,
-    PoolChoice,
-    choose_pool,
-    described,
-)
 from lightning_wlb.mesh import AXES
-from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, name_of
+from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress, choose_mesh, progress_bar
 from lightning_wlb.planning import DataSettings
@@ -67,10 +57,7 @@ class Searched:
         request = self.request
 
         def speed(packing: str, row: MeshRow | None) -> Speed | None:
-            if row is None:
-                return None
-            per_second = row.tokens_per_second, row.flops * 1e9 / row.steps_ns
-            return Speed(packing, request.sharding, name_of(row.mesh), *per_second)
+            return None if row is None else Speed(packing, request.sharding, row)
 
         chosen = speed(request.data.packing_choice.method, self.found.best)
         assert chosen is not None
@@ -261,56 +248,4 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
             "mesh": searched.advised.sizes,
             "trainer": trainer_lines(arguments, searched),
         },
-    }
-
-
-def pool_request(requests: Sequence[MeshRequest]) -> MeshRequest:
-    """What a pool is chosen for: the first packing of the comparison that it can be used with.
-
-    Args:
-        requests: those of the comparison, with the sizes of one mesh.
-
-    Raises:
-        ValueError: there is none, there is one step only, or the mesh has virtual stages.
-    """
-    able = [each for each in requests if each.data.packer.arranges]
-    if not able:
-        names = ", ".join(name for name, packer in PACKINGS.items() if packer.arranges)
-        raise ValueError(
-            "--dynamic auto: no packing that is compared can deal to pipelines that differ. Give"
-            f" --packing one of {names}."
-        )
-    request = able[0]
-    if request.mesh.virtual_stages > 1:
-        raise ValueError(
-            f"--dynamic auto: the mesh has {request.mesh.virtual_stages} virtual stages, and"
-            " pipelines that differ have none. Give --schedule 1f1b."
-        )
-    if request.steps < 2:
-        raise ValueError("--dynamic auto needs --steps 2 or more.")
-    return replace(request, steps=min(request.steps, SAMPLE))
-
-
-def chosen_pool(request: MeshRequest) -> PoolChoice:
-    """The pool for the mesh of a comparison; ``request`` is what :func:`pool_request` gave."""
-    with progress_bar() as tell:
-        # The pipelines of a pool may have any sizes.
-        return choose_pool(replace(request, fixed={}), request.mesh, progress=tell)
-
-
-def pool_report(choice: PoolChoice) -> dict[str, Any]:
-    """The figures as plain data."""
-    return {
-        "pays": bool(choice.schemes),
-        "gain": choice.gain,
-        "asked": WORTH,
-        "steps": choice.steps,
-        "mesh_ms": choice.mesh_ns / 1e6,
-        "pool_ms": choice.pool_ns / 1e6,
-        "proposed": choice.proposed,
-        "strategies": [
-            {"pipelines": described(strategy), "chosen": count}
-            for strategy, count in zip(choice.tried, choice.chosen, strict=True)
-        ],
-        "text": choice.lines,
     }

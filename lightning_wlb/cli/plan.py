@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
-from lightning_wlb.cli.meshes import chosen_pool, pool_report, pool_request, run_search
+from lightning_wlb.cli.meshes import run_search
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
@@ -49,7 +49,6 @@ from lightning_wlb.cli.shared_options import (
     report_head,
 )
 from lightning_wlb.cost.profile import shipped_profiles
-from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import ActivationCheckpointing
@@ -162,7 +161,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="off: predict runs of WLBStrategy(overlap='off'), whose products wait for messages",
     )
-    add("--device", choices=("cpu", "cuda"), help="refuse a profile of another kind of device")
     add(
         "--activation-checkpointing",
         choices=get_args(ActivationCheckpointing),
@@ -208,14 +206,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stages per pipeline rank (default: 2 for interleaved, else 1; with --mesh auto the"
         " fastest of 1, 2 and 4)",
     )
-    add(
-        "--dynamic",
-        choices=("off", "auto"),
-        default="off",
-        help="auto: also say whether steps should leave the mesh for other pipelines, which, and"
-        f" what that gains; simulated on up to {SAMPLE} steps (default off)",
-    )
-
     add = parser.add_argument_group("output").add_argument
     add(
         "--picture",
@@ -241,24 +231,20 @@ def run(arguments: argparse.Namespace) -> None:
             message says what would fit.
     """
     console = Console(width=None if Console().is_terminal else 180)
-    dynamic = arguments.dynamic == "auto"
     requests = requests_of(arguments)
     if is_searched(arguments):
-        if dynamic:
-            raise ValueError("--dynamic auto needs the sizes of a mesh: search for it first.")
         run_search(arguments, requests, console)
         return
-    request, pooled = requests[0], pool_request(requests) if dynamic else None
+    request = requests[0]
     comparison = compare(requests)
     console.print(_table(comparison))
     for row in comparison.too_large:
-        filled = f"{row.packing}, {row.sharding}, which would fill {row.peak_bytes / 1e9:.3g} GB"
+        filled = (
+            f"{row.packing}, {row.sharding}, which would fill {row.row.peak_bytes / 1e9:.3g} GB"
+        )
         console.print(f"Does not fit in memory: {filled}.", highlight=False)
     verdict = judged(comparison)
     for line in verdict.lines:
-        console.print(line, highlight=False)
-    pool = None if pooled is None else chosen_pool(pooled)
-    for line in pool.lines if pool else ():
         console.print(line, highlight=False)
     if arguments.write is not None:
         row = comparison.forecasts[-1]
@@ -267,27 +253,20 @@ def run(arguments: argparse.Namespace) -> None:
         write_plans(arguments.write, (step.plan for step in row.steps), about)
         told = f"Plans of {len(row.steps)} steps with packing {row.packing}: {arguments.write}"
         console.print(told, soft_wrap=True, highlight=False)
-    shown: dict[str, Sequence[Simulation]] = {}
     if arguments.picture is not None or arguments.trace is not None:
+        from lightning_wlb.cli.pictures import draw_gantt, write_trace
+
         shown = _typical_steps(comparison)
-    if arguments.picture is not None:
-        from lightning_wlb.cli.pictures import draw_gantt
-
-        draw_gantt(
-            arguments.picture,
-            shown,
-            f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
-            f"{request.profile.provenance}",
-        )
-        console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
-    if arguments.trace is not None:
-        from lightning_wlb.cli.pictures import write_trace
-
-        write_trace(arguments.trace, shown)
-        console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
+        if arguments.picture is not None:
+            title = f"A typical step, simulated: {arguments.model} on {request.mesh}"
+            draw_gantt(arguments.picture, shown, f"{title}\n{request.profile.provenance}")
+            console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
+        if arguments.trace is not None:
+            write_trace(arguments.trace, shown)
+            console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
     if arguments.json:
         report = _report(arguments, comparison, verdict)
-        print(json.dumps(report | ({"dynamic": pool_report(pool)} if pool else {})))
+        print(json.dumps(report))
 
 
 def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
@@ -371,7 +350,9 @@ def _report(
         "rows": comparison.rows,
         "verdict": verdict.figures,
         "does_not_fit": [
-            dict(packing=row.packing, sharding=row.sharding, peak_gigabytes=row.peak_bytes / 1e9)
+            dict(
+                packing=row.packing, sharding=row.sharding, peak_gigabytes=row.row.peak_bytes / 1e9
+            )
             for row in comparison.too_large
         ],
     }

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.cli.shared_options import (
     GivenModel,
-    Lengths,
     given_model,
     load_lengths,
     names_of,
@@ -152,7 +151,14 @@ def run_of(
     profile, rest = profile_of(arguments)
     settings = model.settings
     return {
-        "lengths": lengths_of(arguments, data.micro_batches, steps, model.shape.vocab_size),
+        "lengths": load_lengths(
+            arguments.lengths,
+            context_window=arguments.context_window,
+            micro_batches=data.micro_batches,
+            steps=steps,
+            seed=arguments.seed,
+            vocab_size=model.shape.vocab_size,
+        ),
         "shape": model.shape,
         "data": data,
         "profile": profile,
@@ -174,7 +180,7 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
     """
     profile = Profile.load(arguments.profile)
     compute, rest = PRECISIONS[arguments.precision or _default_precision(profile)]
-    profile.check(device_type=arguments.device, dtype=compute)
+    profile.check(dtype=compute)
     reduced = arguments.reduce_dtype
     if reduced is not None and DTYPE_BYTES[reduced] < DTYPE_BYTES[compute]:
         raise ValueError(
@@ -186,26 +192,6 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
     if per_node := arguments.devices_per_node or machine:
         profile = replace(profile, devices_per_node=per_node)
     return profile, rest
-
-
-def lengths_of(
-    arguments: argparse.Namespace, micro_batches: int, steps: int, vocab_size: int
-) -> Lengths:
-    """Tokens of each document.
-
-    Raises:
-        ValueError: lengths that cannot be read, or documents above the window.
-    """
-    lengths = load_lengths(
-        arguments.lengths,
-        context_window=arguments.context_window,
-        micro_batches=micro_batches,
-        steps=steps,
-        seed=arguments.seed,
-        vocab_size=vocab_size,
-    )
-    _check_window(lengths, arguments)
-    return lengths
 
 
 def settings_of(
@@ -228,14 +214,3 @@ def _default_precision(profile: Profile) -> str:
         if compute == profile.dtype:
             return name
     raise ValueError(f"no precision computes in {profile.dtype!r}, the dtype of {profile.name!r}.")
-
-
-def _check_window(lengths: Lengths, arguments: argparse.Namespace) -> None:
-    window = arguments.context_window
-    above = int((lengths > window).sum())
-    if above and arguments.long_documents == "error":
-        raise ValueError(
-            f"{above} of {len(lengths)} documents are longer than --context-window {window}; the"
-            f" longest has {int(lengths.max())} tokens. Give --context-window {int(lengths.max())}"
-            " for all to fit, or --long-documents split (pieces of a window) or truncate."
-        )

@@ -21,7 +21,6 @@ from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 _YAML = (".yaml", ".yml")
-_SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
 
 
 def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
@@ -29,34 +28,25 @@ def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"{', '.join(PRESETS)}; or all of {', '.join(_SIZES)}, as in"
-        f" dim=64,layers=4,...{also}; each may be followed by fields that replace its own, as in"
-        " 7b,layers=16",
+        help=f"{', '.join(PRESETS)}{also}; each may be followed by fields that replace its own, as"
+        " in 7b,layers=16 (dim, layers, heads, kv_heads, ffn_dim, vocab_size, ...)",
     )
 
 
 def model_config(text: str) -> TransformerConfig:
-    """A model from ``7b``, ``dim=64,layers=4,...`` or ``7b,layers=16``.
+    """A model from ``7b``, ``7b,layers=16``, or ``dim=128``, which changes ``tiny``.
 
     Raises:
-        ValueError: a preset or size is unknown, a size is missing or not a number.
+        ValueError: a preset or size is unknown, or a size is not a number.
     """
-    first, overrides = _with_changes(text)
-    for name, value in overrides.items():
+    name, changes = _with_changes(text)
+    for size, value in changes.items():
         if not isinstance(value, int):
             raise ValueError(
-                f"--model {text!r}: '{name}={value}' is not a size; write name=number, as in"
+                f"--model {text!r}: '{size}={value}' is not a size; write name=number, as in"
                 " layers=32."
             )
-    if first:
-        return TransformerConfig.preset(first, **overrides)
-    missing = [name for name in _SIZES if name not in overrides]
-    if missing:
-        raise ValueError(
-            f"--model {text!r} leaves out {', '.join(missing)}. Give all sizes, or begin with a"
-            f" preset: {', '.join(PRESETS)}."
-        )
-    return TransformerConfig.preset("tiny", **overrides)
+    return TransformerConfig.preset(name or "tiny", **changes)
 
 
 def _with_changes(text: str) -> tuple[str, dict[str, Any]]:

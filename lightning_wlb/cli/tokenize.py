@@ -18,12 +18,16 @@ import argparse
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_wlb.data.tokenising.run import COLUMNS, Kind, TokeniseRequest, tokenise
+
+MOST_ON_CPU = 4096
+"""Longest context window that is proposed where there is no GPU."""
 
 _BAR = 40
 
@@ -113,13 +117,21 @@ def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
 
 
 def next_command(out: Path, made: dict[str, Any]) -> str:
-    """The command that plans a run on these documents, with a window that they suggest."""
-    window = suggested_window(made)
-    long = " --long-documents split" if made["longest"] > window else ""
+    """The command that plans a run on these documents, on this machine."""
+    gpus = 0
+    with suppress(ImportError):  # which tokenising does without
+        import torch
+
+        gpus = torch.cuda.device_count()
+    window, model, profile = suggested_window(made), "7b", "h100"
+    if not gpus:
+        here = Path("examples/pretrain.yaml")
+        model, profile = str(here) if here.is_file() else "tiny", "cpu"
+        window = min(window, MOST_ON_CPU)
     return (
         f"  lightning-wlb plan --lengths {shlex.quote(str(out))}"
-        f" --model 7b,vocab_size={made['vocab_size']} --mesh 2,4,1,1 \\\n"
-        f"      --context-window {window}{long} --profile h100"
+        f" --model {model},vocab_size={made['vocab_size']} --mesh auto --devices {gpus or 2} \\\n"
+        f"      --micro-batches 4 --context-window {window} --profile {profile}"
     )
 
 

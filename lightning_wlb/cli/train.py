@@ -23,9 +23,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+import warnings
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,28 @@ from lightning_wlb.cli.main import TRAINING
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
+
+BESIDE_THE_POINT = (
+    "💡 Tip",
+    "TPU available",
+    "Initializing distributed",
+    "[rank: ",  # the seed of another rank
+    "-----",  # a box around the name of the backend
+)
+"""Beginnings of lines of Lightning's that would bury ours."""
+
+_WARNINGS = "`isinstance.treespec, LeafSpec", "The dirpath has changed from"
+
+
+class HelpParser(LightningArgumentParser):
+    """Prints docstrings without the roles and marks that Sphinx reads."""
+
+    def format_help(self, *given: Any, **options: Any) -> str:
+        """The help as plain text."""
+        text = re.sub(
+            r":\w+:`~?(?:[\w.]*\.)?([^`]*)`", r"\1", super().format_help(*given, **options)
+        )
+        return re.sub(r"``([^`]+)``", r"\1", text)
 
 
 class WLBCLI(LightningCLI):
@@ -69,6 +96,12 @@ class WLBCLI(LightningCLI):
             datamodule_class or WLBDataModule,
             **(defaults | options),
         )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser, of the command or of a subcommand."""
+        parser = super().init_parser(**kwargs)
+        parser.__class__ = HelpParser
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the section ``wlb``."""
@@ -115,8 +148,20 @@ class WLBCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
+def quieten() -> None:
+    """Leave out Lightning's lines of :data:`BESIDE_THE_POINT`, and warnings about itself."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(lambda each: not each.getMessage().startswith(BESIDE_THE_POINT))
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message)
+
+
 def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
+    quieten()
+    with suppress(ImportError):  # so that help lists it, and it is known by its name
+        import_module("lightning_wlb.models.huggingface.huggingface_module")
     given = list(arguments)
     # LightningCLI warns of arguments that are given beside the command line's.
     args = None if given == sys.argv[1:] else given

@@ -258,6 +258,8 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
                 " options of what it names."
             )
         kind, source = keys[named[0]], given.pop(named[0])
+        if kind is not None and kind.key != "mixture" and not _is_path(source):
+            raise ValueError(f"{name}: {kind.key}={source!r} is no path. Give that of the files.")
         both = sorted(given.keys() & options.keys())
         if both:
             raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")

@@ -72,6 +72,11 @@ class MeshRow:
         """Tokens that all devices together train on in a second."""
         return self.tokens * 1e9 / self.steps_ns
 
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs that all devices together do in a second."""
+        return self.flops * 1e9 / self.steps_ns
+
     def times(self, other: MeshRow) -> float:
         """Its time over that of another row, for as much work."""
         return (self.steps_ns / self.flops) / (other.steps_ns / other.flops)

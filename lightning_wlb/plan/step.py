@@ -14,6 +14,9 @@ from lightning_wlb.plan.micro_batches import MicroBatch, Piece, ReplicaPlan, Sli
 from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, rank_in
 from lightning_wlb.plan.validation import check
 
+SHOWN = 8
+"""Slices of a micro-batch that are printed."""
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -118,10 +121,13 @@ class StepPlan:
                 notes = "" if len(each.replicas) == 1 else f" shared by {each.replicas}"
                 if each.recompute != "none":
                     notes += f", recompute {each.recompute}"
+                slices = list(map(str, replica.slices_of(each)))
+                if len(slices) > SHOWN:
+                    slices[SHOWN:] = [f"... and {len(slices) - SHOWN} more"]
                 lines.append(
                     f"  replica {number} forward {index}: {replica.tokens_of(each)} tokens,"
                     f" {each.sharding}, {each.rows} rows per rank{notes}:"
-                    f" {' '.join(map(str, replica.slices_of(each)))}"
+                    f" {' '.join(slices)}"
                 )
         return "\n".join(lines)
 

@@ -11,7 +11,8 @@ from lightning_wlb.cli.forecast import Comparison, Forecast, Verdict, compare, j
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import requests_of
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import AXES
+from lightning_wlb.mesh import AXES, Mesh
+from lightning_wlb.mesh_search.evaluate import MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings
@@ -46,9 +47,10 @@ def test_what_trains_by_default_is_advised_unless_another_is_worth_more(tmp_path
 
 
 def row(packing: str, tokens_per_second: int) -> Forecast:
+    figures = {"steps_ns": 10**9, "tokens": tokens_per_second, "flops": 1, "peak_bytes": 1}
+    row = MeshRow(Mesh(), "1f1b", "auto", 0.0, True, steps=1, shares={}, **figures)
     plan = SimpleNamespace(tokens=tokens_per_second, delay=0.0)
-    step = SimpleNamespace(total_ns=10**9, flops=1, plan=plan)
-    return Forecast(packing, "adaptive", [step])
+    return Forecast(packing, "adaptive", row, [SimpleNamespace(plan=plan)])
 
 
 def floor(quotient: float) -> str:
@@ -63,7 +65,7 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert verdict.worth_it
     assert verdict.chosen.packing == "wlb"
     assert verdict.reference.packing == "best_fit"
-    speeds = [each.tokens_per_second for each in (verdict.chosen, verdict.reference)]
+    speeds = [each.row.tokens_per_second for each in (verdict.chosen, verdict.reference)]
     assert verdict.gain == pytest.approx(speeds[0] / speeds[1])
     title, advice, cut, whole, share = verdict.lines
     accuracy = Profile.load("h100").accuracy

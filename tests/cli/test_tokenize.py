@@ -13,10 +13,11 @@ from tests.data.tokenising.support import (
 )
 
 
-def test_it_says_what_it_did(tmp_path, capsys) -> None:
+def test_it_says_what_it_did(tmp_path, capsys, monkeypatch) -> None:
     texts = [{"text": "a" * length} for length in (2, 3, 3, 100)] + [{"text": ""}]
     source = write_lines(tmp_path / "texts" / "a.jsonl", texts)
     (tmp_path / "texts" / "README.md").write_text("about")
+    monkeypatch.chdir(tmp_path)
     out, tokenizer = tmp_path / "my out", saved(tmp_path)
     command = ["tokenize", str(source.parent), str(out), "--tokenizer", tokenizer, "--workers", "1"]
     assert main([*command, "--eos", "</s>"]) == 0
@@ -39,8 +40,9 @@ def test_it_says_what_it_did(tmp_path, capsys) -> None:
         "\n"
     )
     assert end.split("Next:\n\n")[1] == (
-        f"  lightning-wlb plan --lengths '{out}' --model 7b,vocab_size=300 --mesh 2,4,1,1 \\\n"
-        "      --context-window 128 --profile h100\n"
+        f"  lightning-wlb plan --lengths '{out}' --model tiny,vocab_size=300 --mesh auto"
+        " --devices 2 \\\n"
+        "      --micro-batches 4 --context-window 128 --profile cpu\n"
     )
     assert main([*command, "--no-eos"]) == 2
     assert "was made for another request: eos '</s>' there, False here" in capsys.readouterr().err
@@ -51,7 +53,30 @@ def test_long_documents_that_are_rare_do_not_set_the_window(tmp_path, capsys) ->
     source = write_lines(tmp_path / "a.jsonl", texts)
     out = tmp_path / "out"
     assert main(["tokenize", str(source), str(out), "--tokenizer", saved(tmp_path)]) == 0
-    assert "--context-window 32 --long-documents split --profile" in capsys.readouterr().out
+    assert "--context-window 32 --profile" in capsys.readouterr().out
+
+
+def test_what_is_next_fits_the_machine_and_the_files_at_hand(tmp_path, monkeypatch) -> None:
+    made = {"by_length": [(0, 0)] * 17 + [(1, 200_000)], "tokens": 200_000, "vocab_size": 300}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "--context-window 4096 --profile cpu" in tokenize.next_command(tmp_path, made)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "pretrain.yaml").touch()
+    command = tokenize.next_command(tmp_path, made)
+    assert "--model examples/pretrain.yaml,vocab_size=300 --mesh auto --devices 2 " in command
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    command = tokenize.next_command(tmp_path, made)
+    assert "--model 7b,vocab_size=300 --mesh auto --devices 8 " in command
+    assert "--context-window 262144 --profile h100" in command
+
+
+def test_after_a_wrong_first_try_the_same_folder_is_made(tmp_path, capsys) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"content": "a"}])
+    command = ["tokenize", str(source), str(tmp_path / "out"), "--tokenizer", saved(tmp_path)]
+    assert main(command) == 2
+    assert "has no 'text', only 'content'. Name the column" in capsys.readouterr().err
+    assert main([*command, "--column", "content"]) == 0
 
 
 def test_chats_say_what_may_be_a_target(tmp_path, capsys) -> None:

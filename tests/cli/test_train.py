@@ -1,5 +1,7 @@
 """``lightning-wlb fit``: LightningCLI with the strategy's section."""
 
+import io
+import logging
 import re
 import shlex
 import sys
@@ -13,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.request import requests_of
-from lightning_wlb.cli.train import WLBCLI
+from lightning_wlb.cli.train import BESIDE_THE_POINT, WLBCLI, quieten
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.launch import RunDevices
@@ -140,6 +142,32 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, capsys):
         assert main(["fit", *DATA, *QUIET, *sizes, path]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert said.startswith(f"lightning-wlb fit: {tmp_path / name} is no file that torch.save")
+
+
+def test_help_names_both_modules_in_plain_words(capsys):
+    pytest.importorskip("transformers")
+    for arguments, named in (
+        (["--help"], ("lightning_wlb.LanguageModule", "lightning_wlb.HuggingFaceModule")),
+        (["--model.help", "HuggingFaceModule"], ("--model.pretrained",)),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", *arguments])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert all(name in said for name in named)
+        assert not re.search(r":\w+:`|``", said)
+
+
+def test_lines_that_bury_ours_are_left_out():
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        handler = logging.StreamHandler(io.StringIO())
+        logger.addHandler(handler)
+        quieten()
+        for line in (*BESIDE_THE_POINT, "WLBStrategy: chose a mesh"):
+            logger.info(line)
+        logger.removeHandler(handler)
+        assert handler.stream.getvalue() == "WLBStrategy: chose a mesh\n"
 
 
 def test_documents_must_be_named(capsys):

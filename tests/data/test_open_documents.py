@@ -129,3 +129,15 @@ def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, ho
     store, validation, _ = cli.datamodule._stores()
     assert store.lengths.tolist() == validation.lengths.tolist() == [3, 1, 2]
     assert store.vocab_size == (8 if "vocab_size" in how else None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"tokens": None}, {"tokens": 3, "offsets": "a"}, {"texts": None, "tokenizer": "a"}],
+)
+def test_what_is_no_path_is_refused_by_its_name(given) -> None:
+    key = next(iter(given))
+    with pytest.raises(ValueError, match=rf"documents: {key}={given[key]} is no path"):
+        documents(given)
+    with pytest.raises(ValueError, match=r"FlatDocuments.*: offsets=3 is no path"):
+        documents({"tokens": "a", "offsets": 3})

@@ -64,6 +64,9 @@ class FlatDocuments(MappedDocuments):
         empty: Empty = "refuse",
     ) -> None:
         name = f"FlatDocuments({tokens})"
+        for what, path in (("tokens", tokens), ("offsets", offsets or ""), ("mask", mask or "")):
+            if not isinstance(path, str | Path):
+                raise ValueError(f"{name}: {what}={path!r} is no path. Give that of a file.")
         self._array = array_of(Path(tokens), "iu", dtype)
         if (offsets is None) == (end_of_document is None):
             raise ValueError(

@@ -80,12 +80,13 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
     """Counts of the shards that an earlier run has done, by number; what it left aside goes.
 
     Raises:
-        ValueError: the folder was begun for another request.
+        ValueError: shards were done for another request.
     """
     for left in out.glob(".*.aside"):
         left.unlink()
     partial = read_json(out / PARTIAL)
-    if partial:
+    nothing_done = isinstance(partial.get("request"), dict) and not partial.get("done")
+    if partial and not nothing_done:
         _check_same(out, partial.get("request"), identity, "was begun")
     done: dict[str, Counts] = partial.get("done", {})
     return done

@@ -24,7 +24,16 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.file_checks import check_model, read_bytes, read_json, reason
+from lightning_wlb.file_checks import (
+    check_model,
+    hub_is_out_of_reach,
+    read_bytes,
+    read_json,
+    reason,
+)
+
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Special tokens that are taken for the end of a document where there is one of them."""
 
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
@@ -61,7 +70,7 @@ class TextEncoder:
         file = tokenizer_file(name)
         if file is not None:
             self._tokenizer = _from_file(file)
-            own, definition = _eos_beside(file), read_bytes(file, 1 << 28)
+            own, definition = _eos_beside(file, self._tokenizer), read_bytes(file, 1 << 28)
         else:
             loaded = hugging_face_tokenizer(name)
             self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token
@@ -176,9 +185,12 @@ def hugging_face_tokenizer(name: str) -> Any:
             f" {EXTRA}."
         ) from error
     with explained(f"The tokenizer {name!r} cannot be opened"):
-        if Path(name).exists():
+        here = Path(name).exists()
+        if here:
             check_model(name)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=here or hub_is_out_of_reach()
+        )
     if not tokenizer.is_fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
@@ -224,11 +236,17 @@ def never_cut_or_pad(tokenizer: Tokenizer) -> None:
     tokenizer.no_padding()
 
 
-def _eos_beside(file: Path) -> str | None:
-    """The end token that the file's neighbour names: a tokenizer.json does not say which it is."""
+def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
+    """The end token that the file's neighbour names; without one the file's, if it is a usual one.
+
+    A ``tokenizer.json`` says which tokens are special, and not which of them ends a document.
+    """
     neighbour = file.with_name("tokenizer_config.json")
     if not neighbour.is_file():
-        return None
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        usual = [token for token in special if token in USUAL_ENDS]
+        return usual[0] if len(usual) == 1 else None
     try:
         token = read_json(neighbour).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape
-from lightning_wlb.file_checks import check_model, reason
+from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, RecurrentSizes, note_sizes
 
@@ -79,14 +79,20 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
             )
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
+        local = Path(config).exists() or hub_is_out_of_reach()
         try:
             if Path(config).exists():
                 check_model(config)
-            return AutoConfig.from_pretrained(str(config), trust_remote_code=False)
+            return AutoConfig.from_pretrained(
+                str(config), trust_remote_code=False, local_files_only=local
+            )
         except Exception as error:  # a file that is made up leads to many
+            why = reason(error)
+            if local and not Path(config).exists():
+                why = "there is no network, and the hub's cache on this machine does not have it."
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
-                f" on the hub that transformers can reach: {reason(error)}"
+                f" on the hub that transformers can reach: {why}"
             ) from error
     raise ValueError(
         f"A config of type {type(config).__name__}. Give a folder with a config.json, that file, a"

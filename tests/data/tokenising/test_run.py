@@ -150,7 +150,7 @@ def _lives(number: int) -> bool:
 def test_another_request_is_refused_with_what_differs(request_, unbroken, whole) -> None:
     if not whole:
         content = json.loads((unbroken / "lightning_wlb.json").read_text())
-        partial = {"request": content["request"], "done": {}}
+        partial = {"request": content["request"], "done": {"0": {}}}
         (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
         (unbroken / "lightning_wlb.json").unlink()
     how = "was made" if whole else "was begun"
@@ -281,7 +281,7 @@ def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monke
     path = saved(tmp_path)
     folder = tokenised_once(TokeniseRequest(source, path))
     assert folder.parent == cache
-    assert columns(folder) == {"input_ids": [tokenizer().encode("the fox").ids]}
+    assert columns(folder) == {"input_ids": [[*tokenizer().encode("the fox").ids, 1]]}
     runs: list[Any] = []
     work = job._work
     monkeypatch.setattr(job, "_work", lambda *given: runs.append(given) or work(*given))
@@ -298,7 +298,7 @@ def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monke
     assert len({folder, *others}) == 5
     assert len(runs) == 4
     assert columns(others[3]) == {
-        "input_ids": [tokenizer(starts=True).encode("the fox is quick").ids]
+        "input_ids": [[*tokenizer(starts=True).encode("the fox is quick").ids, 1]]
     }
 
 
@@ -357,6 +357,6 @@ def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
 def test_a_path_of_texts_with_a_tokenizer_is_opened(tmp_path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
     store = lightning_wlb.documents(str(source), tokenizer=saved(tmp_path))
-    wanted = [tokenizer().encode(text).ids for text in ("the fox", "jumps")]
+    wanted = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
     assert store.lengths.tolist() == [len(each) for each in wanted]
     assert store.read(0, 0, len(wanted[0])).tolist() == wanted[0]

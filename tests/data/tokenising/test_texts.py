@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 def test_tokens_are_the_tokenizers_own(folder, starts, ends, eos) -> None:
     model = tokenizer(starts=starts, ends=ends)
     encoder = TextEncoder(saved(folder, starts=starts, ends=ends), "text", eos)
-    end = model.token_to_id(eos) if isinstance(eos, str) else None
+    end = model.token_to_id("</s>" if eos is True else eos) if eos else None
 
     @given(TEXTS)
     def check(texts: list[str]) -> None:
@@ -54,16 +54,26 @@ def test_tokens_are_the_tokenizers_own(folder, starts, ends, eos) -> None:
 
 def test_the_end_token_is_what_the_neighbour_of_the_file_says(tmp_path) -> None:
     path = saved(tmp_path)
-    assert "names none" in TextEncoder(path, "text").describe()
     config = tmp_path / "tokenizer_config.json"
-    for token in ("</s>", {"content": "</s>"}):
-        config.write_text(json.dumps({"eos_token": token}))
+    config.write_text(json.dumps({"eos_token": None}))
+    assert "names none" in TextEncoder(path, "text").describe()
+    # Without a neighbour it is the one special token that is usually that.
+    for token in (None, "</s>", {"content": "</s>"}):
+        config.unlink()
+        if token is not None:
+            config.write_text(json.dumps({"eos_token": token}))
         encoder = TextEncoder(path, "text")
         assert encoder.describe() == "Documents end in '</s>'."
         assert documents(encoder, ["fox"]) == [[*tokenizer().encode("fox").ids, 1]]
         assert documents(TextEncoder(path, "text", False), ["fox"]) == [
             tokenizer().encode("fox").ids
         ]
+        config.touch()
+    config.unlink()
+    model = tokenizer()
+    model.add_special_tokens(["<|endoftext|>"])
+    model.save(path)
+    assert "names none" in TextEncoder(path, "text").describe()
 
 
 def test_a_tokenizer_that_cuts_and_pads_does_neither(tmp_path) -> None:
@@ -72,7 +82,7 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither(tmp_path) -> None:
     model.enable_padding(length=50)
     model.save(str(tmp_path / "tokenizer.json"))
     assert documents(TextEncoder(str(tmp_path), "text"), LINES) == [
-        tokenizer().encode(line).ids for line in LINES
+        [*tokenizer().encode(line).ids, 1] for line in LINES
     ]
 
 
