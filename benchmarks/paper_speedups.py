@@ -109,12 +109,14 @@ class Steps:
     """The predicted steps of a method.
 
     Attributes:
+        steps: each of them.
         total_ns: the time of all.
         flops: their model FLOPs.
         context_imbalance: attention's time if all ranks took as long as the slowest, over its own.
     """
 
     def __init__(self, steps: Sequence[StepPrediction]) -> None:
+        self.steps = steps
         self.total_ns = sum(step.total_ns for step in steps)
         self.flops = sum(step.flops for step in steps)
         peak, even = (

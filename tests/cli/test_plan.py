@@ -188,7 +188,7 @@ def test_lengths_above_the_window_are_answered_with_what_would_fit(capsys, tmp_p
     path.write_text("100 9000 20000 " * 100)
     code, _, err = answer(capsys, "--lengths", str(path), "--long-documents", "error")
     assert code == 2
-    assert "20000" in err
+    assert "Document 1 has 9000 tokens" in err
     assert "context_window=8192, and long_documents='error'" in err
     assert answer(capsys, "--lengths", str(path))[0] == 0
 
@@ -200,7 +200,7 @@ BIG = ["--model", "7b", "--context-window", "1048576", "--packing", "original", 
     ("model", "mesh", "message"),
     [
         (["--model", "70b"], "1,1,1,8", "The model does not fit on the mesh"),
-        (BIG, "1,4,2,1", "The run with packing original does not fit"),
+        (BIG, "1,4,2,1", "The run with packing best_fit does not fit"),
     ],
 )
 def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, model, mesh, message):
