@@ -120,7 +120,8 @@ def _replaced(
         if layer.sizes is None:
             return ours(theirs, layer.number, *args, **kwargs)
         layer.sizes = _sizes(name, args, kwargs) or layer.sizes
-        return theirs(*args, **kwargs)
+        # The family's own code, without what looks for a kernel and says that there is none.
+        return getattr(theirs, "__wrapped__", theirs)(*args, **kwargs)
 
     call.by_segments = True  # type: ignore[attr-defined]
     return call
