@@ -53,6 +53,7 @@ from lightning_wlb.plan import Schemes, StepPlan
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.device import peak_flops
+from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.executor import Executor
 
@@ -130,15 +131,16 @@ class ImbalanceMonitor(L.Callback):
         self._drawing = HeatMap(self._mesh) if self.heat_map and trainer.is_global_zero else None
         self.heat_map_path = None
         self._predictor, self._pool, self._strategies = None, None, strategy.planning.schemes
-        if self.profile is not None:
+        data = data_module_of(trainer)
+        if self.profile is not None and data is not None:
             self.profile.check(
                 device_type=strategy.root_device.type,
                 dtype=str(executor.pipeline.dtype).removeprefix("torch."),
             )
-            context = strategy.planning.context(trainer.datamodule)  # type: ignore[attr-defined]
             assert isinstance(pl_module, LanguageModule)
-            context = replace(context, profile=self.profile, shape=pl_module.model_shape)
-            self._predictor = context.predictor
+            self._predictor = replace(
+                strategy.planning.context(data), profile=self.profile, shape=pl_module.model_shape
+            ).predictor
         if self._strategies and self._predictor is not None:
             self._pool = Pool.of(self._strategies, self._predictor)
 

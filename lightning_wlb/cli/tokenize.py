@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_wlb.data.tokenising.run import COLUMNS, Kind, TokeniseRequest, tokenise
+from lightning_wlb.data.tokenising.tokenise import COLUMNS, Kind, TokeniseRequest, tokenise
 
 MOST_ON_CPU = 4096
 """Longest context window that is proposed where there is no GPU."""

@@ -67,7 +67,7 @@ class MicroBatchTensors:
     recurrence: RecurrentRows | None = None
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
-        """What the model is given: slices read earlier keys from the step's cache, and add own."""
+        """A copy for the model: slices read earlier slices' keys from ``cache`` and add theirs."""
         slices = self.attention.slices
         if slices is None:
             return self

@@ -159,7 +159,7 @@ class WLBDataModule(L.LightningDataModule):
         raise MisconfigurationException(f"WLBDataModule is not a loader. {_OTHER_NAMESPACE}")
 
     def prepare_data(self) -> None:
-        """Make what is made of documents once per node, while the node's other ranks wait."""
+        """Open the documents on one rank of each node first: it tokenises or copies them once."""
         self._stores()
 
     def setup(self, stage: str) -> None:

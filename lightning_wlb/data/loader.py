@@ -260,7 +260,7 @@ class StepDataset(IterableDataset[StepBatch]):
 
 
 class ConsumedState:
-    """The planner's state after the last optimiser step that was really taken."""
+    """The planner's state after the last optimiser step, although the loader has read ahead."""
 
     def __init__(self) -> None:
         self._consumed: dict[str, Any] | None = None
@@ -279,7 +279,7 @@ class ConsumedState:
         return self._consumed
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Stand at ``state``, whatever was begun before."""
+        """Forget the batches that were begun, and continue from ``state``."""
         self._consumed, self._pending = state, None
 
 

@@ -21,8 +21,8 @@ from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronD
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenised_once
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
+from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
@@ -232,7 +232,7 @@ def check_documents(name: str, given: Any) -> None:
 
 
 def documents_or_number(name: str, given: Any) -> int | Documents:
-    """What was given in place of a number of documents to hold out, checked by type alone.
+    """Check an argument that is either documents or a number of them to hold out; opens nothing.
 
     Raises:
         ValueError: documents that :func:`documents` would not recognise, or a number that is not
@@ -245,7 +245,7 @@ def documents_or_number(name: str, given: Any) -> int | Documents:
 
 
 def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:
-    """The kind of a source, what it opens, and with which options."""
+    """Find the kind of a source; returns it, the source as the kind opens it, and the options."""
     kind = None
     if isinstance(source, Mapping):
         keys: dict[str, Kind | None] = {PATH: None}
@@ -274,7 +274,7 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
 
 
 def _with_paths(name: str, source: Any) -> Any:
-    """The source with texts as paths, and a pattern as the list of those that fit it."""
+    """The source with strings turned into paths, and a glob pattern into the list of its files."""
     if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
         found = sorted(map(Path, glob.glob(source, recursive=True)))
         if not found:

@@ -34,9 +34,10 @@ import pyarrow.parquet as pq
 
 from lightning_wlb import file_checks
 from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, remove, shown
-from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments, labels_as_mask
+from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
+    IGNORED_LABEL,
     LABELS,
     Columns,
     MappedBatch,
@@ -57,7 +58,7 @@ _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
 class ListDocuments(MappedDocuments):
-    """The rows of files as documents; a subclass finds the Arrow files that hold them (``_find``).
+    """The rows of files as documents; a subclass says which files, and maps them as Arrow.
 
     Args:
         source: a path, or several files.
@@ -83,23 +84,23 @@ class ListDocuments(MappedDocuments):
     ) -> None:
         name = f"{type(self).__name__}({_name_of_files(source)})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
-        files, facts = self._find(given, name, column, mask_column)
+        files, facts = _files(given, name, self._suffix)
         if vocab_size is None:
             vocab_size = facts.get("vocab_size")
         self._batches: list[MappedBatch] = []
         parts: list[Array] = []
         first: Columns | None = None
-        for path, source in files:
-            schema, batches = mapped_batches(path)
-            columns = columns_of(schema, column, mask_column, str(source))
+        for path in files:
+            schema, batches = mapped_batches(self._as_arrow(path, column, mask_column))
+            columns = columns_of(schema, column, mask_column, str(path))
             if first is not None and columns != first:
                 raise ValueError(
-                    f"{source} has the columns {columns}, {files[0][1]} has {first}. Name those"
-                    " that all files have with column=... and mask_column=..."
+                    f"{path} has the columns {columns}, {files[0]} has {first}. Name those that all"
+                    " files have with column=... and mask_column=..."
                 )
             first = columns
             for batch in batches:
-                lists, own = MappedBatch.of(batch, columns, source)
+                lists, own = MappedBatch.of(batch, columns, path)
                 self._batches.append(lists)
                 parts.append(own)
         self._labels = first is not None and first.mask == LABELS
@@ -108,16 +109,13 @@ class ListDocuments(MappedDocuments):
         _check_facts(facts, lengths, name)
         super().__init__(name, lengths, vocab_size, empty)
 
-    @staticmethod
-    def _find(
-        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
-    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
-        """The Arrow files in order, each with the file that it was made of, which errors name.
+    _suffix: str
+    """How the names of the files in a folder end."""
 
-        The second result is what is known of them: ``vocab_size``, and how many ``documents`` and
-        ``tokens`` there must be.
-        """
-        raise NotImplementedError
+    @staticmethod
+    def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
+        """The Arrow file that holds the columns of a file: itself."""
+        return path
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         batch, own = self._batch(row)
@@ -137,11 +135,20 @@ class ListDocuments(MappedDocuments):
         if flags is None or not self._labels:
             return flags
         tokens = batch.tokens.read(own, start, stop)
-        remedy = "Mend the source, or open it with mask_column=None to ignore them."
-        return labels_as_mask(flags, tokens, f"document {row} of {self.name}", start, remedy)
+        mask = flags != IGNORED_LABEL
+        wrong = np.flatnonzero(mask & (flags != tokens))
+        if len(wrong):
+            first = int(wrong[0])
+            raise ValueError(
+                f"document {row} of {self.name}: its label at position {start + first} is"
+                f" {flags[first]}, its token {tokens[first]}. Labels equal the tokens or are"
+                f" {IGNORED_LABEL}; they are not shifted. Mend the source, or open it with"
+                " mask_column=None to ignore them."
+            )
+        return np.asarray(mask)
 
     def _batch(self, row: int) -> tuple[MappedBatch, int]:
-        """The record batch of a row, and the row's number in it."""
+        """The record batch that holds a row of the source, and the row's number in that batch."""
         number = bisect_right(self._starts, row) - 1
         return self._batches[number], row - self._starts[number]
 
@@ -156,7 +163,7 @@ def _check_facts(facts: Mapping[str, Any], lengths: npt.NDArray[np.int64], name:
 
 
 def _name_of_files(source: str | Path | Sequence[str | Path]) -> str:
-    """How a path, or the first of several with their number, is written in a store's name."""
+    """The part of a store's name that tells its files: the path, or the first and how many more."""
     first, *others = [source] if isinstance(source, str | Path) else source
     return f"{first} and {len(others)} more" if others else str(first)
 
@@ -191,16 +198,13 @@ class ArrowDocuments(ListDocuments):
     those of :class:`.ListDocuments`.
     """
 
-    @staticmethod
-    def _find(
-        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
-    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
-        files, facts = (source, {}) if isinstance(source, list) else _files(source, name)
-        return [(path, path) for path in files], facts
+    _suffix = ".arrow"
 
 
-def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
-    """The Arrow files in order, and what their folder says of them."""
+def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path], dict[str, Any]]:
+    """The files in order, and what their folder says of them: ``vocab_size``, ``documents``, ..."""
+    if isinstance(path, list):
+        return path, {}
     if not path.is_dir():
         return [path], {}
     facts = read_json(path / FACTS)
@@ -229,7 +233,7 @@ def _files(path: Path, name: str) -> tuple[list[Path], dict[str, Any]]:
         raise ValueError(f"{name}: its state.json is damaged. Make the folder again.") from error
     if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
         raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
-    return listed or _shards(path, ".arrow", name), facts
+    return listed or _shards(path, suffix, name), facts
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -256,17 +260,15 @@ class ParquetDocuments(ListDocuments):
     other arguments are those of :class:`.ListDocuments`.
     """
 
+    _suffix = ".parquet"
+
     @staticmethod
-    def _find(
-        source: Path | list[Path], name: str, column: str | None, mask_column: str | None
-    ) -> tuple[list[tuple[Path, Path]], Mapping[str, Any]]:
-        files = source if isinstance(source, list) else [source]
-        if isinstance(source, Path) and source.is_dir():
-            files = _shards(source, ".parquet", name)
-        return [(_as_arrow(path, column, mask_column), path) for path in files], {}
+    def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
+        """The copy of the file's columns, which is written where there is none."""
+        return _copy_as_arrow(path, column, mask_column)
 
 
-def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
+def _copy_as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
     """The Arrow file of a Parquet file's columns, written where there is none."""
     try:
         file_checks.check_regular(path)
@@ -319,13 +321,13 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
 
 
 def _small(kind: pa.DataType) -> pa.DataType:
-    """The list type in which a column is kept: no token and no label needs more than 32 bits."""
+    """The type in which a column is written to the copy: lists of integers of at most 32 bits."""
     value = kind.value_type
     return pa.list_(pa.int32() if value.bit_width > 32 or value == pa.uint32() else value)
 
 
 def _token_counts(metadata: Any, column: str) -> list[int]:
-    """Values of a column in each row group, as the file says."""
+    """The number of tokens in each row group, as the file's metadata gives it."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     leaves = [map(group.column, range(group.num_columns)) for group in groups]
     return [

@@ -22,9 +22,6 @@ import numpy.typing as npt
 
 from lightning_wlb.argument_checks import choice, whole
 
-IGNORED_LABEL = -100
-"""The label that Hugging Face gives to a token that may not be a target."""
-
 
 @runtime_checkable
 class DocumentStore(Protocol):
@@ -97,29 +94,6 @@ def check_tokens(
     )
 
 
-def labels_as_mask(
-    labels: npt.NDArray[Any], tokens: npt.NDArray[Any], named: str, start: int, remedy: str
-) -> npt.NDArray[np.bool_]:
-    """Which tokens may be targets, from a range of labels as Hugging Face's models take them.
-
-    A label is the token itself, or ``-100`` where it may not be a target. Errors call the document
-    as ``named`` says, and count positions from ``start``.
-
-    Raises:
-        ValueError: a label that is neither ``-100`` nor the token.
-    """
-    mask = labels != IGNORED_LABEL
-    wrong = np.flatnonzero(mask & (labels != tokens))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"{named}: its label at position {start + first} is {labels[first]}, its token"
-            f" {tokens[first]}. Labels equal the tokens or are {IGNORED_LABEL}; they are not"
-            f" shifted. {remedy}"
-        )
-    return np.asarray(mask)
-
-
 @runtime_checkable
 class NamingStore(Protocol):
     """A store that says how errors call its documents."""
@@ -136,7 +110,7 @@ def name_of(store: DocumentStore, document: int) -> str:
 
 
 class RenumberedDocuments(ABC):
-    """Documents of other stores under numbers of their own."""
+    """A view of other stores that gives their documents new numbers."""
 
     lengths: npt.NDArray[np.int64]
 

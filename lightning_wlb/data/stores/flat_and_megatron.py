@@ -150,7 +150,7 @@ def _lengths(offsets: Array, tokens: int, source: str, name: str) -> npt.NDArray
 
 
 def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
-    """The file of offsets of documents that end with a token, made once."""
+    """The file with the offsets of documents that end with a given token; found once and kept."""
 
     def build(folder: Path) -> None:
         blocks = range(0, len(tokens), _BLOCK)
@@ -222,7 +222,7 @@ class _Index(NamedTuple):
 
 
 def has_index(path: Path) -> bool:
-    """Whether a path is that of such a pair of files, or of a folder with one."""
+    """Whether a path names a pair of ``.bin`` and ``.idx`` files, or a folder with one."""
     if path.is_dir():
         return any(path.glob("*.idx"))
     return Path(f"{_stem(path)}.idx").exists()

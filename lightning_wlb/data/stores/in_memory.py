@@ -60,7 +60,7 @@ class InMemoryDocuments(CheckedDocuments):
 
 
 def _joined(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) -> Array:
-    """The masks of all documents in one array."""
+    """Check the masks of all documents and join them, [tokens of all documents]."""
     if len(masks) != len(lengths):
         raise ValueError(
             f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each"

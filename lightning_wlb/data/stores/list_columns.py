@@ -28,6 +28,8 @@ TOKEN_COLUMNS = ("input_ids", "tokens")
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
 ATTENTION_COLUMN = "attention_mask"
 LABELS = "labels"
+IGNORED_LABEL = -100
+"""The label that Hugging Face gives to a token that may not be a target."""
 AUTO = "auto"
 
 
@@ -47,7 +49,7 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """The names of those that there are."""
+        """The columns to read: tokens, then the mask and the attention mask where there are any."""
         return [each for each in (self.tokens, self.mask, self.attention) if each is not None]
 
 
@@ -129,7 +131,7 @@ def _is_flags(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether the type is one of lists, of any or of one length."""
+    """Whether a column of this type has a list in each row, of any length or of a fixed one."""
     types = pa.types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
@@ -203,7 +205,7 @@ class MappedBatch(NamedTuple):
 
 
 def _is_compressed(message: Any) -> bool:
-    """Whether a message announces compressed buffers, before the library makes room for them."""
+    """Whether an Arrow message says that its buffers are compressed; nothing is unpacked."""
     if message.type not in ("record batch", "dictionary"):
         return False
     batch = _field(message.metadata, 0, 2)  # Message.header, of Message.fbs
@@ -213,7 +215,10 @@ def _is_compressed(message: Any) -> bool:
 
 
 def _field(data: Any, table: int, number: int) -> int | None:
-    """Where what a field of a flatbuffers table refers to begins; 0 stands for the root table."""
+    """The position of what a field of a flatbuffers table points to; None: the field is not set.
+
+    ``table`` is the position of the table, 0 that of the root table.
+    """
     table = table or struct.unpack_from("<I", data)[0]
     fields = table - struct.unpack_from("<i", data, table)[0]
     if 4 + 2 * number >= struct.unpack_from("<H", data, fields)[0]:

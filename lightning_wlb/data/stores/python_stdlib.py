@@ -66,15 +66,14 @@ class StdlibDocuments(FlatDocuments):
     ) -> None:
         choice("StdlibDocuments: unit", unit, ("definition", "file"))
         choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
+        wanted = 256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY
         if vocab_size is not None:
-            vocab_size = whole("StdlibDocuments: vocab_size", vocab_size, 1)
-        wrong = vocab_size not in (None, 256) if tokenizer == "bytes" else (vocab_size or 256) < 256
-        if wrong:
+            wanted = whole("StdlibDocuments: vocab_size", vocab_size, 256)
+        if tokenizer == "bytes" and wanted != 256:
             raise ValueError(
-                f"StdlibDocuments: vocab_size={vocab_size} with tokenizer={tokenizer!r}. Bytes are"
-                " 256 tokens, a byte-level vocabulary (tokenizer='bpe') has these and more."
+                f"StdlibDocuments: vocab_size={vocab_size} with tokenizer='bytes', which has 256"
+                " tokens. Leave vocab_size out, or choose tokenizer='bpe'."
             )
-        wanted = vocab_size or (256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY)
         sources = Path(directory or sysconfig.get_paths()["stdlib"])
         folder = _cached(sources, unit, tokenizer, wanted)
         if tokenizer == "bpe":

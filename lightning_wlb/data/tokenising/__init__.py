@@ -1,1 +1,1 @@
-"""Texts and chats, through a tokenizer, to documents that a store opens: begin at ``run.py``."""
+"""Texts and chats, through a tokenizer, to documents that a store opens; see ``tokenise.py``."""

@@ -158,7 +158,10 @@ class ChatEncoder:
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
-    """Which tokens, given by their ranges of characters, lie in one of the spans, bool [tokens]."""
+    """Whether each token is part of what the assistant said, bool [tokens].
+
+    Spans and tokens (``offsets``) are ranges of characters of the chat's text.
+    """
     # The end of a token decides: tokenizers may count the space before a word to it or not.
     ends = np.array([stop for _, stop in offsets], np.int64)
     mask = np.zeros(len(ends), bool)

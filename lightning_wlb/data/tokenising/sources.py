@@ -177,7 +177,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _check_once(path: str, seen: dict[str, str]) -> None:
-    """Refuse what a link leads to a second time: its documents would come twice, or for ever."""
+    """Refuse a file or folder that a link leads to again: its documents would come twice."""
     other = seen.setdefault(os.path.realpath(path), path)
     if other != path:
         raise ValueError(

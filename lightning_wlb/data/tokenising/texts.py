@@ -201,7 +201,7 @@ def hugging_face_tokenizer(name: str) -> Any:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise as a ValueError whatever a tokenizer's library raises, a panic of Rust's too."""
+    """Turn every error of a tokenizer library into a ValueError, panics of Rust code included."""
     try:
         yield
     except BaseException as error:

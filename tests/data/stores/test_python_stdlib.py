@@ -138,7 +138,7 @@ def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer='words'"):
         StdlibDocuments("file", "words")  # type: ignore[arg-type]
     for wrong in (("bytes", 300), ("bpe", 255)):
-        with pytest.raises(ValueError, match="vocab_size={1} with tokenizer='{0}'".format(*wrong)):
+        with pytest.raises(ValueError, match=f"vocab_size={wrong[1]}"):
             StdlibDocuments("file", *wrong)
     with pytest.raises(ValueError, match="holds no documents"):
         StdlibDocuments("file", directory=tmp_path / "nowhere")

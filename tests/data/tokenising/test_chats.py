@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.data.tokenising.chats import ChatEncoder
-from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenise
 from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise
 from tests.data.tokenising.support import (
     MARKED,
     PLAIN,

@@ -46,12 +46,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    """Where a shard lies until the folder is whole."""
+    """The path of a shard until the folder is whole and shards get their final names."""
     return folder / f"shard-{shard:05d}.part"
 
 
 def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """What a whole folder says of itself; None where the folder is not whole.
+    """The content of a whole folder's ``lightning_wlb.json``; None: the folder is not whole.
 
     Raises:
         ValueError: it was made for another request.
@@ -211,7 +211,7 @@ def _lists(documents: list[Document], masked: bool, vocab_size: int) -> list[pa.
 
 @contextmanager
 def _aside(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when all of it is written."""
+    """Open a file for writing under a hidden name, and rename it when all of it is written."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     try:
         with aside.open("wb") as file:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_wlb
-from lightning_wlb.data.tokenising import run as job
 from lightning_wlb.data.tokenising import sources
-from lightning_wlb.data.tokenising.run import TokeniseRequest, tokenise, tokenised_once
+from lightning_wlb.data.tokenising import tokenise as job
+from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
 from tests.data.tokenising.support import (
     PLAIN,
     columns,

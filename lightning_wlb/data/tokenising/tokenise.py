@@ -1,11 +1,11 @@
 """Tokenise a source into a folder: in parallel, resumable, the same with any number of processes.
 
 A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.tokenising.sources`) are dealt to
-processes as these become free, and each is one file of the folder (:mod:`.tokenising.folder`). A
-run that was ended, at any moment, is continued by the same request: shards that are done stay. A
-folder that was begun, or made, from other files, with another tokenizer or other options is
-refused, naming what differs. Only one process works on a folder at a time; others that want it
-wait, and then find it whole.
+processes as these become free, and each is one file of the folder
+(:mod:`.tokenising.tokenised_folder`). A run that was ended, at any moment, is continued by the same
+request: shards that are done stay. A folder that was begun, or made, from other files, with another
+tokenizer or other options is refused, naming what differs. Only one process works on a folder at a
+time; others that want it wait, and then find it whole.
 
 ``Dataset.map`` of the ``datasets`` library does not do this: it writes one file for each process,
 so that a run that was ended begins anew (docs/design.md has what was measured).
@@ -37,11 +37,11 @@ from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import cache_folder, shown
 from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
-from lightning_wlb.data.tokenising import folder as folders
+from lightning_wlb.data.tokenising import tokenised_folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
-from lightning_wlb.data.tokenising.folder import FORMAT, Counts
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
+from lightning_wlb.data.tokenising.tokenised_folder import FORMAT, Counts
 from lightning_wlb.file_checks import own_folder
 
 Kind = Literal["texts", "chats"]
@@ -125,7 +125,7 @@ class TokeniseRequest:
         return f"{self.encoder.describe()}\nLeft out: {files}, such as {left_out[0]}."
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result, in plain values; requests with the same give the same folder."""
+        """All that decides the result, in plain values: equal identities give equal folders."""
         return {
             "kind": self.kind,
             "column": self.column or COLUMNS[self.kind],
@@ -306,7 +306,7 @@ def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Hold the folder, once whoever has it has let go of it.
+    """Lock the folder for this process, waiting while another one works on it.
 
     Raises:
         TimeoutError: the other has done no shard for half an hour.
