@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.collective_errors import Ranks
@@ -161,18 +161,12 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
             " other stages train, let configure_optimizers give this one's optimizer a group, which"
             " may be empty: AdamW([{'params': [...]}])."
         ) from refused
-    _refuse_lbfgs(module.trainer.optimizers)
-
-
-def _refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
-    """Raise MisconfigurationException for an optimizer that evaluates a step several times."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS evaluates the loss several times per step and needs the whole gradient on"
-                " every rank, which sharded parameters do not have. Use AdamW or another"
-                " first-order optimizer."
-            )
+    if any(isinstance(each, LBFGS) for each in module.trainer.optimizers):
+        raise MisconfigurationException(
+            "LBFGS evaluates the loss several times per step and needs the whole gradient on every"
+            " rank, which sharded parameters do not have. Use AdamW or another first-order"
+            " optimizer."
+        )
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:
