@@ -14,10 +14,13 @@ def test_gpipe_is_all_forwards_then_all_backwards():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("micro_batches", [0, 1, 2, 3, 5, 8, 9, 17])
-def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks, micro_batches):
-    check_schedule(make_programs(schedule, ranks, micro_batches), micro_batches)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks):
+    for stages in (1, 2, 4) if SCHEDULES[schedule].virtual_stages else (1,):
+        for micro_batches in [*range(3 * ranks + 2), 5 * ranks + 1]:
+            check_schedule(
+                make_programs(schedule, ranks, micro_batches, stages), micro_batches, stages
+            )
 
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones():
