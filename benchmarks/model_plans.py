@@ -36,8 +36,9 @@ The plans are **simulated**, profile h100-fa2 (H100 SXM5 80GB, attention by torc
 FlashAttention-2; published figures, not measured): the fastest mesh (data, pipeline, context,
 tensor; ×v: v virtual stages) for documents of Generator A, a window of {context_window} tokens,
 {micro_batches} micro-batches' worth of tokens a step, packing `auto`, nodes of 8. *Gain* is
-tokens/s over `best_fit` on its own best mesh. A run without sizes searches for its mesh by itself;
-the same search before it:
+tokens/s over `best_fit` on its own best mesh. Rows with \\* are older: by them a layer waits for
+its tensor-parallel messages, beside which it computes now. A run without sizes searches for its
+mesh by itself; the same search before it:
 
 ```
 lightning-wlb plan --model examples/models/llama3_1_8b.yaml --mesh auto --devices 16 \\
@@ -57,7 +58,11 @@ def settings_of(model: str) -> dict[str, Any]:
 
 
 def plan(model: str, devices: int) -> dict[str, Any]:
-    """The figures of the best mesh, or under ``does_not_fit`` what the search says."""
+    """The figures of the best mesh, or under ``does_not_fit`` what the search says.
+
+    Raises:
+        RuntimeError: the search has failed for another reason.
+    """
     settings = settings_of(model)
     command = [
         *("plan", "--model", str(MODELS / f"{model}.yaml"), "--mesh", "auto", "--json"),
@@ -70,6 +75,8 @@ def plan(model: str, devices: int) -> dict[str, Any]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         code = lightning_wlb(command)
     if code != 0:
+        if "can run this" not in error.getvalue():
+            raise RuntimeError(f"{model} on {devices} was not planned: {error.getvalue()}")
         return {"does_not_fit": error.getvalue().strip()}
     found = json.loads(out.getvalue().splitlines()[-1])
     best, reference = found["rows"][0], found["best_fit"]
@@ -83,6 +90,7 @@ def row(model: str, devices: int, found: dict[str, Any]) -> str:
     name = f"[{model}.yaml]({model}.yaml)"
     if "does_not_fit" in found:
         return f"| {name} | {devices} | does not fit | | | | |"
+    name += " \\*" if found.get("before_overlap") else ""
     sizes = [found["mesh"][axis] for axis in ("data", "pipeline", "context", "tensor")]
     virtual = found["mesh"]["virtual_stages"]
     mesh = ",".join(map(str, sizes)) + (f" ×{virtual}" if virtual > 1 else "")

