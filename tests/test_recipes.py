@@ -127,6 +127,18 @@ def test_pretraining_from_a_tokenised_folder(folder):
     )
 
 
+def test_a_hybrid_on_context_parallel_ranks(folder):
+    fit(
+        folder,
+        "hybrid.yaml",
+        "--data.documents=corpus",
+        "--model.init_args.config.vocab_size=256",
+        "--model.init_args.config.hidden_size=32",
+        "--wlb.context_parallel_size=2",
+        ranks=2,
+    )
+
+
 def test_continued_pretraining_on_a_mixture_and_export(folder, monkeypatch):
     # The checkpoint names its weights' folder, and so the tokenizer's, as the run was given it.
     monkeypatch.chdir(folder)
