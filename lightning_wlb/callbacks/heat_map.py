@@ -142,8 +142,9 @@ class HeatMap:
                 " and for messages: give more micro_batches, or a shorter pipeline."
             )
         return (
-            f"{begin}, {uneven:.0%} for the replica with most work and the rest for messages: give"
-            " more micro_batches, or look for a mesh with lightning-wlb plan --mesh auto."
+            f"{begin}, {uneven:.0%} for the replica with most work and the rest for messages or"
+            " other programs: give more micro_batches, or look for a mesh with lightning-wlb plan"
+            " --mesh auto."
         )
 
     def draw(self, path: Path, title: str) -> None:

@@ -275,6 +275,8 @@ def _imbalance(summary: dict[str, float], levels: Sequence[str]) -> Iterator[tup
                 summary.get(f"imbalance_{level}{suffix}_{how}", math.nan)
                 for how in ("mean", "p99", "aggregate")
             ]
+            if suffix and math.isnan(summary.get(f"imbalance_{level}_mean", math.nan)):
+                name = f"imbalance, {level} level,{name[1:]}"
             yield name, *map(_shown, figures)
 
 

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder whose tokenizer is copied beside the weights (default: the one that training"
-        " started from)",
+        help="tokenizer.json, or its folder, to copy beside the weights with the files that belong"
+        " to it (default: the one that training started from)",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: that of the model's config)"
@@ -168,9 +168,9 @@ def _write(
 def _tokenizer_of(tokenizer: str | Path | None, given: dict[str, Any]) -> Path | None:
     """The folder to copy a tokenizer from; None where there is none on this machine."""
     if tokenizer is not None:
-        if not Path(tokenizer).is_dir():
-            raise ValueError(f"--tokenizer {tokenizer}: there is no such folder.")
-        return Path(tokenizer)
+        if not Path(tokenizer).exists():
+            raise ValueError(f"--tokenizer {tokenizer}: there is no such folder or file.")
+        return Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     source = given.get("pretrained")
     return Path(source) if source and Path(source).is_dir() else None
 

@@ -40,7 +40,12 @@ def test_each_rank_computes_and_waits_in_all_steps():
     [
         (Mesh(data=2), [[3.9], [3.8]], 4.0, "4% of their time: there is nothing to gain"),
         (Mesh(data=2), [[3.8], [1.8]], 4.0, "30% of their time, 25% for the replica with most"),
-        (Mesh(data=2), [[2.0], [1.6]], 4.0, "5% for the replica .* messages: .* --mesh auto"),
+        (
+            Mesh(data=2),
+            [[2.0], [1.6]],
+            4.0,
+            "5% for the replica .* messages or other programs: .* --mesh auto",
+        ),
         (Mesh(pipeline=2), [[2.0], [2.0]], 4.0, "50% .* the pipeline and for messages: give more"),
     ],
 )
