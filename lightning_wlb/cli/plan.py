@@ -314,9 +314,9 @@ def _table(comparison: Comparison) -> Table:
 
 def _hidden(comparison: Comparison) -> str:
     """How much of tensor-parallel communication is behind products."""
-    if comparison.request.mesh.tensor == 1:
-        return ""
     shares = [row.hidden for row in comparison.forecasts]
+    if not any(shares):  # no such messages, or a model whose products wait for them
+        return ""
     least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
     share = least if least == most else f"{least} to {most}"
     return f" Of the time of tensor-parallel messages {share} is hidden behind products."
