@@ -10,7 +10,8 @@ A save that dies leaves its folder in ``.partial``. The next save beside it remo
 nothing has been written for an hour: younger ones may be another run's, even of the same name.
 
 Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
-manifest, or, where the manifest cannot be read, has a name that files of checkpoints have.
+manifest, or, where the manifest cannot be read, has a name that files of checkpoints have. Neither
+``.partial`` nor ``.old`` may be a link, as in a folder that somebody else has made.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def begin(path: Path, kind: str) -> PartialFolder:
         kind: what may be replaced there: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
 
     Raises:
-        ValueError: there is something else at ``path``.
+        ValueError: there is something else at ``path``, or a link beside it.
     """
     refuse_foreign(path, kind)
+    _refuse_links(path)
     save = uuid.uuid4().hex
     aside = PartialFolder(path, path.parent / _ASIDE / f"{path.name}-{save}", save)
     make_folder(aside.folder)
@@ -199,6 +201,7 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     refuse_foreign(path, manifest.CHECKPOINT)
+    _refuse_links(path)
     if not path.exists():
         return
     gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
@@ -206,6 +209,15 @@ def remove(path: Path) -> None:
     path.rename(gone)
     _delete(gone)
     _tidy(path)
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuse links in place of ``.partial`` and ``.old``: what is removed there lies elsewhere."""
+    for folder in (path.parent / _ASIDE, path.parent / _REPLACED):
+        if folder.is_symlink():
+            raise ValueError(
+                f"{folder} is a link, and what lies behind it would be removed. Remove the link."
+            )
 
 
 def _exchange(one: Path, other: Path) -> bool:

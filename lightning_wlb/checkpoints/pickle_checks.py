@@ -20,6 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -188,16 +189,25 @@ def check_archive(file: IO[bytes]) -> None:
             records = archive.infolist()
             file.seek(0, io.SEEK_END)
             size = file.tell()
-            # Nothing is packed, or there twice: by name, by place, or as a second archive.
+            file.seek(max(0, size - 42))
+            locator, end = (tail := file.read())[:20], tail[20:]
+            place = struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)  # as torch writes it
+            # Nothing is packed, there twice (by name, by place, or as a second archive), or
+            # elsewhere or by another name to a reader in C.
             if (
-                any(each.compress_type != zipfile.ZIP_STORED for each in records)
+                not end.startswith(b"PK\x05\x06")
+                or (locator.startswith(b"PK\x06\x07") and locator != place)
+                or any(each.filename != each.orig_filename for each in records)
+                or any(each.compress_type != zipfile.ZIP_STORED for each in records)
                 or sum(max(each.file_size, each.compress_size) for each in records) > size
                 or len({each.filename.lower() for each in records}) < len(records)
                 or min(each.header_offset for each in records) != 0
                 or archive.comment
             ):
                 raise ValueError("its archive is not as torch writes it")
-            (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+            # torch looks for the name in any case, beside the archive's first record.
+            names = archive.namelist()
+            (name,) = (each for each in names if each.lower().endswith("/data.pkl"))
             _DryRun(archive.read(name)).load()
     except Exception as error:  # what is made up can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
@@ -230,5 +240,5 @@ class _DryRun(_Records):
         if path not in self._allowed and not (_CALLS.fullmatch(name) and bounded.get(name, True)):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
         for items in arguments:
-            if type(items) is list:  # of a set
+            if type(items) is list or (type(items) is tuple and name in ("set", "Counter")):
                 self._check_keys(items)

@@ -93,11 +93,16 @@ def _metadata(folder: Path, found: Any) -> Metadata:
         there = places.get(_plain(name, str), {})
         plain = isinstance(each, Record) and each.name.endswith("BytesStorageMetadata")
         stored[name] = BytesStorageMetadata() if plain else _tensor(each, len(there))
+        if plain and len(there) > 1:
+            raise ValueError(f"{name} is said to be at {len(there)} places")
         for offset, size in _entries(stored[name]):
             if offset not in there:
                 raise ValueError(f"no file holds {name} from {offset} on")
             if (length := there[offset][1].length) < size:
                 raise ValueError(f"{name} is said to have {size:,} bytes in {length:,}")
+    # Else many could share the hash of their offsets, and take quadratic time below.
+    if others := places.keys() - stored.keys():
+        raise ValueError(f"{repr(others.pop())} lies in a file, and is not described")
     paths = {
         _plain(name, str): path for name, path in _plain(state["planner_data"] or {}, dict).items()
     }

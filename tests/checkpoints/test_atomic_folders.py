@@ -95,6 +95,23 @@ def test_what_died_is_removed_when_it_is_stale(tmp_path):
     assert set(mine.parent.iterdir()) == {fresh, mine, again}
 
 
+@pytest.mark.parametrize("name", [".partial", ".old"])
+def test_nothing_is_removed_behind_a_link_beside_it(name, tmp_path):
+    """Somebody hands over a folder in which saves would tidy up another one."""
+    precious, folder = tmp_path / "precious", tmp_path / "handed"
+    atomic_folders.finish(write(precious / "run", "mine"))
+    for each in (precious, *precious.rglob("*")):
+        os.utime(each, (0, 0))
+    atomic_folders.finish(write(folder / "run", "theirs"))
+    (folder / name).symlink_to(precious)
+    with pytest.raises(ValueError, match="is a link"):
+        atomic_folders.finish(write(folder / "run", "new"))
+    with pytest.raises(ValueError, match="is a link"):
+        atomic_folders.remove(folder / "run")
+    assert text(precious / "run") == "mine"
+    assert [each.name for each in precious.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -87,6 +87,24 @@ def test_nothing_is_unpacked() -> None:
         load_plain(packed)
 
 
+def test_the_pickle_that_torch_takes_is_the_one_that_is_looked_at() -> None:
+    """torch takes ``archive/DATA.PKL``, and would find another directory by its place."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(written(0)) as old, zipfile.ZipFile(made, "w") as new:
+        new.writestr("archive/DATA.PKL", b"\x80\x02" + ASKING["a byte array"] + b".")
+        for name in old.namelist():
+            new.writestr(name.replace("/data.pkl", "/b/data.pkl"), old.read(name))
+    with pytest.raises(pickle.UnpicklingError, match="too many values"):
+        load_plain(made)
+    other_name = archive(b"\x80\x02]." + bytes(8)).getvalue().replace(b"data.pkl", b"data.pk\0")
+    elsewhere = bytearray(written(0).getvalue())
+    assert elsewhere[-42:-38] == b"PK\x06\x07"
+    elsewhere[-34] ^= 1
+    for spoiled in (other_name, bytes(elsewhere), written(0).getvalue() + bytes(1)):
+        with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
+            load_plain(io.BytesIO(spoiled))
+
+
 @pytest.mark.parametrize("spoiled", ["twice", "before", "comment", "overlapping"])
 def test_an_archive_is_what_it_seems_to_every_reader(spoiled: str) -> None:
     stream = written({"a": torch.ones(1000)})
@@ -187,6 +205,10 @@ def test_no_key_has_a_hash_that_somebody_chose(key: Any) -> None:
     members = {99 * MODULUS} if isinstance(key, int) else {(1, key)}
     with pytest.raises(pickle.UnpicklingError, match="cannot be a key"):
         load_plain(written([members]))
+    chosen = b"(" + pickle.dumps(99 * MODULUS, 2)[2:-1] + b"t\x85R."
+    for made in (b"c__builtin__\nset\n", b"ccollections\nCounter\n"):
+        with pytest.raises(pickle.UnpicklingError, match="cannot be a key"):
+            load_plain(archive(b"\x80\x02" + made + chosen))
 
 
 def test_records_are_made_of_what_pickle_writes() -> None:

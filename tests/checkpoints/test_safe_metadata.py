@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -118,6 +119,14 @@ def empty_chunks(library: Metadata, count: int) -> None:
         library.storage_data[MetadataIndex(NAME, (each, 0))] = place
 
 
+def places_more(library: Metadata, name: str, *offsets: Any) -> None:
+    """A place that no entry needs; offsets of many could have hashes that somebody has chosen."""
+    (last, *_) = sorted(library.storage_data.values(), key=lambda each: -each.offset)
+    place = _StorageInfo(last.relative_path, last.offset + last.length, 0)
+    for offset in offsets:
+        library.storage_data[MetadataIndex(name, offset)] = place
+
+
 HUGE = 10**12
 
 
@@ -148,6 +157,12 @@ HUGE = 10**12
         (lambda m: empty_chunks(m, 1001), "do not fill"),
         (lambda m: m.planner_data.update({NAME: ("model", "1.weight")}), "said to be at"),
         (lambda m: m.state_dict_metadata.update({NAME: [1]}), "in place of TensorStorage"),
+        (lambda m: places_more(m, "none", torch.Size([1 << 61])), "not described"),
+        (
+            lambda m: places_more(m, "plain", None, torch.Size([1]))
+            or m.state_dict_metadata.update(plain=BytesStorageMetadata()),
+            "at 2 places",
+        ),
         (lambda m: setattr(m, "storage_data", None), "in place of a dictionary"),
     ],
 )
