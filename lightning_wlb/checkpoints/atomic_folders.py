@@ -10,8 +10,8 @@ A save that dies leaves its folder in ``.partial``. The next save beside it remo
 nothing has been written for an hour: younger ones may be another run's, even of the same name.
 
 Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
-manifest, or, where the manifest cannot be read, has a name that files of checkpoints have. Neither
-``.partial`` nor ``.old`` may be a link, as in a folder that somebody else has made.
+manifest, or, where the manifest cannot be read, has a name that files of checkpoints have; and
+nothing behind a link in place of ``.partial`` or ``.old``.
 """
 
 from __future__ import annotations

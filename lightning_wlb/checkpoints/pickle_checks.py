@@ -190,13 +190,12 @@ def check_archive(file: IO[bytes]) -> None:
             file.seek(0, io.SEEK_END)
             size = file.tell()
             file.seek(max(0, size - 42))
-            locator, end = (tail := file.read())[:20], tail[20:]
-            place = struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)  # as torch writes it
+            tail, place = file.read(), struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)
             # Nothing is packed, there twice (by name, by place, or as a second archive), or
             # elsewhere or by another name to a reader in C.
             if (
-                not end.startswith(b"PK\x05\x06")
-                or (locator.startswith(b"PK\x06\x07") and locator != place)
+                tail[20:24] != b"PK\x05\x06"
+                or (tail[:4] == place[:4] and tail[:20] != place)
                 or any(each.filename != each.orig_filename for each in records)
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
                 or sum(max(each.file_size, each.compress_size) for each in records) > size
@@ -205,8 +204,7 @@ def check_archive(file: IO[bytes]) -> None:
                 or archive.comment
             ):
                 raise ValueError("its archive is not as torch writes it")
-            # torch looks for the name in any case, beside the archive's first record.
-            names = archive.namelist()
+            names = archive.namelist()  # torch finds one in capitals too
             (name,) = (each for each in names if each.lower().endswith("/data.pkl"))
             _DryRun(archive.read(name)).load()
     except Exception as error:  # what is made up can lead to any

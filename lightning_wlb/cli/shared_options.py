@@ -21,6 +21,7 @@ from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 _YAML = (".yaml", ".yml")
+_MOST_EXPANDED = 10_000_000  # characters of a YAML file, with what its aliases stand for
 
 
 def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
@@ -124,7 +125,10 @@ def _settings_in(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        model = yaml.safe_load(read_bytes(path).decode())["model"]
+        text = read_bytes(path).decode()
+        if _expanded(yaml.compose(text, yaml.SafeLoader), {}) > _MOST_EXPANDED:
+            raise ValueError("its aliases stand for too much")
+        model = yaml.safe_load(text)["model"]
         settings = dict(model.get("init_args", model))
         return {**settings, "config": settings["config"]}
     except OSError as error:
@@ -134,6 +138,17 @@ def _settings_in(path: Path) -> dict[str, Any]:
             f"--model {path} has no model with a config, as a LightningCLI YAML has under 'model',"
             f" 'init_args', 'config': {error!r}."
         ) from error
+
+
+def _expanded(node: Any, known: dict[int, int]) -> int:
+    """The characters of a YAML's node with what its aliases stand for; endless: too many."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_EXPANDED + 1  # until it is known: of a node that holds itself
+        parts = node.value if isinstance(node.value, list) else ()
+        pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
+        below = (_expanded(each, known) for pair in pairs for each in pair)
+        known[id(node)] = sum(below, len(node.value) + 1)
+    return known[id(node)]
 
 
 def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:

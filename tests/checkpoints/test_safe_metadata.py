@@ -159,8 +159,10 @@ HUGE = 10**12
         (lambda m: m.state_dict_metadata.update({NAME: [1]}), "in place of TensorStorage"),
         (lambda m: places_more(m, "none", torch.Size([1 << 61])), "not described"),
         (
-            lambda m: places_more(m, "plain", None, torch.Size([1]))
-            or m.state_dict_metadata.update(plain=BytesStorageMetadata()),
+            lambda m: (
+                places_more(m, "plain", None, torch.Size([1]))
+                or m.state_dict_metadata.update(plain=BytesStorageMetadata())
+            ),
             "at 2 places",
         ),
         (lambda m: setattr(m, "storage_data", None), "in place of a dictionary"),

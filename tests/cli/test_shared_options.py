@@ -86,6 +86,22 @@ def test_a_yaml_without_a_model_is_refused(tmp_path, text: str) -> None:
         given_model(str(run))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("link", ["[{}]", "{{<<: [{}]}}", "self"])
+def test_aliases_that_stand_for_gigabytes_are_refused(tmp_path, link: str) -> None:
+    lines = ["a0: &a0 {x: y}"]
+    for each in range(1, 12):
+        lines.append(f"a{each}: &a{each} {link.format(', '.join([f'*a{each - 1}'] * 9))}")
+    if link == "self":
+        lines = ["a11: &a11 [*a11]"]
+    run = tmp_path / "run.yaml"
+    run.write_text("\n".join([*lines, "model: {config: {dim: *a11}}"]))
+    with pytest.raises(ValueError, match=r"run\.yaml has .*its aliases stand for too much"):
+        given_model(str(run))
+    run.write_text("size: &size 2\nmodel: {config: {dim: 64, layers: *size}}")
+    assert given_model(str(run)).shape == TransformerConfig(layers=2).shape
+
+
 def test_a_config_that_is_not_there_is_refused(tmp_path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):

@@ -24,6 +24,7 @@ import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,9 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
         kinds[-1] = columns.attention, pa.list_(pa.bool_())
     schema = pa.schema(kinds)
     counts = _token_counts(parquet.metadata, columns.tokens)
+    for other in columns.names[1:]:
+        if any(map(gt, _token_counts(parquet.metadata, other), counts)):
+            raise ValueError(f"{path}: {other!r} has more values than {columns.tokens!r}. Mend it.")
     needed, free = 4 * sum(counts), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(

@@ -139,7 +139,9 @@ def _lengths(offsets: Array, tokens: int, source: str, name: str) -> npt.NDArray
         )
     whole_numbers = np.asarray(offsets, np.int64)
     lengths = whole_numbers[1:] - whole_numbers[:-1]
-    falling = np.flatnonzero(lengths < 0)
+    # What is outside of the tokens would let differences of 64 bits overflow.
+    outside = (whole_numbers[1:] < 0) | (whole_numbers[1:] > tokens)
+    falling = np.flatnonzero((lengths < 0) | outside)
     if len(falling):
         row = int(falling[0])
         raise ValueError(
@@ -284,7 +286,8 @@ def _document_lengths(index: _Index, tokens: Array, path: Path, of: Path) -> Arr
             " damaged: make it again."
         )
     bounds = (int(documents[0]), int(documents[-1])) if len(documents) else (0, 0)
-    if bounds != (0, len(sizes)) or (np.diff(documents) < 0).any():
+    outside = (documents < 0) | (documents > len(sizes))
+    if bounds != (0, len(sizes)) or outside.any() or (np.diff(documents) < 0).any():
         raise ValueError(
             f"{path}: its documents run from sequence {bounds[0]} to {bounds[1]} of {len(sizes)},"
             " or go back. The index is damaged: make it again."

@@ -131,9 +131,10 @@ def _is_flags(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type has a list in each row, of any length or of a fixed one."""
+    """Whether a column of this type has a list in each row, of any length or a fixed one."""
     types = pa.types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    fixed = types.is_fixed_size_list(kind) and kind.list_size > 0
+    return bool(types.is_list(kind) or types.is_large_list(kind) or fixed)
 
 
 _FILE_MAGIC = b"ARROW1"

@@ -164,10 +164,8 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     """
     # The end of a token decides: tokenizers may count the space before a word to it or not.
     ends = np.array([stop for _, stop in offsets], np.int64)
-    mask = np.zeros(len(ends), bool)
-    for start, stop in spans:
-        mask |= (ends > start) & (ends <= stop)
-    return mask
+    starts, stops = np.sort(np.array(spans, np.int64).reshape(-1, 2), axis=0).T
+    return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
 
 
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:

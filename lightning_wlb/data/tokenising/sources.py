@@ -18,6 +18,7 @@ import gzip
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,17 +143,18 @@ def rows(part: Part) -> Iterator[Row]:
                 f"{part.path}: byte {error.start} is no UTF-8. Convert the file to UTF-8."
             ) from error
         return
-    compressed = part.path.suffix == ".gz"
+    compressed = part.path.suffix == ".gz"  # of which few bytes could be gigabytes of values
+    most = min(MOST_BYTES, max(1 << 24, 64 * part.stop)) if compressed else MOST_BYTES
     with _opened(part.path) as file, _naming_damage(part.path):
         at = part.start
         if at:
             # The line that is under way here belongs to the part in which it begins.
             file.seek(at - 1)
             at += len(file.readline(MOST_BYTES)) - 1
-        while (compressed or at < part.stop) and (line := file.readline(MOST_BYTES + 1)):
-            if len(line) > MOST_BYTES:
+        while (compressed or at < part.stop) and (line := file.readline(most + 1)):
+            if len(line) > most:
                 raise ValueError(
-                    f"{_place(part.path, at)} has more than {MOST_BYTES:,} bytes, and a line is one"
+                    f"{_place(part.path, at)} has more than {most:,} bytes, and a line is one"
                     " document. Divide it, or remove it."
                 )
             if not line.isspace():
@@ -225,8 +227,8 @@ def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"an object has the name {twice!r} twice, and only one of them can count")
     return record
 

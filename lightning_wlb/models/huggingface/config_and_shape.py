@@ -14,6 +14,7 @@ several attentions; they are refused, as one cannot train them on packed rows.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -37,6 +38,7 @@ from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, RecurrentSizes, note_sizes
 
+_COUNTS = re.compile(r"num_.*|n_.*(layer|head|expert)s?|.*layers")
 _MOST_PARTS = 100_000
 """Most layers, heads or experts of a model: few bytes can ask for any number of them."""
 
@@ -53,12 +55,7 @@ def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pr
     """
     understood = _read(config)
     text = understood.get_text_config()
-    for name, count in text.to_dict().items():
-        if name.startswith("num_") and type(count) is int and count > _MOST_PARTS:
-            raise ValueError(
-                f"The config has {name}={count:,}: building {_MOST_PARTS:,} parts would take all"
-                " memory already. Mend it, or use another."
-            )
+    _check_counts(text.to_dict())
     if text is not understood:
         rank_zero_warn(
             f"Model type {understood.model_type!r} takes more than text. Only its language model,"
@@ -77,12 +74,16 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
                 f"A Hugging Face config with model_type={kind!r}, which transformers does not know."
                 " Give the fields of a config.json, among them one such as model_type: llama."
             )
+        _check_counts(config)
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
         local = Path(config).exists() or hub_is_out_of_reach()
         try:
             if Path(config).exists():
                 check_model(config)
+            # Some families make a list of layers as soon as the config is read.
+            given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
+            _check_counts(given[0])
             return AutoConfig.from_pretrained(
                 str(config), trust_remote_code=False, local_files_only=local
             )
@@ -98,6 +99,18 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         f"A config of type {type(config).__name__}. Give a folder with a config.json, that file, a"
         " name on the hub, a transformers PretrainedConfig or a mapping of its fields."
     )
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse a config, or a part of one, with more layers, heads or experts than can be built."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif type(value) is int and value > _MOST_PARTS and _COUNTS.fullmatch(str(name)):
+            raise ValueError(
+                f"The config has {name}={value:,}: building {_MOST_PARTS:,} parts would take all"
+                " memory already. Mend it, or use another."
+            )
 
 
 def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:

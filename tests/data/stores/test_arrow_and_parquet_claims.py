@@ -52,3 +52,34 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
     monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999] * 1000)
     with pytest.raises(ValueError, match="row group 0 unpacks to more tokens than it says"):
         documents(path)
+
+
+def test_offsets_whose_differences_overflow_are_refused(tmp_path):
+    """They would look like the lengths of documents of two billion tokens."""
+    places = pa.py_buffer(np.array([0, 2**31 - 1, -2, 9], np.int32).tobytes())
+    lists = pa.Array.from_buffers(
+        pa.list_(pa.int32()), 3, [None, places], children=[pa.array(range(9), pa.int32())]
+    )
+    write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": lists}))
+    with pytest.raises(ValueError, match=r"a\.arrow is damaged: .*offset"):
+        documents(tmp_path / "a.arrow")
+
+
+def test_any_number_of_lists_of_nothing_is_refused(tmp_path):
+    kind = pa.list_(pa.int32(), 0)
+    lists = pa.Array.from_buffers(kind, 2**31 - 1, [None], children=[pa.array([], pa.int32())])
+    write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": lists}))
+    assert (tmp_path / "a.arrow").stat().st_size < 1000
+    with pytest.raises(ValueError, match=r"\[0\], not lists of integers"):
+        documents(tmp_path / "a.arrow")
+
+
+def test_a_mask_that_is_longer_than_its_tokens_is_not_unpacked(tmp_path):
+    mask = pa.array([[True] * 1_000_000], pa.list_(pa.bool_()))
+    path = tmp_path / "a.parquet"
+    parquet.pq.write_table(pa.table({"input_ids": [[1]], "loss_mask": mask}), path)
+    with (
+        mock.patch.object(parquet.pq.ParquetFile, "iter_batches", side_effect=AssertionError),
+        pytest.raises(ValueError, match="'loss_mask' has more values than 'input_ids'"),
+    ):
+        documents(path)

@@ -75,6 +75,9 @@ def test_the_ends_of_documents_are_found_once(tmp_path, monkeypatch):
     [
         ([0, 3, 4], "run from 0 to 4, but there are 6 tokens"),
         ([1, 3, 4, 6], "run from 1 to 6"),
+        # Differences that overflow look like lengths; so do those of unsigned numbers.
+        ([0, 2**63 - 1, -2, 6], "out of order: document 0 runs from 0 to 9223372036854775807"),
+        (np.array([0, 2**63 - 1, 2**64 - 2, 6], "u8"), "out of order: document 0 runs"),
         ([0, 4, 3, 6], "out of order: document 1 runs from 4 to 3"),
         (np.empty(0, int), "run from 0 to 0"),
         ([0.0, 6.0], r"offsets\.npy is an array of float64 .* not of integers"),
@@ -195,6 +198,7 @@ HEADER, SIZES, POINTERS, DOCUMENTS = 34, 12, 24, 32
         (HEADER + SIZES + POINTERS, struct.pack("<q", 1), "from sequence 1 to 3 of 3"),
         (HEADER + SIZES + POINTERS + 24, struct.pack("<q", 2), "from sequence 0 to 2 of 3"),
         (HEADER + SIZES + POINTERS + 8, struct.pack("<qq", 2, 1), "go back"),
+        (HEADER + SIZES + POINTERS + 8, struct.pack("<qq", 2**63 - 1, -2), "go back"),
     ],
 )
 def test_an_index_that_disagrees_is_refused(tmp_path, at, values, message):

@@ -145,6 +145,23 @@ def test_a_line_without_end_is_not_unpacked(folder, monkeypatch) -> None:
         list(rows(parts[0]))
 
 
+def test_a_few_packed_bytes_do_not_stand_for_gigabytes_of_values(folder) -> None:
+    packed = gzip.compress(b'{"a": [' + b"{}," * 6_000_000 + b"{}]}")
+    (folder / "a.jsonl.gz").write_bytes(packed)
+    assert len(packed) < 20_000
+    (part,) = Source.open(folder).shards()[0]
+    with pytest.raises(ValueError, match=r"has more than 16,777,216 bytes, and a line is"):
+        list(rows(part))
+
+
+@pytest.mark.timeout(60)  # one after another they would take an hour
+def test_the_second_of_many_names_is_found_at_once(folder) -> None:
+    names = ",".join(f'"{each}": 0' for each in (*range(500_000), 499_999))
+    (folder / "a.jsonl").write_text(f"{{{names}}}")
+    with pytest.raises(ValueError, match="an object has the name '499999' twice"):
+        list(rows(Source.open(folder).shards()[0][0]))
+
+
 def test_a_damaged_archive_is_named(folder) -> None:
     whole = gzip.compress(b'{"a": 1}\n' * 100)
     (folder / "a.jsonl.gz").write_bytes(whole)

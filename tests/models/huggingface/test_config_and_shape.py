@@ -221,6 +221,19 @@ def test_sizes_without_bounds_are_refused(fields) -> None:
         shape_of(read_config({"model_type": "llama", **fields}))
 
 
+@pytest.mark.timeout(120)  # the first makes a list of them by itself, the others are built
+@pytest.mark.parametrize(
+    "field", ["qwen2 num_hidden_layers", "gpt2 n_layer", "bart decoder_layers"]
+)
+def test_counts_without_bounds_are_refused_by_any_name(field, tmp_path) -> None:
+    kind, name = field.split()
+    fields = {"model_type": kind, name: 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for given in (fields, tmp_path):
+        with pytest.raises(ValueError, match=rf"{name}=1,000,000,000: building"):
+            read_config(given)
+
+
 def test_a_class_that_is_registered_is_taken_though_the_folder_has_code(tmp_path) -> None:
     folder = foreign(tmp_path / "folder", tmp_path / "made")
     with mock.patch.dict(CONFIG_MAPPING._extra_content):
