@@ -136,6 +136,28 @@ class WorkScorer:
             replicas: all of a step, or some that share no micro-batch with others; micro-batches
                 that they share must come first on all that share them.
         """
+        virtual = self.mesh.virtual_stages
+        if virtual == 1 and not any(map(members_of, replicas)):
+            alone = list(map(self._alone, replicas))
+            return PlanScore(
+                max((each.time for each in alone), default=0),
+                max((each.peak for each in alone), default=0),
+            )
+        return self._together(replicas)
+
+    def _alone(self, replica: ReplicaPlan) -> PlanScore:
+        """The score of a replica that shares nothing, remembered for that of the whole step."""
+        key = _key(replica, estimated=True)
+        if key not in self._scores:
+            self._scores[key] = self._together([replica])
+        return self._scores[key]
+
+    @cached_property
+    def _scores(self) -> dict[object, PlanScore]:
+        """Scores of the candidates of one step, for which ``auto`` makes a scorer."""
+        return {}
+
+    def _together(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         passes = [self._passes(replica) for replica in replicas]
         orders = backward_orders(replicas)
         ranks, virtual = self.mesh.pipeline, self.mesh.virtual_stages

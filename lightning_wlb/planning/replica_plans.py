@@ -80,10 +80,10 @@ def laid_out(
     """
     numbers: dict[tuple[tuple[Slice, ...], int], int] = {}
     numbered = [
-        {
-            each: numbers.setdefault((replica.slices_of(each), len(each.replicas)), len(numbers))
+        [
+            numbers.setdefault((replica.slices_of(each), len(each.replicas)), len(numbers))
             for each in replica.forward
-        }
+        ]
         for replica in replicas
     ]
     tokens = [
@@ -103,11 +103,15 @@ def laid_out(
         else (name, layout(name, each.lengths, each.ranks, mesh.tensor).rows)
         for name, each in zip(names, tokens, strict=True)
     ]
-    result = []
-    for replica, own in zip(replicas, numbered, strict=True):
-        made = {
-            each: replace(each, sharding=found[number][0], rows=found[number][1])
-            for each, number in own.items()
-        }
-        result.append(replica.changed(made.__getitem__))
-    return result
+    return [
+        ReplicaPlan(
+            replica.slices,
+            tuple(
+                [
+                    replace(each, sharding=found[number][0], rows=found[number][1])
+                    for each, number in zip(replica.forward, own, strict=True)
+                ]
+            ),
+        )
+        for replica, own in zip(replicas, numbered, strict=True)
+    ]
