@@ -266,12 +266,12 @@ def unevenness(ends: Sequence[int]) -> float:
 
 def with_auto(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     """The best static mesh with ``auto``, that without context parallel, and that of one stage."""
-    choice = choose_mesh(setting.request("auto", profile, steps))
+    request = setting.request("auto", profile, steps)
     return {
-        "auto, no context": row_of(choice.best_by("context")[1]),
-        "auto": row_of(choice.best),
+        "auto, no context": row_of(choose_mesh(replace(request, fixed={"context": 1})).best),
+        "auto": row_of(choose_mesh(request).best),
         # Steps leave a mesh without virtual stages only.
-        "auto, one stage": row_of(choice.best_by("virtual_stages")[1]),
+        "auto, one stage": row_of(choose_mesh(replace(request, virtual_stages=1)).best),
     }
 
 

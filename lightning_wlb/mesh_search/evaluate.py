@@ -145,16 +145,6 @@ class MeshChoice:
         """The mesh to take."""
         return self.rows[0]
 
-    def best_by(self, axis: str) -> dict[int, MeshRow]:
-        """The best mesh with each size of an axis, or each number of ``"virtual_stages"``.
-
-        Where no mesh of a size was planned by profile, it is the best that was planned by work.
-        """
-        found: dict[int, MeshRow] = {}
-        for row in self.rows + self.others:
-            found.setdefault(getattr(row.mesh, axis), row)
-        return dict(sorted(found.items()))
-
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))

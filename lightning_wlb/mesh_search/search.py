@@ -4,8 +4,7 @@
    the size of an axis that is not given. Tensor-parallel ranks share a node, because they
    communicate in every layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. Of the others the closed form
-   (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`. Because it orders
-   good meshes badly, the best of each size of an axis stays too.
+   (:mod:`~lightning_wlb.mesh_search.closed_form`) keeps the best :data:`KEPT`.
 3. On each mesh the first steps of the run are planned by exact work and predicted by the profile
    (:mod:`~lightning_wlb.mesh_search.evaluate`). That takes less time than planning by profile, by
    which some meshes may be far better: where memory decides the micro-batches.
@@ -17,8 +16,8 @@
 On more than :data:`LARGE` devices, where planning takes seconds for a mesh, less is simulated.
 
 Everything is integers and ties go by the sizes, so the answer is the same on every rank and
-processor. Cost: the closed form of every legal mesh, 16 to 30 evaluations by work and some by
-profile; ``benchmarks/results/meshes.json`` has what that takes.
+processor. Cost: the closed form of every legal mesh, 16 evaluations by work and some by profile;
+``benchmarks/results/meshes.json`` has what that takes.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ mesh is one of them."""
 
 SHOWN = 5
 """Meshes that are planned by profile, as the fastest by work."""
-
-COMPARED_AXES = ("pipeline", "virtual_stages", "context", "tensor")
-"""The best mesh with each size of these is simulated."""
 
 FIRST = 3
 """How many of the closed form's best are planned by profile, whatever planning by work says. It is
@@ -259,17 +255,9 @@ def _pruned(
             fit.append((estimate.step_ns, mesh))
     fit.sort(key=lambda each: (each[0], each[1].shape, each[1].virtual_stages))
     ordered = [mesh for _, mesh in fit]
-    kept = set(ordered[:KEPT])
-    for axis in COMPARED_AXES if request.devices <= LARGE else ():
-        seen: set[int] = set()
-        for mesh in ordered:
-            if (size := getattr(mesh, axis)) not in seen:
-                seen.add(size)
-                kept.add(mesh)
-    for mesh in ordered:
-        if mesh not in kept:
-            reasons.add("slower than others, by the closed form", mesh)
-    return [mesh for mesh in ordered if mesh in kept]
+    for mesh in ordered[KEPT:]:
+        reasons.add("slower than others, by the closed form", mesh)
+    return ordered[:KEPT]
 
 
 def _nothing(request: MeshRequest, found: MeshChoice) -> str:

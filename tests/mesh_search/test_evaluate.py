@@ -133,11 +133,6 @@ def test_figures_of_a_row() -> None:
     assert best.figures["tokens_per_second"] == 2_000_000
 
 
-def test_the_best_of_each_size_is_the_first() -> None:
-    assert CHOICE.best_by("pipeline") == {1: CHOICE.others[0], 2: CHOICE.rows[0]}
-    assert CHOICE.best_by("context") == {1: CHOICE.rows[0], 2: CHOICE.rows[1]}
-
-
 def test_json_and_back() -> None:
     text = CHOICE.to_json()
     assert "\n" not in text

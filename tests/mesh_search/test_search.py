@@ -59,17 +59,13 @@ def test_progress_is_told(found: MeshChoice) -> None:
     assert all(0 <= done < whole for _, done, whole in told)
 
 
-def test_the_closed_form_keeps_few_meshes_and_one_of_each_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(search, "KEPT", 1)
+def test_the_closed_form_keeps_few_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "KEPT", 3)
     found = choose_mesh(ASKED)
-    rows = found.rows + found.others
-    for axis in ("pipeline", "context", "tensor"):
-        assert {getattr(row.mesh, axis) for row in rows} == {1, 2, 4}
+    assert len(found.rows + found.others) == 3
     (slower,) = found.left_out
     assert "closed form" in slower.reason
-    assert slower.count == len(legal_meshes(ASKED, Reasons())) - len(rows) > 0
+    assert slower.count == len(legal_meshes(ASKED, Reasons())) - 3 > 0
 
 
 def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
@@ -155,7 +151,7 @@ def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
         made = evaluate(asked, mesh, by_profile=by_profile)
         return replace(made, fits=not by_profile or mesh == only)
 
-    for name, value in (("SHOWN", 1), ("FIRST", 0), ("COMPARED_AXES", ()), ("evaluate", fits)):
+    for name, value in (("SHOWN", 1), ("FIRST", 0), ("evaluate", fits)):
         monkeypatch.setattr(search, name, value)
     assert choose_mesh(ASKED).best.mesh == only
 
