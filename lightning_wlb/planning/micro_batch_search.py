@@ -12,17 +12,19 @@ times the nominal number with tapered micro-batches, looks at the next smaller a
 number, and goes on where the step gets shorter. Where one of these plans exceeds the memory limit,
 or pieces cut apart make the step 1 % shorter because they need less recomputation, it searches on
 from there with pieces cut apart. At the M where it ends it tries the other kinds, but whole pieces
-only if none has more work than 1.5 micro-batches. A candidate that exceeds the limit is worse than
-any that does not, and the more it exceeds it the worse.
+only if none has more work than 1.5 micro-batches. Where whole pieces in few micro-batches are best
+of all these, as where memory is short, whole pieces and pieces cut apart are tried in more of them.
+A candidate that exceeds the limit is worse than any that does not, and the more it exceeds it the
+worse.
 
 With a device profile, by which an action may cost much, whole pieces are also tried as ``best_fit``
 packs them: full micro-batches and a last one with the rest, for which a pipeline waits little.
 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
 micro-batches and in fewer, which waste less time. Where these need recomputation, whole pieces and
-pieces cut apart are also tried in more micro-batches, which need less of it. Among steps within 2 %
-of the shortest the one with the fewest micro-batches is taken: a prediction is no better than that,
-and may not count all that a micro-batch costs beside its model.
+pieces cut apart are also tried in more micro-batches, which need less of it. Among steps within
+0.5 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
+that a micro-batch costs beside its model.
 
 Cost: 7 to 10 candidates, one more with a device profile, each O(P·log P + M·stages) for P pieces;
 on one stage 4, and about ten more where memory is short. Where times have several minima it finds a
@@ -42,7 +44,7 @@ from lightning_wlb.planning.dealing import deal_capped, fill
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
 from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
 from lightning_wlb.planning.slicing import cut_apart, slice_pieces
-from lightning_wlb.planning.tuning import HALVES, NEAR_PERCENT, START
+from lightning_wlb.planning.tuning import HALVES, NEAR_PER_MILLE, START
 
 Kind = Literal["whole", "filled", "equal", "tapered", "apart"]
 
@@ -151,7 +153,14 @@ class MicroBatchSearch:
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             others.insert(0, Candidate("whole", halves))
-        return min((fewest, *filled, *others, *self._scores), key=self.score)
+        best = min((fewest, *filled, *others, *self._scores), key=self.score)
+        if best in filled or (known and best == fewest):
+            # Slices cost too much: from this number on with whole pieces, and with few slices.
+            count = len(self.packs(best))
+            at = min(range(len(HALVES)), key=lambda at: abs(HALVES[at] * self.nominal - 2 * count))
+            self._walk("whole", START)
+            self._walk("apart", at)
+        return min((best, *self._scores), key=self.score)
 
     def _best_on_one_stage(self, fewest: Candidate) -> Candidate:
         self._walk("whole", 1)
@@ -163,7 +172,7 @@ class MicroBatchSearch:
             if self.place.slices:
                 self._walk("apart", START)
         excess, time = min(self._scores.values())
-        near = Score(excess, time * NEAR_PERCENT // 100)
+        near = Score(excess, time * NEAR_PER_MILLE // 1000)
         good = [tried for tried, score in self._scores.items() if score <= near]
         return min(good, key=lambda tried: (len(self.packs(tried)), self.score(tried)))
 

@@ -7,12 +7,13 @@ among those that fit: in the device's memory where that is known, else with no m
 way if they then end no later than the latest replica so far (of many replicas: hardly later), and
 otherwise search for themselves.
 
-Where dealing whole pieces leaves one replica with 2 % more work than the mean, several replicas may
-share a piece (:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared:
-none, those above a replica's capacity, or those above a half, a quarter or an eighth of it. The
-number of micro-batches beside the shared ones is then chosen once more, by the whole step. Where
-memory is known, pieces that one replica cannot hold, however much it recomputes, are always shared,
-by as many as hold them together.
+Where dealing whole pieces leaves one replica with 2 % more work than the mean, or on pipelines lets
+one end later than the mean by more than sharing costs, several replicas may share a piece
+(:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared: none, those above
+a replica's capacity, or those above a half, a quarter or an eighth of it. The number of
+micro-batches beside the shared ones is then chosen once more, by the whole step. Where memory is
+known, pieces that one replica cannot hold, however much it recomputes, are always shared, by as
+many as hold them together.
 
 Times are predicted from a device profile if the planner has one (``Planner(scorer=...)``). Without
 one they are exact work, and every action also takes the forward work of a piece of 1 % of a context
@@ -27,7 +28,7 @@ allows, several numbers of them are tried, and pieces that no replica can hold w
 may also be shared. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
 
 Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
-one that searches again; for each dealing with shared pieces as many, and one to three of the step;
+one that searches again; for each dealing with shared pieces as many, and one to four of the step;
 at one stage under known memory 4 for a search, and where it is short 14 and up to fifteen dealings.
 That is milliseconds for hundreds of pieces (``benchmarks/results/packing.md``), several times that
 by a device profile. On thousands of ranks it is most of a plan (``docs/scale.md``).
@@ -59,11 +60,13 @@ from lightning_wlb.planning.slicing import share_packs
 from lightning_wlb.planning.tuning import (
     ACTION_OVERHEAD,
     DEALT_AGAIN,
+    EVENED,
     HALVES,
     LATE_PERCENT,
     MANY_REPLICAS,
     SELF_SEARCHING,
     SHARED_MULTIPLES,
+    SHARING_OVERHEAD_PERCENT,
     SLACK_PER_MILLE,
     UNBALANCED_PERCENT,
 )
@@ -91,12 +94,24 @@ class AutoPacker(Packer):
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         scorer = place.scorer or self.work_scorer(place.mesh)
         (pieces,) = micro_batches
-        dealings = self._dealings(pieces, place, scorer)
-        best = min(
-            (self._made(each, place, scorer) for each in dealings), key=lambda made: made.score
-        )
-        if best.shared and place.mesh.pipeline > 1:
-            best = self._refined(best, place, scorer)
+        first = _Dealing(pieces, place.mesh.data, self.rules.work.total)
+        # A schedule with virtual stages or without slices cannot run shared pieces.
+        if place.mesh.virtual_stages > 1 or not place.slices:
+            return self._evened(self._made(first, place, scorer), place, scorer).plans
+        first = replace(first, most_tokens=max(scorer.longest, default=sys.maxsize))
+        begun = self._refined(self._made(first, place, scorer), place, scorer)
+        found = [begun] + [
+            self._refined(self._made(each, place, scorer), place, scorer)
+            for each in self._sharing(begun, place, scorer)
+        ]
+        # Which of them evens out best is not known before.
+        best = sorted(found, key=lambda made: made.score)[:EVENED]
+        return min(
+            (self._evened(each, place, scorer) for each in best), key=lambda made: made.score
+        ).plans
+
+    def _evened(self, best: _Made, place: Placement, scorer: PlanScorer) -> _Made:
+        """Dealt again with less for replicas that end late, while the step gets shorter."""
         for _ in range(DEALT_AGAIN):
             ends = scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
@@ -105,7 +120,7 @@ class AutoPacker(Packer):
             if again.score >= best.score:
                 break
             best = again
-        return best.plans
+        return best
 
     def work_scorer(self, mesh: Mesh) -> WorkScorer:
         """The scorer by exact work, for planners without a device profile."""
@@ -115,31 +130,27 @@ class AutoPacker(Packer):
         overhead = work.forward(max(self.rules.window // ACTION_OVERHEAD, 1))
         return WorkScorer(work, mesh, overhead, most_open * self.rules.cap)
 
-    def _dealings(
-        self, pieces: list[Piece], place: Placement, scorer: PlanScorer
-    ) -> Iterator[_Dealing]:
-        """The dealing with the fewest shared pieces; if unbalanced, others that share more."""
-        mesh, work = place.mesh, self.rules.work.total
-        if mesh.virtual_stages > 1 or not place.slices:
-            # The schedule cannot run shared pieces.
-            yield _Dealing(pieces, mesh.data, work)
-            return
-        held = max(scorer.longest, default=sys.maxsize)
-        fewest = _Dealing(pieces, mesh.data, work, 0, held)
-        yield fewest
-        loads = fewest.merged.loads
-        longest = max((piece.tokens for piece in pieces), default=0)
+    def _sharing(self, first: _Made, place: Placement, scorer: PlanScorer) -> Iterator[_Dealing]:
+        """Dealings that share more pieces than the first, where that leaves some replica behind."""
+        mesh, fewest = place.mesh, first.dealing
+        loads, ends = fewest.merged.loads, scorer.ends(first.plans)
+        longest = max((piece.tokens for piece in fewest.pieces), default=0)
         by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in scorer.longest)
-        if not by_memory and 100 * len(loads) * max(loads) <= UNBALANCED_PERCENT * sum(loads):
+        uneven = 100 * len(loads) * max(loads) > UNBALANCED_PERCENT * sum(loads)
+        late = mesh.pipeline > 1 and 100 * len(ends) * max(ends, default=0) > (
+            100 + SHARING_OVERHEAD_PERCENT
+        ) * sum(ends)
+        if not (by_memory or uneven or late):
             return
         seen = [fewest.merged]
         thresholds = (0, 1) if by_memory and mesh.data > MANY_REPLICAS else (0, 1, 2, 4, 8)
         # What several replicas hold together need not be computed again.
-        for most_tokens in scorer.longest if by_memory else [held]:
-            for per_capacity in thresholds:
-                dealing = _Dealing(pieces, mesh.data, work, per_capacity, most_tokens)
+        for most_tokens in scorer.longest if by_memory else [fewest.most_tokens]:
+            for per_capacity in thresholds if by_memory or uneven else (1, 2):
+                dealing = replace(fewest, per_capacity=per_capacity, most_tokens=most_tokens)
                 merged = dealing.merged
-                if merged not in seen and (by_memory or max(merged.loads) < max(seen[-1].loads)):
+                evener = max(merged.loads) < max(seen[-1].loads)
+                if merged not in seen and (by_memory or late or evener):
                     seen.append(merged)
                     yield dealing
 
@@ -158,6 +169,8 @@ class AutoPacker(Packer):
 
     def _refined(self, made: _Made, place: Placement, scorer: PlanScorer) -> _Made:
         """The same plans with fewer or more unshared micro-batches, while the step gets shorter."""
+        if not made.shared or place.mesh.pipeline == 1:
+            return made
         for stride in (-1, 1):
             while True:
                 own = [chosen and chosen.neighbour(stride) for chosen in made.own]
