@@ -4,7 +4,7 @@ Either half of a layer gathers rows, multiplies them by matrices that are split 
 multiplies by one that is split by rows, and sums and scatters. :class:`GatheredRows` and
 :func:`summed_products` are these two, and what waits for what is theirs:
 
-* *forward*: own rows are gathered, or sums scattered, in :attr:`RowTravel.chunks` parts. A part is
+* *forward*: own rows are gathered, or sums scattered, in ``RowTravel.chunks`` parts. A part is
   multiplied while the next one travels; rows are independent, so the results are the same;
 * *backward*, as in Megatron-LM: own rows alone are saved. They are gathered again while the
   gradient of the gathered rows is computed, and that is summed and scattered while the weights'
@@ -18,7 +18,7 @@ Every rank of a group posts the same operations in the same order, forward and b
 
 Cost: a third more bytes gathered, and rows · dim elements more memory in the backward of a half
 layer; it saves (1 - 1/TP) · rows · dim elements from forward to backward. Not for few rows, whose
-products take less time than a message's latency: one part, or :attr:`RowTravel.chunks` of 0, which
+products take less time than a message's latency: one part, or ``RowTravel.chunks`` of 0, which
 waits for every message. Run over gloo only: NCCL has a stream of its own for each group, on which
 all of this is queued the same way.
 """
