@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
 import numpy as np
@@ -114,6 +115,8 @@ class WLBDataModule(L.LightningDataModule):
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
+        # None before there is a Trainer, so that it can be pickled.
+        self._positions: WeakKeyDictionary[L.Trainer, ConsumedState] | None = None
         self._opened: tuple[DocumentStore, DocumentStore | None, DocumentStore | None] | None = None
         self._described = False
         super().__init__()
@@ -140,7 +143,7 @@ class WLBDataModule(L.LightningDataModule):
 
     @property
     def trainer(self) -> L.Trainer | None:
-        """The Trainer that runs the data module; under another one the run begins anew."""
+        """The Trainer that runs the data module; each has a position of its own."""
         return self._trainer
 
     @trainer.setter
@@ -150,8 +153,10 @@ class WLBDataModule(L.LightningDataModule):
             raise MisconfigurationException(
                 f"WLBDataModule was given to a Trainer of {home}. {_OTHER_NAMESPACE}"
             )
-        if self._trainer is not None and trainer is not self._trainer:
-            self._consumed.restore(None)
+        if trainer is not None and trainer is not self._trainer:
+            if self._positions is None:
+                self._positions = WeakKeyDictionary()
+            self._consumed = self._positions.setdefault(trainer, ConsumedState())
         self._trainer = trainer
 
     def __iter__(self) -> Any:

@@ -46,7 +46,7 @@ from lightning_wlb.data import loader_workers as workers
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.open_documents import Documents
-from lightning_wlb.data.store_checks import check_has_targets, corpus_digests, count_targets
+from lightning_wlb.data.store_checks import check_corpora, check_has_targets, count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.mesh import Rank
@@ -182,16 +182,18 @@ class StepDataset(IterableDataset[StepBatch]):
         worker = get_worker_info()
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
         planner = self.planner()
+        corpora = check_corpora(self.store, self.state)
+        digests = {"corpora": [each.digest for each in corpora]}
         # A continued run that ended with its epoch stands before an empty rest of it: pass over it.
         release = planner.release() or planner.release()
         plan: StepPlan | None = None
         index = 0
         while release is not None:
-            state = planner.state_dict()
+            state = planner.state_dict() | digests
             following = planner.release()
             if following is None:
                 # The epoch or the run is over: a resume must not find an empty rest of it.
-                state = planner.state_dict()
+                state = planner.state_dict() | digests
             ahead: StepPlan | None = None
             if index % shares == share:
                 plan = plan or planner.place(release)
@@ -208,7 +210,7 @@ class StepDataset(IterableDataset[StepBatch]):
                     recurrent=self.recurrent,
                 )
                 if index == 0:
-                    batch.corpora = corpus_digests(self.store)
+                    batch.corpora = corpora
                 self.state = state
                 yield batch
             release, plan = following, ahead

@@ -10,17 +10,18 @@ Plans agree between ranks where lengths do, and a rank reads only its own rows. 
 copies of a corpus differ in their tokens (another tokenizer, a file that was changed) would train
 on a mixture of both. With the first step of every pass over the documents each rank hashes the
 beginnings of some documents, spread over the store (:func:`corpus_digests`), and the exchange
-that compares plans compares the digests. That is no proof: copies that differ elsewhere pass.
+that compares plans compares the digests; so does a run that resumes, with those of the position it
+was saved with. That is no proof: copies that differ elsewhere pass.
 
 Cost: one look at each token that is read, and at each mask of a piece that is planned. The digest
 reads ``SAMPLED_DOCUMENTS`` times at most ``SAMPLED_TOKENS`` tokens of each store, once a pass, in
-the loader worker.
+each loader worker.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -147,6 +148,20 @@ def corpus_digests(store: DocumentStore) -> tuple[CorpusDigest, ...]:
     """
     stores = store.stores if isinstance(store, MixedDocuments) else (store,)
     return tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)
+
+
+def check_corpora(
+    store: DocumentStore, state: Mapping[str, Any] | None
+) -> tuple[CorpusDigest, ...]:
+    """The store's digests; a ValueError where the run that saved the position had others."""
+    found = corpus_digests(store)
+    digests = [each.digest for each in found]
+    if (state or {}).get("corpora", digests) != digests:
+        raise ValueError(
+            f"{store!r} is not what the saved run read: as long, but of other tokens, masks or"
+            " vocabulary. Resume with its documents, or begin anew by loading the weights alone."
+        )
+    return found
 
 
 def _digest(store: DocumentStore) -> int:

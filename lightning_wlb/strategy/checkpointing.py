@@ -161,6 +161,7 @@ class Checkpointer:
             weights_only = True
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
+        _leave_open_epoch(checkpoint)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:
             checkpoint[JOB] = job
         interrupted = module.trainer.interrupted
@@ -312,12 +313,30 @@ class Checkpointer:
                 verify=self._verify,
             ),
         )
+        if fitting and any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
+            rank_zero_warn(
+                "The learning rate may differ from an unbroken run's: Lightning leaves out the step"
+                " of ReduceLROnPlateau after the save and, by epochs, at the end of the epoch."
+            )
         self._run.knows(taken)
         self._read_to_evaluate = not fitting
         resuming.forget_others(rest, taken, trainer)
         # What Lightning says that it has restored, and ModelCheckpoint keeps.
         trainer._checkpoint_connector._ckpt_path = str(taken)
         return rest
+
+
+def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
+    """Take back, in place, that an epoch is over which ``max_steps`` or a Timer ends before.
+
+    Else the rest of it would be the resumed run's next one, which ``max_epochs`` ends too soon.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
+    inside = batches["current"]["ready"] and not batches["is_last_batch"]
+    if inside and epochs["current"]["processed"] == epochs["current"]["started"]:
+        for each in epochs.values():
+            each["processed"] = each["completed"] = each["started"] - 1
 
 
 @cache

@@ -1,3 +1,4 @@
+import pickle
 import re
 import warnings
 from dataclasses import fields
@@ -187,6 +188,22 @@ def test_a_second_fit_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
     assert module.steps == steps
     trainer(tmp_path, max_steps=3).fit(module, datamodule)
     assert module.steps == [*steps, 0, 1, 2], "a new Trainer starts from the beginning"
+
+
+def test_an_evaluation_by_another_trainer_leaves_the_position_alone(tmp_path: Path) -> None:
+    """Also one that reads a checkpoint; only a new Trainer starts from the beginning."""
+    module, datamodule = Recorder(), data(validation_documents=10)
+    pickle.dumps(datamodule)
+    runner = trainer(tmp_path, max_steps=2)
+    runner.fit(module, datamodule)
+    other = trainer(tmp_path, max_steps=1)
+    other.fit(Recorder(), datamodule)
+    other.save_checkpoint(tmp_path / "one.ckpt")
+    evaluating = trainer(tmp_path)
+    evaluating.validate(Recorder(), datamodule, ckpt_path=tmp_path / "one.ckpt", verbose=False)
+    runner.fit_loop.epoch_loop.max_steps = 5
+    runner.fit(module, datamodule)
+    assert module.steps == [*range(5)]
 
 
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:

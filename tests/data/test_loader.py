@@ -81,6 +81,18 @@ def test_resume_from_any_batch_continues_with_the_next() -> None:
     assert [content(each) for each in rest] == [content(each) for each in unbroken[middle + 1 :]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_documents_of_the_same_lengths_are_not_resumed_on(workers: int) -> None:
+    """A state from before digests were saved goes on, and so does the same store."""
+    state, other = next(iter(dataset())).state, store()
+    other.read(0, 0, 1)[0] += 1
+    with pytest.raises(ValueError, match="not what the saved run read"):
+        next(iter(StepLoader(dataset(store=other, state=state), num_workers=workers)))
+    old = {name: each for name, each in state.items() if name != "corpora"}
+    for resumed in (dataset(state=state), dataset(store=other, state=old)):
+        assert next(iter(StepLoader(resumed, num_workers=workers))).plan.step == 1
+
+
 def test_resume_on_another_mesh_has_the_same_pieces() -> None:
     unbroken = list(dataset())
     rank = Rank(Mesh(data=3, context=2, tensor=2), data=1, context=1)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -339,6 +339,40 @@ def test_what_a_stranger_remembers_is_not_removed_and_an_evaluated_one_not_resum
     assert Path(best).parent == tmp_path / "kept"
     # Weights of one checkpoint with the optimizers of another are nothing to go on from.
     assert resumable == [True, False, True]
+
+
+def left_inside(rank: int, home: Path) -> list[tuple[list[int], list[int]]]:
+    """Steps and epochs of a run; of those resumed after two steps, by the place of the save."""
+
+    def run(
+        folder: str, resume: Path | None = None, **options: int
+    ) -> tuple[list[int], list[int], L.Trainer]:
+        seen: list[tuple[int, int]] = []
+        watch = LambdaCallback(
+            on_train_batch_end=lambda runner, *_: seen.append(
+                (runner.global_step, runner.current_epoch)
+            )
+        )
+        keeper = ModelCheckpoint(home / folder, "end", save_on_train_epoch_end=True)
+        given = {"max_steps": -1, "max_epochs": 2, "enable_checkpointing": True}
+        runner = trainer(WLBStrategy(2), 2, callbacks=[watch, keeper], **(given | options))
+        runner.fit(module(SMALL), data(SMALL), ckpt_path=resume)
+        return *map(list, zip(*seen, strict=True)), runner  # type: ignore[return-value]
+
+    *unbroken, _ = run("unbroken")
+    *_, left = run("left", max_steps=2)
+    left.save_checkpoint(home / "left" / "after.ckpt")
+    again = [run(name, home / "left" / f"{name}.ckpt")[:2] for name in ("end", "after")]
+    ended = run("once", max_epochs=1)
+    rest = run("rest", home / "once" / "end.ckpt")[:2]
+    return [tuple(unbroken), *again, ended[:2], rest]  # type: ignore[list-item]
+
+
+def test_an_epoch_that_a_run_left_is_not_over_for_the_one_that_resumes(tmp_path):
+    for unbroken, *again, once, rest in run_ranks(left_inside, 2, tmp_path, process_group=False):
+        assert {*unbroken[1]} == {0, 1}
+        assert again == [(unbroken[0][2:], unbroken[1][2:])] * 2
+        assert [a + b for a, b in zip(once, rest, strict=True)] == list(unbroken)
 
 
 def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
