@@ -189,7 +189,10 @@ class Layer(nn.Module):
 
         def feed_forward(hidden: Tensor) -> Tensor:
             normal = self.feed_forward_norm(hidden)
-            change: Tensor = self.feed_forward(normal, travel, recompute != "none")
+            # One of a user's own takes the tensor-parallel group alone (examples/own_model.py).
+            own = isinstance(self.feed_forward, FeedForward)
+            how = (travel, recompute != "none") if own else (travel.group,)
+            change: Tensor = self.feed_forward(normal, *how)
             return hidden + change
 
         def both(hidden: Tensor, freqs: Tensor) -> Tensor:

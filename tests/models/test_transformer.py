@@ -5,6 +5,7 @@ import torch
 
 from lightning_wlb.models.compiled_functions import rotary_frequencies, rotate, rotate_real
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.row_products import RowTravel
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
 from tests.models.steps import (
@@ -192,7 +193,7 @@ class Noisy(torch.nn.Module):
         self.inner = inner
 
     def forward(self, hidden, group):
-        return torch.nn.functional.dropout(self.inner(hidden, group), 0.5)
+        return torch.nn.functional.dropout(self.inner(hidden, RowTravel(group), True), 0.5)
 
 
 def random_gradients(mode: str) -> list[torch.Tensor]:

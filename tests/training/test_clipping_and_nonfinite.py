@@ -153,7 +153,7 @@ def test_every_rank_raises_or_skips(tmp_path):
     # The loss of a pipeline is computed on its last rank.
     assert said.startswith("Step 1: the loss is nan on rank 1, and gradients are not finite of")
     assert " of embed.weight, layers.0.attention_norm.weight, " in said
-    assert f", document {POISONED} of InMemoryDocuments(24 documents" in said
+    assert f", document {POISONED} of InMemoryDocuments" in said
     assert "on_nonfinite='skip'" in said
     lost = (
         "The weights themselves are not finite: layers.1.attention_norm.weight. Nothing is saved."
@@ -162,7 +162,7 @@ def test_every_rank_raises_or_skips(tmp_path):
     for case in ("norm", "value"):
         assert first[case].startswith(
             "Step 0: gradients are not finite of layers.1.attention_norm.weight."
-            " Documents of the step: document 0 of InMemoryDocuments("
+            " Documents of the step: document 0 of InMemoryDocuments, "
         )
 
 
