@@ -36,12 +36,18 @@ class Strategy:
         return replace(alone, **self.context)
 
 
+class AnyTrainer(SimpleNamespace):
+    """Stands for a Trainer, by which a data module holds its position."""
+
+    __hash__ = object.__hash__
+
+
 MODULE = SimpleNamespace(model_shape=SHAPE, planned_checkpointing="auto")
 
 
 def stand(documents: WLBDataModule, strategy: Any = None, **context: Any) -> None:
     """Give it a Trainer of which only the strategy and a module are told."""
-    documents.trainer = SimpleNamespace(  # type: ignore[assignment]
+    documents.trainer = AnyTrainer(  # type: ignore[assignment]
         strategy=strategy or Strategy(**context), lightning_module=MODULE, global_step=0
     )
 
