@@ -117,7 +117,7 @@ class HuggingFaceDecoder(Decoder):
         # Taken out of the base model, which is not registered: its parameters would be named twice.
         for name in (words_name, layers_name, norm_name):
             delattr(base, name)
-        self.stages = StageLayers(self.layers, len(layers))
+        self.stages = StageLayers(self.layers, len(layers), config.model_type == "bamba")
         setattr(base, layers_name, self.stages)
         setattr(base, norm_name, nn.Identity())
         delattr(causal, prefix)

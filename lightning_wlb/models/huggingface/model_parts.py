@@ -130,12 +130,16 @@ class StageLayers:
         layers: the layers that are here, by global number as a string.
         count: the number of layers of the whole model.
         span: global numbers of the layers that the next forward runs.
+
+    Args:
+        in_pairs: whether the family's layers return attention weights behind their rows.
     """
 
-    def __init__(self, layers: nn.ModuleDict, count: int) -> None:
+    def __init__(self, layers: nn.ModuleDict, count: int, in_pairs: bool = False) -> None:
         self.layers = layers
         self.count = count
         self.span = range(count)
+        self._absent = (_InPair(_before), _InPair(_behind)) if in_pairs else (_before, _behind)
 
     def __len__(self) -> int:
         return self.count
@@ -144,9 +148,10 @@ class StageLayers:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(self.count))]
         number = range(self.count)[index]
+        before, behind = self._absent
         if number < self.span.start:
-            return _before
-        return self.layers[str(number)] if number in self.span else _behind
+            return before
+        return self.layers[str(number)] if number in self.span else behind
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])
@@ -173,6 +178,17 @@ class _Behind(nn.Module):
         if run.left is None:
             run.left = hidden_states
         return hidden_states
+
+
+class _InPair(nn.Module):
+    """Stands for layers that return their rows and attention weights, as Bamba's do."""
+
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return self.rows(*args, **kwargs), None
 
 
 _before, _behind = _Before(), _Behind()

@@ -45,7 +45,11 @@ def test_the_other_families(family, recompute):
 
 MESHES = {
     "replicas": (Run("olmo_hybrid", (2, 1, 1, 1)),),
-    "stages": (Run("qwen3_5_text", (1, 2, 1, 1)), Run("nemotron_h", (1, 2, 1, 1), **SLICED)),
+    "stages": (
+        Run("qwen3_5_text", (1, 2, 1, 1)),
+        Run("nemotron_h", (1, 2, 1, 1), **SLICED),
+        Run("bamba", (1, 2, 1, 1)),
+    ),
     "context": (
         Run("qwen3_next", (1, 1, 2, 1)),
         Run("kimi_linear", (1, 1, 2, 1), **SLICED),
