@@ -66,7 +66,7 @@ class PlannedPacking:
                 no_empty=True,
             )
             needed = len(step.micro_batches[0])
-        if not all(step.in_turn):
+        if not all(map(all, step.micro_batches)):
             raise ValueError(
                 f"{len(sample_id_seqlens)} sequences do not fill {needed} micro-batches of"
                 f" {self.dp_size} replicas. Take more sequences in a step."

@@ -36,9 +36,7 @@ def plan_step(
     model: Any = None,
     work: WorkOf | None = None,
     micro_batches: int = 1,
-    equal_counts: bool = True,
     equal_sizes: bool = False,
-    keep_order: bool = False,
     lockstep: bool = False,
     no_empty: bool = False,
     pairs: Sequence[Sequence[int]] = (),
@@ -54,19 +52,18 @@ def plan_step(
         work: what sequences cost, in place of a model: a function of an array of lengths, as
             ``lambda tokens: 24576 * tokens + tokens**2``, or one number for each sequence.
         micro_batches: how many each rank has at least; more where the cap asks for them.
-        equal_counts: all ranks have as many micro-batches as the one that needs most, since ranks
-            that run different numbers of them wait for ever where each has a collective.
         equal_sizes: all ranks have equally many sequences (or groups of ``pairs``).
-        keep_order: ranks and micro-batches are runs of the given order.
         lockstep: whether ranks wait for each other in every micro-batch (ZeRO-3, FSDP that gathers
             parameters again), and not only at the end of the step.
-        no_empty: with equal counts, no micro-batch is empty where there are sequences enough: a
+        no_empty: no micro-batch is empty where there are sequences enough: a
             rank with few long ones gets some of the shortest.
         pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
             the rejected answer of a preference.
 
     Returns:
-        Plain lists, which print well. The same arguments give the same answer on every machine.
+        Plain lists, which print well. All ranks have as many micro-batches as the one that needs
+        most, since ranks that run different numbers of them wait for ever where each has a
+        collective. The same arguments give the same answer on every machine.
 
     Raises:
         ValueError: an argument out of range, neither ``model`` nor ``work``, a sequence or a group
@@ -75,8 +72,7 @@ def plan_step(
     tokens = _checked_lengths(lengths)
     ranks, least = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     cap = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
-    given = {"equal_counts": equal_counts, "equal_sizes": equal_sizes, "keep_order": keep_order}
-    given |= {"lockstep": lockstep, "no_empty": no_empty}
+    given = {"equal_sizes": equal_sizes, "lockstep": lockstep, "no_empty": no_empty}
     given = {name: flag(name, value) for name, value in given.items()}
     if (model is None) == (work is None):
         raise ValueError(
@@ -84,7 +80,7 @@ def plan_step(
             " as lambda tokens: 24576 * tokens + tokens**2, to know what a sequence costs."
         )
     costs = _work_of(tokens, work if model is None else Work.of(shape_of(model)).total)
-    items = _items(tokens, as_integers(costs), pairs, keep_order)
+    items = _items(tokens, as_integers(costs), pairs)
     over = int(items.tokens.argmax())
     if cap is not None and items.tokens[over] > cap:
         raise ValueError(
@@ -92,11 +88,11 @@ def plan_step(
             f" tokens, more than max_tokens={cap}. Raise the cap, or cut or leave out the sequence."
         )
     if equal_sizes and (
-        len(items.members) % ranks or keep_order or len({len(each) for each in items.members}) > 1
+        len(items.members) % ranks or len({len(each) for each in items.members}) > 1
     ):
         raise ValueError(
             f"equal_sizes=True: {len(items.members)} sequences (or groups, which must be of one"
-            f" size) do not divide by ranks={ranks}, or keep_order=True asks for other sizes."
+            f" size) do not divide by ranks={ranks}."
         )
     dealt = deal_step(items, ranks, cap, least=least, **given)
     # Items are alike to sequences where nothing stays together.
@@ -159,9 +155,7 @@ def _work_of(tokens: NDArray[np.int64], work: Any) -> NDArray[np.float64]:
     return costs
 
 
-def _items(
-    tokens: NDArray[np.int64], works: NDArray[np.int64], pairs: Any, keep_order: bool
-) -> Items:
+def _items(tokens: NDArray[np.int64], works: NDArray[np.int64], pairs: Any) -> Items:
     if len(pairs) == 0:
         return Items(works, tokens, [[number] for number in range(len(tokens))])
     groups = [[whole("pairs: a sequence", each, 0) for each in group] for group in pairs]
@@ -173,8 +167,6 @@ def _items(
         )
     rest = set(range(len(tokens))).difference(named)
     members = sorted([*map(sorted, groups), *([number] for number in rest)])
-    if keep_order and [each for group in members for each in group] != list(range(len(tokens))):
-        raise ValueError("keep_order=True: sequences that stay together must be neighbours.")
     sums = [
         np.array([sum(each[i] for i in group) for group in members], np.int64)
         for each in (works.tolist(), tokens.tolist())

@@ -19,19 +19,13 @@ Cost: 10,000 sequences on 512 ranks take 20 to 40 ms (``benchmarks/adapters.py``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.planning.partition import Integers, in_order, partition
-
-FORMAT = "lightning-wlb balanced step"
-VERSION = 2
+from lightning_wlb.planning.partition import Integers, partition
 
 PRECISE = 2.0**50
 """The work of a step, as integers: enough for every difference, and far from overflow."""
@@ -64,9 +58,9 @@ class BalancedStep:
     """Which sequences each rank runs, in which micro-batch; plain lists of plain integers.
 
     Attributes:
-        micro_batches: [rank][micro-batch] -> numbers of its sequences, ascending. The heaviest
-            micro-batch of a rank comes first, unless the order was to be kept. One may be empty
-            where a rank has fewer sequences than the others have micro-batches.
+        micro_batches: [rank][micro-batch] -> numbers of its sequences, ascending. All ranks
+            have equally many, the heaviest first. One may be empty where a rank has fewer sequences
+            than the others have micro-batches.
         tokens: [rank][micro-batch], the tokens of each.
         balance: how even the step is.
         max_tokens: the cap of a micro-batch, if there is one.
@@ -76,36 +70,6 @@ class BalancedStep:
     tokens: list[list[int]]
     balance: Balance
     max_tokens: int | None = None
-
-    @property
-    def in_turn(self) -> list[list[int]]:
-        """Micro-batches in the order [micro-batch][rank], as loaders that deal in turn read them.
-
-        Raises:
-            ValueError: ranks with different numbers of micro-batches.
-        """
-        if len({len(rank) for rank in self.micro_batches}) > 1:
-            raise ValueError(
-                "Ranks have different numbers of micro-batches. Plan with equal_counts=True."
-            )
-        return [each for row in zip(*self.micro_batches, strict=True) for each in row]
-
-    def to_json(self) -> str:
-        """The step as one line of JSON (docs/planner.md); :meth:`from_json` is its inverse."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
-
-    @staticmethod
-    def from_json(text: str) -> BalancedStep:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: another format, or a later version of it.
-        """
-        fields: dict[str, Any] = json.loads(text)
-        found = fields.pop("format", None), fields.pop("version", None)
-        if found != (FORMAT, VERSION):
-            raise ValueError(f"This is {found}, not {(FORMAT, VERSION)}: read it with its writer.")
-        return BalancedStep(**fields | {"balance": Balance(**fields["balance"])})
 
     def __str__(self) -> str:
         lines = [
@@ -150,34 +114,29 @@ def deal_step(
     cap: int | None,
     *,
     least: int = 1,
-    equal_counts: bool = True,
     equal_sizes: bool = False,
-    keep_order: bool = False,
     lockstep: bool = False,
     no_empty: bool = False,
 ) -> list[list[list[int]]]:
     """[rank][micro-batch] -> its items, of which none has more tokens than the cap.
+
+    All ranks have as many micro-batches as the one that needs most.
 
     Args:
         items: what is dealt.
         ranks: number of ranks.
         cap: most tokens of a micro-batch; None: a rank has as few as ``least``.
         least: micro-batches that each rank has at least.
-        equal_counts: whether all ranks have equally many micro-batches.
         equal_sizes: whether all ranks have equally many items; their number divides the items'.
-        keep_order: whether rank after rank, each micro-batch after the other, they keep the order.
         lockstep: whether what counts is the sum over k of the longest k-th micro-batch.
         no_empty: whether no micro-batch is empty where there are items enough.
     """
-    if keep_order:
-        return _in_order(items, ranks, cap, least, equal_counts)
     home = partition(items.works, ranks, sized=equal_sizes)
-    dealt = _packed(items, home, ranks, cap, least, equal_counts)
-    no_empty = no_empty and equal_counts
+    dealt = _packed(items, home, ranks, cap, least)
     while no_empty and len(items.members) >= ranks * len(dealt[0]) and not all(map(all, dealt)):
         home = _with_enough(items, home, ranks, len(dealt[0]))
-        dealt = _packed(items, home, ranks, cap, len(dealt[0]), equal_counts)
-    if not lockstep or equal_sizes or not equal_counts:
+        dealt = _packed(items, home, ranks, cap, len(dealt[0]))
+    if not lockstep or equal_sizes:
         return dealt
     rows = _in_rows(items, ranks, len(dealt[0]), cap)
     return dealt if rows is None else min(dealt, rows, key=lambda each: lockstep_work(items, each))
@@ -196,11 +155,9 @@ def _with_enough(items: Items, home: Integers, ranks: int, least: int) -> Intege
 
 def lockstep_work(items: Items, dealt: list[list[list[int]]]) -> int:
     """Work of a step whose ranks wait for each other in every micro-batch."""
-    counts = range(max(map(len, dealt)))
     works = items.works.tolist()
     return sum(
-        max(sum(works[item] for item in rank[k]) if k < len(rank) else 0 for rank in dealt)
-        for k in counts
+        max(sum(works[item] for item in own) for own in row) for row in zip(*dealt, strict=True)
     )
 
 
@@ -223,7 +180,7 @@ def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list
 
 
 def _packed(
-    items: Items, home: Integers, ranks: int, cap: int | None, least: int, equal: bool
+    items: Items, home: Integers, ranks: int, cap: int | None, least: int
 ) -> list[list[list[int]]]:
     """The items of each rank in as few micro-batches as hold them under the cap."""
     room = np.iinfo(np.int64).max // 4 if cap is None else cap
@@ -265,7 +222,7 @@ def _packed(
     while len(left):
         counts[left] += 1
         left = fill(left)
-    if equal and int(counts.min()) < int(counts.max()):
+    if int(counts.min()) < int(counts.max()):
         packed, fewer = bins.copy(), np.flatnonzero(counts < counts.max())
         least_counts = counts.copy()
         counts[:] = counts.max()
@@ -296,30 +253,6 @@ def _opened(bins: Integers, own: Integers, works: Integers, count: int, wanted: 
         inside = own[bins[own] == int(np.argmax(loads))]
         bins[inside[1::2]] = count
         count += 1
-
-
-def _in_order(
-    items: Items, ranks: int, cap: int | None, least: int, equal: bool
-) -> list[list[list[int]]]:
-    works, tokens = items.works.tolist(), items.tokens.tolist()
-    bounds = in_order(works, ranks)
-    assert bounds is not None
-    parts = list(pairwise(bounds))
-    cuts = []
-    for start, stop in parts:
-        count = max(least, 1 if cap is None else -(-sum(tokens[start:stop]) // cap))
-        while (cut := in_order(works[start:stop], count, tokens[start:stop], cap)) is None:
-            count += 1
-        cuts.append(cut)
-    if equal:
-        count = max(map(len, cuts)) - 1
-        again = (in_order(works[a:b], count, tokens[a:b], cap) for a, b in parts)
-        cuts = [cut for cut in again if cut is not None]
-        assert len(cuts) == ranks, "more runs hold what fewer held"
-    return [
-        [list(range(start + a, start + b)) for a, b in pairwise(cut)]
-        for (start, _), cut in zip(parts, cuts, strict=True)
-    ]
 
 
 def _grouped(home: Integers, groups: int) -> list[list[int]]:
