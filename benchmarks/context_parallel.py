@@ -10,7 +10,7 @@ tensor parallelism), against an all-gather of all rows; what an all-gather sends
 (ranks - 1) times a rank's part. Time is that of the choice and of one rank's index arithmetic.
 
 A second table compares the exchange of keys (the adaptive choice, by the same profile) with
-attention split by heads (``sharding="heads"``, DeepSpeed Ulysses): modelled milliseconds of the
+attention split by heads (:mod:`benchmarks.ulysses`): modelled milliseconds of the
 slowest rank's kernel, exchange and copies, forward and backward of one layer, by the analytic
 ``h100`` profile.
 
@@ -32,6 +32,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.sharding_latency import predicted_latency
+from benchmarks.ulysses import split_by_heads
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
@@ -41,7 +42,6 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Slice
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import (
-    HEADS,
     SHARDINGS,
     Layout,
     choose,
@@ -192,9 +192,11 @@ def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, floa
     latency = predictor.latency
     pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
     name, _ = choose(lengths, latency.mesh.context, latency.mesh.tensor, latency.segment_cost)
+    of_keys = predictor.micro_batch(pieces, name)
+    with split_by_heads():
+        of_heads = predictor.micro_batch(pieces, "per_sequence")
     times = []
-    for sharding in (name, HEADS):
-        cost = predictor.micro_batch(pieces, sharding)
+    for cost in (of_keys, of_heads):
         others = sum(
             latency.linear_ns(cost.rows, backward=backward) + latency.tensor_parallel_ns(cost.rows)
             for backward in (False, True)

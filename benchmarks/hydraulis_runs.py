@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.hydraulis_proposal import proposed_strategies
 from benchmarks.meshes import Setting
+from benchmarks.ulysses import split_by_heads
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous.planning.candidates import candidate_schemes
@@ -57,7 +58,6 @@ from lightning_wlb.planning.planner import Planner
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import HEADS
 
 
 class GreedyPacker(HydraulisPacker):
@@ -121,14 +121,11 @@ def in_papers_space(request: MeshRequest, mode: ActivationCheckpointing) -> Mesh
     return replace(request, fixed={"context": 1}, virtual_stages=1, activation_checkpointing=mode)
 
 
-def exchanging_heads(request: MeshRequest, mode: ActivationCheckpointing) -> MeshRequest:
-    """Context parallel by heads alone, with one checkpointing of all micro-batches."""
-    return replace(
-        request,
-        fixed={"pipeline": 1, "tensor": 1},
-        sharding=HEADS,
-        activation_checkpointing=mode,
-    )
+def exchanging_heads(request: MeshRequest) -> dict[str, Any] | None:
+    """The best context parallel by heads alone, with one checkpointing of all micro-batches."""
+    alone = replace(request, fixed={"pipeline": 1, "tensor": 1}, sharding="per_sequence")
+    with split_by_heads():
+        return best(replace(alone, activation_checkpointing=mode) for mode in MODES)
 
 
 def best(requests: Iterable[MeshRequest]) -> dict[str, Any] | None:
@@ -298,7 +295,7 @@ def static(setting: Setting, profile: Profile, steps: int, flops: int) -> dict[s
     tried = [mesh for mesh in meshes if mesh.context > 1]
     rows: dict[str, Any] = {
         "megatron": best(in_papers_space(packed, mode) for mode in MODES),
-        "deepspeed": best(exchanging_heads(packed, mode) for mode in MODES),
+        "deepspeed": exchanging_heads(packed),
         "two_stage": fastest(two_stage(space, without, flops) for space in spaces),
         "best_fit, no context": best([replace(packed, fixed={"context": 1})]),
         "best_fit": row_of(choice.best),

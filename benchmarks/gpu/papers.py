@@ -34,7 +34,6 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.sharding import (
-    HEADS,
     SHARDINGS,
     Layout,
     choose,
@@ -142,7 +141,7 @@ def figure_15(
     """Mean over sequences of the slowest rank's milliseconds, forward and backward."""
     times: dict[str, list[float]] = {
         name: []
-        for name in (*SHARDINGS, HEADS, "paper's choice", "optimal of the paper's", "our choice")
+        for name in (*SHARDINGS, "heads", "paper's choice", "optimal of the paper's", "our choice")
     }
     errors: list[float] = []
     for lengths in every:
@@ -158,7 +157,7 @@ def figure_15(
             errors.append(max(predicted_ms(latency, part) for part in parts) / slowest[name] - 1)
         for name, ms in slowest.items():
             times[name].append(ms)
-        times[HEADS].append(kernel.ms((lengths, lengths), ranks=ranks))
+        times["heads"].append(kernel.ms((lengths, lengths), ranks=ranks))
         papers = [name for name in PAPER if name in slowest]
         if papers:
             times["paper's choice"].append(slowest[min(papers, key=cost.__getitem__)])

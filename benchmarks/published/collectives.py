@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.published import Fact
+from benchmarks.ulysses import all_to_all_ns
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
@@ -36,7 +37,7 @@ def predict(fact: Fact) -> float:
         messages = Communication(profile, Mesh(context=ranks))
         crossing = round(size * (ranks - 1) / ranks)
         if kind == "all_to_all":
-            ns = messages.all_to_all_ns(crossing)
+            ns = all_to_all_ns(messages, crossing)
         else:
             summed = kind == "reduce_scatter"
             ns = messages.collective_ns("context", ranks, size, summed=summed) * round(BUS[kind])

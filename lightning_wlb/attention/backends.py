@@ -240,7 +240,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) 
         raise ValueError(
             f"{shapes}: the metadata describes {metadata.queries} queries and {metadata.keys}"
             " keys. Padding rows are cut off, and keys gathered, before the call"
-            " (context_parallel_attention does both)."
+            " (packed_attention does both)."
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(

@@ -55,12 +55,23 @@ class SliceMetadata:
     cache: KeyValueCache | None = field(default=None, repr=False)
     layer: int | None = None
 
+    @property
+    def cache_and_layer(self) -> tuple[KeyValueCache, int]:
+        """Both, or ValueError where they have not been filled in."""
+        if self.cache is None or self.layer is None:
+            raise ValueError(
+                "a sliced micro-batch needs to know its layer and the step's cache: pass"
+                " metadata.for_layer(number) to attention, as Transformer.forward does, and give"
+                " the model micro_batch.with_cache(cache), as LanguageModule.step does."
+            )
+        return self.cache, self.layer
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Attention segments of one rank's rows of a micro-batch.
 
-    The fields from ``cu_seqlens_q`` to ``head_rows`` are those of
+    The fields from ``cu_seqlens_q`` to ``receive_counts`` are those of
     :class:`~lightning_wlb.sharding.rank_indices.RankIndices`, as tensors. ``send_index`` is None
     where no all-to-all is used. ``key_index`` is an index into the rows that all ranks gather, or
     for slices into the gathered ``runs``; it is None without context parallelism, where the keys
@@ -86,7 +97,6 @@ class AttentionMetadata:
     send_index: Tensor | None = None
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
-    head_rows: tuple[int, ...] = ()
     replicas: int = 1
     slices: SliceMetadata | None = None
     sliding_window: int | None = None
@@ -134,6 +144,5 @@ class AttentionMetadata:
             send_index=torch.from_numpy(indices.send_index) if indices.send_counts else None,
             send_counts=indices.send_counts,
             receive_counts=indices.receive_counts,
-            head_rows=indices.head_rows,
             sliding_window=sliding_window,
         )

@@ -1,27 +1,36 @@
 """The one attention function that a model calls, however its packed rows lie on the ranks.
 
-It passes on to :mod:`.sliced` if the micro-batch's metadata has slices, to :mod:`.ulysses` if ranks
-share the heads, and else to :mod:`.context_parallel`.
+Keys and values are posted (:mod:`.key_exchange`), then the queries are computed, and attention runs
+on what has arrived: one kernel call. The output is projected here too. Its backward, which needs
+the keys once more where they are not kept (:func:`.attend_with_refetch`), thus begins with posting
+them, and they travel while the projection's own backward runs. Nothing else overlaps
+(docs/design.md says why).
 
-Values may be narrower than keys, as in DeepSeek's multi-head latent attention. Keys and values are
-sent as one tensor, and kernels want them equally wide, so that zeros are put behind the values here
-and cut off the result. So narrow values are sent, kept for backward and multiplied as wide as keys.
+A slice leaves its keys and values in the step's :mod:`.kv_cache` for the later ones of its piece.
+Prefixes of a piece of n slices would add up to n/2 times the piece in every layer, and keys of a
+context-parallel group to CP times a rank's own, so that backward refetches both.
+
+Padding rows, at the local end, are cut off before the kernel, and are exactly zero in the output
+and in every gradient, whatever they hold. Values may be narrower than keys, as in DeepSeek's
+multi-head latent attention. Keys and values are sent as one tensor, and kernels want them equally
+wide, so that zeros are put behind the values here and cut off the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
+from lightning_wlb.attention.key_exchange import KeyMessages, Pair, receive, send
+from lightning_wlb.attention.kv_cache import attend_with_refetch
 from lightning_wlb.attention.metadata import AttentionMetadata
-from lightning_wlb.attention.sliced import sliced_attention
-from lightning_wlb.attention.ulysses import head_parallel_attention
-from lightning_wlb.distributed.process_groups import ProcessGroups
+from lightning_wlb.distributed.collectives import padded
+from lightning_wlb.distributed.process_groups import ProcessGroups, group_size
 
 Queries = Tensor | Callable[[], Tensor]
 """Queries, or a function that computes them and is called while keys and values are sent."""
@@ -43,21 +52,23 @@ def packed_attention(
 
     Args:
         queries: [rows, heads, head_dim], or a function that computes them; it is called once, while
-            keys and values are sent, and so hides the exchange.
+            keys and values are sent, and so hides the exchange, as its backward hides that of the
+            gradients.
         k: [rows, kv_heads, head_dim], padding rows included.
         v: [rows, kv_heads, v_dim], v_dim at most head_dim.
         project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows,
             which is called once and whose result is returned; its backward hides the exchange of
             keys. None returns the output itself: backward then waits for that exchange.
-        metadata: of the micro-batch, for the layer (``metadata.for_layer``).
-        groups: has the group of the ranks that share the micro-batch's rows or heads.
+        metadata: of the micro-batch, for the layer (``metadata.for_layer``), on the same device.
+        groups: has the group of the ranks that share the micro-batch's rows.
+        options: the layer's, the same on every rank of the group.
 
     Returns:
         What ``project`` returns, or [rows, heads, v_dim], zero in padding rows.
 
     Raises:
         ValueError: if values are wider than keys, rows, metadata and groups do not fit each other,
-            or the kernel lacks an option.
+            the metadata of slices lacks the cache or the layer, or the kernel lacks an option.
     """
     width, value_width = k.shape[-1], v.shape[-1]
     if value_width > width:
@@ -66,19 +77,69 @@ def packed_attention(
             " Put zeros behind queries and keys, and give the scale of their own width."
         )
     v = F.pad(v, (0, width - value_width)) if value_width < width else v
+    group, slices = groups.of_rows(metadata.replicas), metadata.slices
+    size = group_size(group)
+    _check_rows(k, "k", metadata)
+    if (metadata.key_index is None) != (size == 1):
+        raise ValueError(
+            f"the context-parallel group has {size} rank(s), but the metadata was made"
+            f" {'without' if metadata.key_index is None else 'for'} context parallelism. Use one"
+            " context_parallel_size for the strategy and the data."
+        )
+    own, messages = _own(k, v, metadata), KeyMessages(metadata, group)
+    in_graph = slices is not None and slices.cache_and_layer[0].in_graph
+    travel = size > 1 and metadata.rows > 0
+    # A kernel that reads one run saves views of what this rank holds anyway.
+    copied = travel or (slices is not None and len(slices.runs) > 1 and not in_graph)
+    sent = send(k, v, own, messages) if travel or (slices is not None and not in_graph) else None
+    q = queries() if callable(queries) else queries
+    if sent is not None:
+        keys, values = receive(sent, messages)
+    elif in_graph:
+        messages.send(k, v)
+        keys, values = messages.receive()
+    else:
+        keys, values = k[: metadata.queries], v[: metadata.queries]
+    _check_rows(q, "q", metadata)
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        return attention(q[: metadata.queries], keys, values, metadata, options)
 
     def projected(out: Tensor) -> Tensor:
+        out = padded(out, metadata.rows)
         out = out[..., :value_width] if value_width < width else out
         return out if project is None else project(out)
 
-    group = groups.of_rows(metadata.replicas)
-    if metadata.slices is None and not metadata.head_rows:
-        computed = queries if callable(queries) else lambda: queries
-        return context_parallel_attention(
-            computed, k, v, projected, metadata, attention, group, options
+    if not copied or metadata.recomputed or not torch.is_grad_enabled():
+        return projected(attend(keys, values))
+    again = KeyMessages(metadata, group)
+
+    def fetch() -> Pair:
+        again.send(*own)
+        return again.receive()
+
+    result = projected(attend_with_refetch(attend, keys, values, fetch))
+    if result.requires_grad:
+        result.register_hook(lambda gradient: again.send(*own))
+    return result
+
+
+def _own(k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Pair:
+    """What the rank sends, in no graph; of slices it is in the cache if others read it."""
+    slices = metadata.slices
+    if slices is None:
+        return k.detach(), v.detach()
+    cache, layer = slices.cache_and_layer
+    # Contiguous, lest a view of something larger is kept.
+    own = (k, v) if cache.in_graph else (k.detach().contiguous(), v.detach().contiguous())
+    if slices.keeps:
+        cache.put(layer, slices.micro_batch, *own)
+    return own
+
+
+def _check_rows(x: Tensor, name: str, metadata: AttentionMetadata) -> None:
+    if len(x) != metadata.rows:
+        raise ValueError(
+            f"{name} has {len(x)} rows, but the metadata describes {metadata.rows} rows, padding"
+            " included."
         )
-    q = queries() if callable(queries) else queries
-    if metadata.slices is not None:
-        return projected(sliced_attention(q, k, v, metadata, attention, group, options))
-    assert group is not None
-    return projected(head_parallel_attention(q, k, v, metadata, attention, group, options))

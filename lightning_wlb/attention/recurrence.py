@@ -19,17 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.attention.kv_cache import RecurrentStates, State
-from lightning_wlb.attention.ulysses import from_heads, to_heads
-from lightning_wlb.distributed.process_groups import group_size
+from lightning_wlb.distributed.collectives import padded
+from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import Layout
 from lightning_wlb.sharding.integer_ranges import offsets, ranges
@@ -131,20 +132,19 @@ def to_all_rows(
     Returns:
         [rows of all ranks, own heads, ...] each.
     """
-    own = rows.counts[0]
-    if group_size(group) > 1:
-        assert group is not None
-        own = rows.counts[torch.distributed.get_rank(group)]
+    size = group_size(group)
+    own = rows.counts[group_rank(group)]
     parts = [each[:own] for each in tensors]
-    width = [prod(each.shape[2:]) for each in tensors]
-    if group_size(group) > 1 and rows.tokens:
-        assert group is not None
+    if size > 1 and rows.tokens:
         # Those of one dtype travel together.
         for dtype in dict.fromkeys(each.dtype for each in parts):
             places = [place for place, each in enumerate(parts) if each.dtype == dtype]
-            sent = [parts[place].reshape(*parts[place].shape[:2], width[place]) for place in places]
-            for place, each in zip(places, to_heads(sent, rows.counts, group), strict=True):
-                parts[place] = each.reshape(*each.shape[:2], *tensors[place].shape[2:])
+            sent = [parts[place].unflatten(1, (size, -1)).flatten(2) for place in places]
+            every = _all_to_all(torch.cat(sent, 2), rows.counts, group, True)
+            widths = [each.shape[2] for each in sent]
+            for place, each in zip(places, every.split(widths, 1), strict=True):
+                _, heads, *rest = parts[place].shape
+                parts[place] = each.reshape(rows.tokens, heads // size, *rest)
     return parts if rows.order is None else [each.index_select(0, rows.order) for each in parts]
 
 
@@ -158,11 +158,40 @@ def to_own_rows(
     if rows.back is not None:
         out = out.index_select(0, rows.back)
     if group_size(group) > 1 and rows.tokens:
-        assert group is not None
-        out = from_heads(out, rows.counts, group)
-    padding = padded_rows - out.shape[0]
-    return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
+        sent = _all_to_all(out.flatten(1), rows.counts, group, False)
+        out = sent.unflatten(2, out.shape[1:]).flatten(1, 2)
+    return padded(out, padded_rows)
 
+
+def _sent(x: Tensor, counts: tuple[int, ...], group: ProcessGroup, to_all: bool) -> Tensor:
+    """[own rows, ranks, width] of every rank -> [rows of all ranks, width], or the reverse."""
+    every, own = list(counts), [counts[group_rank(group)]] * len(counts)
+    if to_all:
+        out = x.new_empty(sum(counts), x.shape[2])
+        parts = x.transpose(0, 1).flatten(0, 1)
+        dist.all_to_all_single(out, parts.contiguous(), every, own, group=group)
+        return out
+    out = x.new_empty(sum(own), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), own, every, group=group)
+    return out.view(len(own), own[0], x.shape[1]).transpose(0, 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """:func:`_sent`, whose backward is the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        ctx.rest = rest
+        return _sent(x, *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        counts, group, to_all = ctx.rest
+        return _sent(gradient, counts, group, not to_all), None, None, None
+
+
+_all_to_all: Callable[..., Tensor] = _AllToAll.apply
 
 Compute = Callable[
     [Sequence[Tensor], Sequence[int], Sequence[State | None], Sequence[bool]],

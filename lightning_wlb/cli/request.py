@@ -22,7 +22,7 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.sharding import ADAPTIVE, HEADS, NAMES, check_heads
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 BASELINE = "original"
 REFERENCE = "best_fit"
@@ -38,7 +38,7 @@ STEPS = 100
 MESH_STEPS = 3
 """How many are planned on each mesh of a search where no number is given."""
 
-SHARDING_NAMES = [ADAPTIVE, *NAMES]
+SHARDING_NAMES = [ADAPTIVE, *SHARDINGS]
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
     "bf16-mixed": ("bfloat16", "float32"),
@@ -86,9 +86,6 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
                 f"{option} {','.join(names)}: a mesh is searched for one at a time. Give one, or"
                 " the sizes of a mesh to compare several on it."
             )
-    if HEADS in shardings and not searched and mesh.context > 1:
-        for layer in model.shape.kinds:
-            check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
     options = packing_options(arguments.packing_option, packings)
     settings = {
         name: settings_of(arguments, micro_batches, name, options.get(name, {}))

@@ -90,22 +90,6 @@ class Communication:
             result += 3e9 * size / (ranks - 1) / self.profile.element_bytes_per_second
         return round(result)
 
-    def all_to_all_ns(self, size: int) -> int:
-        """Every context-parallel rank sends ``size`` bytes, in equal parts to all the others.
-
-        Parts for other nodes go through the rank's own network adapter only, at the same time as
-        parts for its own node go through the node's link.
-        """
-        ranks = self.mesh.context
-        if ranks == 1 or size == 0:
-            return 0
-        together = self._together("context")
-        if together == ranks:
-            return self.exchange_ns("context", ranks, size)
-        outside = size * (ranks - together) // (ranks - 1)
-        inside = self._node.ns(together - 1, size - outside)
-        return round(max(self._network.ns(ranks - together, outside), inside))
-
     def message_ns(self, source: int, size: int) -> int:
         """A message of ``size`` bytes between pipeline stages ``source`` and ``source + 1``."""
         return round(self.pipeline[source % self.mesh.pipeline].ns(1, size))

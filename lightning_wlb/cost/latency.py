@@ -97,37 +97,31 @@ class LatencyModel:
 
     # Compute, one layer on one rank
 
-    def attention_ns(
-        self, queries: Integers, keys: Integers, *, head_split: int = 1
-    ) -> tuple[int, int]:
+    def attention_ns(self, queries: Integers, keys: Integers) -> tuple[int, int]:
         """Forward and backward of a layer's attention kernel on one rank: its part of the heads.
 
         Args:
             queries: int64 [segments].
             keys: int64 [segments], at least the queries.
-            head_split: context-parallel ranks that split the heads.
         """
         if len(queries) == 0:
             return 0, 0
         tile = self.attention_tile
         if tile == 1:
-            total = self.segments_ps(queries, keys).sum(axis=1) // head_split
+            total = self.segments_ps(queries, keys).sum(axis=1)
         else:
             # Behind the segments the longest tile of queries and the longest tile of keys.
             last = (max(int(keys.max()), tile), max(int(queries.max()), tile))
             every = self.segments_ps(np.append(queries, (tile, tile)), np.append(keys, last))
             total = self.calls_ps(
-                every[:, :-2].sum(axis=1) // head_split,
+                every[:, :-2].sum(axis=1),
                 np.array([int((-(-each // tile)).sum()) for each in (queries, keys)]),
                 every[(0, 1), (-2, -1)],
-                head_split,
             )
         forward, backward = (total // 1000 + self.call_ns).tolist()
         return forward, backward
 
-    def calls_ps(
-        self, busy: Integers, tiles: Integers, longest: Integers, head_split: int = 1
-    ) -> Integers:
+    def calls_ps(self, busy: Integers, tiles: Integers, longest: Integers) -> Integers:
         """Picoseconds of calls until :func:`.last_tiles_end`, int64 [2 (forward, backward), ...].
 
         Args:
@@ -135,12 +129,11 @@ class LatencyModel:
             tiles: tiles of queries and tiles of keys of one head, int64 [2, ...].
             longest: what :meth:`segments_ps` says of the tile of queries that sees the most keys,
                 and of the tile of keys that the most queries see, int64 [2, ...].
-            head_split: context-parallel ranks that split the heads.
         """
         once = np.array(self._table.at_once).reshape(2, *[1] * (busy.ndim - 1))
         heads = max(self.layer.heads // self.mesh.tensor, 1)
         alone = longest * once // heads
-        return last_tiles_end(busy, tiles * (heads // head_split), alone, once)
+        return last_tiles_end(busy, tiles * heads, alone, once)
 
     @property
     def attention_tile(self) -> int:
@@ -290,23 +283,6 @@ class LatencyModel:
         ranks = self.mesh.context * replicas
         result = self.communication.exchange_ns(axis, ranks, size, summed=backward)
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
-
-    def head_parallel_ns(self, rows: int) -> int:
-        """Two all-to-alls of a layer whose ranks have ``rows`` rows each and split the heads.
-
-        One sends queries, keys and values, the other outputs. Backward has the same, of gradients.
-        """
-        ranks = self.mesh.context
-        width = self._width * self.layer.head_width
-        heads = self.layer.heads // self.mesh.tensor // ranks
-        key_heads = max(self.rank_kv_heads // ranks, 1)
-        result = 0
-        for each in (heads + 2 * key_heads, heads):
-            size = rows * ranks * each * width
-            # What is sent is written once and read once, and so is what is received.
-            result += self.communication.all_to_all_ns(size * (ranks - 1) // ranks)
-            result += self._traffic_ns(4 * size)
-        return result
 
     def pipeline_ns(self, rows: int, source: int) -> int:
         """The message of a micro-batch between stages ``source`` and ``source + 1``."""

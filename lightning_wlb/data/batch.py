@@ -36,7 +36,7 @@ from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.micro_batch import layout_of
-from lightning_wlb.sharding import Layout, RankIndices, head_indices, rank_indices
+from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 from lightning_wlb.sharding.sliced_indices import SlicedIndices, SlicedReplica
 
 IGNORE = -100
@@ -266,9 +266,6 @@ def _attention(
     if parts is not None:
         indices = parts.own
         slices = SliceMetadata(number, parts.runs, parts.rows, parts.keeps)
-    elif layout.by_heads:
-        # Every rank has all keys of its heads, whatever the window.
-        indices, sliding_window = head_indices(layout, place), None
     else:
         indices = rank_indices(layout, place, sliding_window)
     metadata = AttentionMetadata.from_indices(indices, layout.rows, layout.ranks, sliding_window)

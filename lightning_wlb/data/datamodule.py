@@ -36,7 +36,7 @@ from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
-from lightning_wlb.sharding import ADAPTIVE, NAMES
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 _OTHER_NAMESPACE = (
     "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
@@ -63,7 +63,7 @@ class WLBDataModule(L.LightningDataModule):
         long_documents: what becomes of documents above the context window: ``"split"``,
             ``"truncate"`` or ``"error"``.
         sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
-            in ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``, the one of least
+            in ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``, the one of least
             predicted attention latency for each micro-batch.
         profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
             predict, the same on every rank: a shipped name (``"h100"``), the file that
@@ -133,7 +133,7 @@ class WLBDataModule(L.LightningDataModule):
                 f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
                 " lightning_wlb.cost.shape.ModelShape, or None for that of the LightningModule."
             )
-        self.sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
+        self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
         self.plans_by_work = profile == "none"
         given = None if self.plans_by_work else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given

@@ -55,7 +55,7 @@ from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
+from lightning_wlb.sharding import ADAPTIVE
 
 BATCHES_AHEAD = 4
 """Batches that a loader worker keeps ready. More than torch's 2, because packings that take several
@@ -121,8 +121,8 @@ class StepDataset(IterableDataset[StepBatch]):
 
         Raises:
             MisconfigurationException: a vocabulary smaller than that of the documents.
-            ValueError: documents that cannot be opened, lengths that are no whole numbers of at
-                least 1, or heads that the sharding cannot spread over the context-parallel group.
+            ValueError: documents that cannot be opened, or lengths that are no whole numbers of at
+                least 1.
         """
         store, rank = opening.documents(documents), rank or Rank()
         check_lengths(np.asarray(store.lengths), repr(store))
@@ -131,10 +131,6 @@ class StepDataset(IterableDataset[StepBatch]):
                 f"The documents have {store.vocab_size} different tokens, the model a vocabulary of"
                 f" {shape.vocab_size}. Give the model vocab_size={store.vocab_size} or more."
             )
-        if sharding == HEADS and rank.mesh.context > 1:
-            for layer in shape.kinds:
-                if layer.attends:
-                    check_heads(layer.heads, layer.kv_heads, rank.mesh.context, rank.mesh.tensor)
         check_has_targets(store)
         return cls(
             store,

@@ -35,7 +35,7 @@ from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
-from lightning_wlb.sharding import ADAPTIVE, NAMES
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class MeshRequest:
         object.__setattr__(self, "mixture", tuple(self.mixture))
         checkpointing = get_args(ActivationCheckpointing)
         choice("activation_checkpointing", self.activation_checkpointing, checkpointing)
-        choice("sharding", self.sharding, (ADAPTIVE, *NAMES))
+        choice("sharding", self.sharding, (ADAPTIVE, *SHARDINGS))
         if self.schedule is not None:
             choice("schedule", self.schedule, SCHEDULES)
             if self.virtual_stages is not None:

@@ -32,7 +32,6 @@ from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import Evaluation, LeftOut, MeshChoice, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import HEADS, check_heads
 
 VIRTUAL_STAGES = (1, 2, 4)
 """Stages of a pipeline rank that are tried."""
@@ -150,9 +149,6 @@ def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
         return f"tensor-parallel ranks in different nodes ({per_node} devices each)"
     try:
         shape.check_tensor_parallel(mesh.tensor)
-        if request.sharding == HEADS and mesh.context > 1:
-            for layer in shape.kinds:
-                check_heads(layer.heads, layer.kv_heads, mesh.context, mesh.tensor)
     except ValueError as error:
         return str(error).partition(". ")[0]
     if mesh.stages > shape.layers:

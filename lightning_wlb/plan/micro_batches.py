@@ -95,7 +95,7 @@ class MicroBatch:
         slices: indices into the replica's ``slices``, in the order in which their tokens are
             laid out. Empty for a micro-batch without tokens.
         sharding: name of the sharding that spreads the tokens over the context-parallel ranks
-            (``lightning_wlb.sharding.NAMES``).
+            (``lightning_wlb.sharding.SHARDINGS``).
         rows: rows per context-parallel rank after padding, so that every rank knows the size
             of every message without asking.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge

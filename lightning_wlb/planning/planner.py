@@ -37,7 +37,7 @@ from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.planning.step_chooser import PlannedStep, StepChooser, check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.sharding import ADAPTIVE, NAMES
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 Targets = Callable[[int, int, int], int]
 
@@ -64,8 +64,8 @@ class Planner:
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
         sharding: how micro-batches lie on the context ranks, a name in
-            ``lightning_wlb.sharding.NAMES``, or ``"adaptive"``: for each the one of least predicted
-            attention latency.
+            ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each the one of least
+            predicted attention latency.
         schedule: the order of a pipeline's actions, a name in
             ``lightning_wlb.schedule.programs.SCHEDULES``. With one that runs no slices (GPipe)
             ``auto`` keeps every piece whole.
@@ -107,7 +107,7 @@ class Planner:
         self._data = data
         self._mesh = mesh
         self._work = work
-        self._sharding = choice("sharding", sharding, (ADAPTIVE, *NAMES))
+        self._sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
         slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
         self._kernel_cost = kernel_cost
         choice(

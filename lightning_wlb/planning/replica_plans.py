@@ -20,7 +20,7 @@ from dataclasses import replace
 from lightning_wlb.cost.attention_tiles import SegmentCost
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice
-from lightning_wlb.sharding import ADAPTIVE, HEADS, Tokens, choose_each, layout
+from lightning_wlb.sharding import ADAPTIVE, Tokens, choose_each, layout
 
 Shared = tuple[Sequence[Slice], tuple[int, ...]]
 """The slices of a micro-batch, and the replicas that share it."""
@@ -31,17 +31,6 @@ def whole_slice(piece: Piece) -> Slice:
     return Slice(piece.document, piece.origin, piece.origin, piece.stop)
 
 
-def open_sharding(sharding: str, slices: Sequence[Slice], replicas: int) -> str:
-    """The sharding of a micro-batch before it is laid out; ``"adaptive"`` if one will be chosen.
-
-    With slices, or where several replicas share the micro-batch, ranks exchange keys whatever the
-    sharding, and ``"heads"`` would not spread the attention evenly. One is chosen in its place.
-    """
-    if sharding == HEADS and (replicas > 1 or any(part.context for part in slices)):
-        return ADAPTIVE
-    return sharding
-
-
 def replica_plan(
     packs: Sequence[Sequence[Slice]], replica: int, sharding: str, shared: Sequence[Shared] = ()
 ) -> ReplicaPlan:
@@ -50,8 +39,8 @@ def replica_plan(
     Args:
         packs: the slices of each of the replica's own micro-batches, in forward order.
         replica: number of the replica.
-        sharding: a name in ``lightning_wlb.sharding.NAMES`` or ``"adaptive"`` that is asked for
-            every micro-batch; see :func:`open_sharding`.
+        sharding: a name in ``lightning_wlb.sharding.SHARDINGS`` or ``"adaptive"``, of every
+            micro-batch.
         shared: micro-batches that replicas share, in order; this replica's run before its own.
     """
     slices: list[Slice] = []
@@ -60,8 +49,7 @@ def replica_plan(
     for pack, members in [*of_replica, *((pack, (replica,)) for pack in packs)]:
         numbers = tuple(range(len(slices), len(slices) + len(pack)))
         slices += pack
-        name = open_sharding(sharding, pack, len(members))
-        forward.append(MicroBatch(numbers, name, 0, members))
+        forward.append(MicroBatch(numbers, sharding, 0, members))
     return ReplicaPlan(tuple(slices), tuple(forward))
 
 
@@ -94,15 +82,13 @@ def laid_out(
         )
         for slices, members in numbers
     ]
-    names = [open_sharding(sharding, *key) for key in numbers]
-    adaptive = [at for at, name in enumerate(names) if name == ADAPTIVE]
-    choices = iter(choose_each([tokens[at] for at in adaptive], mesh.tensor, kernel_cost))
-    found = [
-        next(choices)
-        if name == ADAPTIVE
-        else (name, layout(name, each.lengths, each.ranks, mesh.tensor).rows)
-        for name, each in zip(names, tokens, strict=True)
-    ]
+    if sharding == ADAPTIVE:
+        found = choose_each(tokens, mesh.tensor, kernel_cost)
+    else:
+        found = [
+            (sharding, layout(sharding, each.lengths, each.ranks, mesh.tensor).rows)
+            for each in tokens
+        ]
     return [
         ReplicaPlan(
             replica.slices,

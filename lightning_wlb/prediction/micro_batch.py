@@ -121,8 +121,6 @@ def micro_batch_cost(
     """
     before = np.array([each.context for each in slices], dtype=np.int64)
     sliced = kept or bool(before.any())
-    if placed.by_heads and not sliced:
-        return _by_heads(latency, placed)
     window = latency.shape.sliding_window  # the widest: all layers exchange the same keys
     reach = reach_of(window)
     earlier = int(np.minimum(before, reach).sum())
@@ -199,8 +197,6 @@ def times_by_mode(
     rows: int,
     attention: Sequence[tuple[int, int]],
     exchange: Sequence[tuple[int, int]],
-    *,
-    refetches: bool = True,
 ) -> list[PassTimes]:
     """Times of a layer of one kind with each recomputation, in the order of :data:`MODES`.
 
@@ -209,7 +205,6 @@ def times_by_mode(
         rows: rows of each rank.
         attention: forward and backward of the kernel on each rank.
         exchange: forward and backward of the exchange of keys on each rank.
-        refetches: whether a backward that recomputes no attention repeats the forward's exchange.
     """
     forward, backward, again = kind.rows_ns(rows)
     first, second = zip(*attention, strict=True)
@@ -219,8 +214,7 @@ def times_by_mode(
     def times(attends_again: bool) -> tuple[tuple[int, int], tuple[float, float], int]:
         """Attention on the slowest and on the mean rank; backward of the layer."""
         attends = list(map(add, second, first)) if attends_again else second
-        moves = map(add, gathers, fetches) if attends_again or refetches else gathers
-        back = backward + max(map(add, attends, moves))
+        back = backward + max(map(sum, zip(attends, gathers, fetches, strict=True)))
         return (max(first), max(attends)), (mean, sum(attends) / len(attends)), back
 
     once = times(False)
@@ -262,28 +256,6 @@ def over_layers(
             )
         )
     return tuple(result)
-
-
-def _by_heads(latency: LatencyModel, placed: Layout) -> MicroBatchCost:
-    """The cost of a micro-batch whose context-parallel ranks split the heads: equal on all."""
-    ranks = placed.ranks
-    lengths = np.array(placed.lengths, dtype=np.int64)
-    costs = []
-    for kind in latency.kinds:
-        attention = kind.attention_ns(lengths, lengths, head_split=ranks)
-        exchange = kind.head_parallel_ns(placed.rows)
-        both = [attention], [(exchange, exchange)]
-        costs.append(times_by_mode(kind, placed.rows, *both, refetches=False))
-    # A rank has as many keys as rows, of its heads; a key head that several ranks read is copied.
-    copies = max(max(ranks // kind.rank_kv_heads, 1) for kind in latency.kinds)
-    return MicroBatchCost(
-        rows=placed.rows,
-        keys=placed.rows * copies,
-        indexed=0,
-        kept_rows=0,
-        by_mode=over_layers(latency, costs),
-        segments=len(lengths),
-    )
 
 
 def _received_rows(placed: Layout, sliding_window: int | None) -> int:

@@ -55,7 +55,7 @@ from lightning_wlb.schedule.programs import (
     program_of,
 )
 from lightning_wlb.schedule.simulator import simulate_replicas
-from lightning_wlb.sharding import ADAPTIVE, HEADS, layout
+from lightning_wlb.sharding import ADAPTIVE, layout
 
 
 def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[range]:
@@ -328,8 +328,6 @@ class Predictor:
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
         """The :meth:`costs` of a replica, with exact sizes and estimated times."""
-        if any(each.sharding == HEADS for each in replica.forward):
-            return self.costs(replica)
         mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)
         result = []
         for micro_batch, cost in zip(replica.forward, costs, strict=True):

@@ -9,7 +9,6 @@ of one piece) and deals them to the ranks of the context-parallel group:
 ``per_document_contiguous``  the same with each remainder kept together
 ``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
 ``ptrr``                     tiles of queries dealt greedily by work
-``heads``                    equal ranges of tokens; attention split by heads, not by queries
 ===========================  ==================================================================
 
 :func:`.choose` takes the one of least predicted latency for a micro-batch; a plan names it.
@@ -18,7 +17,7 @@ The rows of a rank are its chunks one after another, padded at the end so that a
 equally many and tensor parallelism can divide them. Each chunk is one attention segment. Its
 queries are the chunk's rows. Its keys are the piece from its start (with a sliding window, from the
 first key that its first query sees) to the chunk's end, causal and aligned at the bottom right: the
-last query is that of the last key. Under ``heads`` the segments are the whole pieces.
+last query is that of the last key.
 """
 
 from lightning_wlb.sharding.adaptive import (
@@ -27,11 +26,9 @@ from lightning_wlb.sharding.adaptive import (
     choose,
     choose_each,
 )
-from lightning_wlb.sharding.layout import NAMES, SHARDINGS, Layout, layout
-from lightning_wlb.sharding.methods import HEADS, check_heads
+from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout
 from lightning_wlb.sharding.rank_indices import (
     RankIndices,
-    head_indices,
     rank_indices,
     traffic,
     uses_all_to_all,
@@ -39,16 +36,12 @@ from lightning_wlb.sharding.rank_indices import (
 
 __all__ = [
     "ADAPTIVE",
-    "HEADS",
-    "NAMES",
     "SHARDINGS",
     "Layout",
     "RankIndices",
     "Tokens",
-    "check_heads",
     "choose",
     "choose_each",
-    "head_indices",
     "layout",
     "rank_indices",
     "traffic",

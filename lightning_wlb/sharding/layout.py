@@ -11,9 +11,7 @@ import numpy as np
 from lightning_wlb.sharding.hybrid import hybrid
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.methods import (
-    HEADS,
     Sharding,
-    equal_ranges,
     per_document,
     per_document_contiguous,
     per_sequence,
@@ -29,9 +27,6 @@ SHARDINGS: dict[str, Sharding] = {
 }
 """The shardings by name; a new one is a function and a line here."""
 
-NAMES = (*SHARDINGS, HEADS)
-"""The names that :func:`layout` knows."""
-
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -45,8 +40,6 @@ class Layout:
         table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
             ranks and of their local rows; none is empty, none is adjacent to its predecessor.
         first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
-        by_heads: whether ranks split the heads (:mod:`.methods`). The rows of all ranks
-            are then the concatenated pieces in order. Slices exchange keys all the same.
     """
 
     lengths: tuple[int, ...]
@@ -54,7 +47,6 @@ class Layout:
     shared: int
     table: Integers
     first: Integers
-    by_heads: bool = False
 
     @property
     def ranks(self) -> int:
@@ -81,7 +73,7 @@ def layout(
     """Spread the pieces of a micro-batch over the context-parallel group.
 
     Args:
-        sharding: a name in :data:`NAMES`.
+        sharding: a name in :data:`SHARDINGS`.
         lengths: length in tokens of each piece, each at least 1; none for an empty micro-batch.
         context_parallel_size: ranks of the group.
         tensor_parallel_size: the padded rows are a multiple of it.
@@ -89,9 +81,9 @@ def layout(
     Raises:
         ValueError: naming an unknown sharding and the known ones, or a size or length below 1.
     """
-    if sharding not in NAMES:
+    if sharding not in SHARDINGS:
         raise ValueError(
-            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(NAMES))},"
+            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(SHARDINGS))},"
             " and 'adaptive' for the choice among them where a plan is made."
         )
     if context_parallel_size < 1 or tensor_parallel_size < 1:
@@ -106,23 +98,14 @@ def layout(
             " a piece has at least 1. Leave empty pieces out."
         )
     ranks = context_parallel_size
-    by_heads = sharding == HEADS and ranks > 1
-    if by_heads:
-        table = equal_ranges(sizes, ranks)
-        first = np.searchsorted(table[:, 0], np.arange(ranks + 1))
-        rows = shared = -(-int(sizes.sum()) // ranks)
+    if ranks == 1 or len(sizes) == 0:
+        number = np.arange(len(sizes))
+        table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
     else:
-        if ranks == 1 or len(sizes) == 0:
-            number = np.arange(len(sizes))
-            table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
-        else:
-            chunks = (
-                SHARDINGS[sharding]([sizes], ranks) if len(sizes) else np.empty((0, 4), np.int64)
-            )
-            table = merged(chunks, sizes)
-        table, first, rows, shared = _ordered(table, len(sizes), ranks)
+        table = merged(SHARDINGS[sharding]([sizes], ranks), sizes)
+    table, first, rows, shared = _ordered(table, len(sizes), ranks)
     rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
-    return Layout(tuple(sizes.tolist()), rows, shared, table, first, by_heads)
+    return Layout(tuple(sizes.tolist()), rows, shared, table, first)
 
 
 def merged(table: Integers, lengths: Integers) -> Integers:

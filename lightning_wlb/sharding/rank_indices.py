@@ -13,7 +13,7 @@ Cost: vectorised, linear in keys. A sliding window adds a search for each chunk 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,6 @@ class RankIndices:
             receiving rank.
         send_counts: rows to send to each rank; empty without an all-to-all.
         receive_counts: rows that arrive from each rank; empty without an all-to-all.
-        head_rows: rows of each rank that hold a token, where heads are exchanged instead of keys;
-            the segments are then the whole pieces, and there is no ``key_index``. Else empty.
     """
 
     document: Integers
@@ -63,12 +61,11 @@ class RankIndices:
     cu_seqlens_k: npt.NDArray[np.int32]
     max_seqlen_q: int
     max_seqlen_k: int
-    key_index: Integers = field(default_factory=_no_rows)
-    gathered: int = 0
-    send_index: Integers = field(default_factory=_no_rows)
-    send_counts: tuple[int, ...] = ()
-    receive_counts: tuple[int, ...] = ()
-    head_rows: tuple[int, ...] = ()
+    key_index: Integers
+    gathered: int
+    send_index: Integers
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
 
 
 def traffic(layout: Layout, sliding_window: int | None = None) -> Integers:
@@ -162,32 +159,6 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
         send_index=send_index,
         send_counts=send_counts,
         receive_counts=receive_counts,
-    )
-
-
-def head_indices(layout: Layout, rank: int) -> RankIndices:
-    """The rows and segments of one rank of the group where ranks split the heads.
-
-    Raises:
-        ValueError: if the layout is not one of heads, or has no such rank.
-    """
-    if not layout.by_heads or not 0 <= rank < layout.ranks:
-        raise ValueError(
-            f"rank {rank} of {layout.ranks} ranks: head_indices is for a rank of a layout by"
-            " heads, rank_indices for all others."
-        )
-    _, document, start, stop = layout.table.T
-    own = layout.chunks_of(rank)
-    queries = (stop - start)[own]
-    pieces = offsets(np.array(layout.lengths, dtype=np.int64)).astype(np.int32)
-    return RankIndices(
-        document=np.repeat(document[own], queries),
-        offset=ranges(start[own], queries),
-        cu_seqlens_q=pieces,
-        cu_seqlens_k=pieces,
-        max_seqlen_q=max(layout.lengths, default=0),
-        max_seqlen_k=max(layout.lengths, default=0),
-        head_rows=tuple(np.diff(offsets(stop - start)[layout.first]).tolist()),
     )
 
 

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions, Kernel
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.packed import packed_attention
+from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.sharding import Layout, RankIndices, rank_indices
 from tests.device import DEVICE
 from tests.oracle import dense_attention
@@ -184,9 +185,8 @@ def errors_by_keys(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         metadata, attention, of_layer = others
-        return context_parallel_attention(
-            lambda: q, k, v, as_it_is, metadata, attention, group, of_layer
-        )
+        groups = ProcessGroups(context=group)
+        return packed_attention(lambda: q, k, v, as_it_is, metadata, attention, groups, of_layer)
 
     kernels = int(len(indices.offset) > 0)
     return rank_errors(attend, made, indices, kernels, dtype=dtype, options=options)

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_wlb.attention import context_parallel
+from lightning_wlb.attention import key_exchange
 from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.attention.context_parallel import context_parallel_attention
 from lightning_wlb.attention.kernel_interface import PLAIN, AttentionOptions
 from lightning_wlb.attention.metadata import AttentionMetadata
+from lightning_wlb.attention.packed import packed_attention
 from lightning_wlb.distributed.collectives import reducing_in
+from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import as_it_is
 from tests.ranks import run_ranks
@@ -37,8 +38,8 @@ def key_gradient(rank: int, dtype: torch.dtype) -> float:
     q, k = torch.zeros(2, 1, 1, dtype=torch.bfloat16), torch.zeros(2, 1, 1, dtype=torch.bfloat16)
     v = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     attention = VarlenAttention("cpu")
-    out = context_parallel_attention(
-        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD
+    out = packed_attention(
+        lambda: q, k, v, as_it_is, metadata, attention, ProcessGroups(context=dist.group.WORLD)
     )
     share = [[256.0, 1.0], [1.0, 0.0]][rank]
     with reducing_in(dtype):
@@ -68,14 +69,21 @@ def kept_keys(rank: int, recomputed: bool, options: AttentionOptions) -> list[bo
     events: list[str] = []
     attention.timer = Recorder(events)
     q, k, v = inputs
-    out = context_parallel_attention(
-        lambda: q, k, v, as_it_is, metadata, attention, dist.group.WORLD, options
+    out = packed_attention(
+        lambda: q,
+        k,
+        v,
+        as_it_is,
+        metadata,
+        attention,
+        ProcessGroups(context=dist.group.WORLD),
+        options,
     )
     kept = [not torch.UntypedStorage._expired(each) for each in storages]
-    gather = context_parallel.all_gather_into
-    context_parallel.all_gather_into = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
+    gather = key_exchange.all_gather_into
+    key_exchange.all_gather_into = lambda *a, **k: [events.append("gather"), gather(*a, **k)][1]
     out.sum().backward()
-    context_parallel.all_gather_into = gather
+    key_exchange.all_gather_into = gather
     # Keys are exchanged before attention is timed.
     assert events == ["start", "stop"] + ["gather"] * (not recomputed) + ["start", "stop"]
     return kept
@@ -145,13 +153,13 @@ def order_of(
 
     hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
     with (
-        logged(context_parallel, "all_gather_into"),
-        logged(context_parallel, "reduce_scatter_into"),
+        logged(key_exchange, "all_gather_into"),
+        logged(key_exchange, "reduce_scatter_into"),
         logged(dist, "all_to_all_single"),
     ):
-        rest = metadata, VarlenAttention("cpu"), dist.group.WORLD
+        rest = metadata, VarlenAttention("cpu"), ProcessGroups(context=dist.group.WORLD)
         if inside:
-            out = context_parallel_attention(
+            out = packed_attention(
                 lambda: Project.apply(hidden, "queries"),
                 k,
                 v,
@@ -160,7 +168,7 @@ def order_of(
             )
         else:
             q = Project.apply(hidden, "queries")
-            out = context_parallel_attention(lambda: q, k, v, as_it_is, *rest)
+            out = packed_attention(lambda: q, k, v, as_it_is, *rest)
             out = Project.apply(out, "output")
         events.append("|")
         out.sum().backward()
@@ -225,7 +233,9 @@ def mismatch(rank: int) -> None:
     )
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 2 rank\(s\).*made without context parallelism"):
-        context_parallel_attention(lambda: q, q, q, as_it_is, metadata, attention, dist.group.WORLD)
+        packed_attention(
+            lambda: q, q, q, as_it_is, metadata, attention, ProcessGroups(context=dist.group.WORLD)
+        )
 
 
 def test_metadata_of_another_mesh_is_refused() -> None:
@@ -235,12 +245,12 @@ def test_metadata_of_another_mesh_is_refused() -> None:
     metadata = AttentionMetadata.from_indices(rank_indices(made, 0), made.rows, 2)
     attention = VarlenAttention("cpu")
     with pytest.raises(ValueError, match=r"has 1 rank\(s\).*made for context parallelism"):
-        context_parallel_attention(lambda: q, q, q, as_it_is, metadata, attention, None)
+        packed_attention(lambda: q, q, q, as_it_is, metadata, attention, NO_GROUPS)
     with pytest.raises(ValueError, match=r"k has 5 rows.*describes 4 rows"):
-        context_parallel_attention(
-            lambda: q, q.repeat(5, 1, 1)[:5], q, as_it_is, metadata, attention, None
+        packed_attention(
+            lambda: q, q.repeat(5, 1, 1)[:5], q, as_it_is, metadata, attention, NO_GROUPS
         )
     alone = layout("per_document", [4], 1, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(alone, 0), 4, 1)
     with pytest.raises(ValueError, match=r"q has 3 rows.*describes 4 rows"):
-        context_parallel_attention(lambda: q[:3], q, q, as_it_is, metadata, attention, None)
+        packed_attention(lambda: q[:3], q, q, as_it_is, metadata, attention, NO_GROUPS)

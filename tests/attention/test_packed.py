@@ -20,7 +20,7 @@ from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.packed import packed_attention
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.plan import Slice
-from lightning_wlb.sharding import HEADS, head_indices, layout, rank_indices
+from lightning_wlb.sharding import layout, rank_indices
 from lightning_wlb.sharding.sliced_indices import SlicedReplica
 from tests.attention.support import as_it_is, everything, rank_errors
 from tests.ranks import run_ranks
@@ -51,12 +51,8 @@ def errors(
     ``inside`` says whether attention is given functions that compute queries and project.
     """
     made = layout(sharding, lengths, 1 if groups == NO_GROUPS else dist.get_world_size(), 1)
-    if made.by_heads:
-        indices = head_indices(made, rank)
-        kernels = int(sum(lengths) > 0)
-    else:
-        indices = rank_indices(made, rank, options.sliding_window)
-        kernels = int(len(indices.offset) > 0)
+    indices = rank_indices(made, rank, options.sliding_window)
+    kernels = int(len(indices.offset) > 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, *rest: Any) -> Tensor:
         attention, of_layer = rest
@@ -72,7 +68,7 @@ def check_two(rank: int) -> float:
     context = ProcessGroups(context=dist.group.WORLD)
     merged = ProcessGroups(merged={2: dist.group.WORLD})
     every = product(
-        [("per_document", context), ("per_sequence", merged), (HEADS, context)],
+        [("per_document", context), ("per_sequence", merged)],
         MICRO_BATCHES,
         EVERY_OPTION,
         [(None, False, True), (None, False, False), (None, True, True), (5, False, False)],
@@ -199,17 +195,3 @@ def test_what_does_not_fit_is_refused() -> None:
         call(q, q, torch.zeros(4, 2, 9), *rest)
     with pytest.raises(ValueError, match=r"sinks \(3,\).*one sink for each query head"):
         call(q, q, q, *rest, AttentionOptions(sinks=torch.zeros(3)))
-
-
-def wrong_sinks(rank: int) -> None:
-    made = layout(HEADS, [8], 2, 1)
-    metadata = AttentionMetadata.from_indices(head_indices(made, rank), made.rows, 2)
-    q, groups = torch.zeros(4, 4, 2), ProcessGroups(context=dist.group.WORLD)
-    # Those of the rank's own heads, which attention picks itself.
-    options = AttentionOptions(sinks=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"sinks \(2,\).*q \(4, 4, 2\)"):
-        packed_attention(q, q, q, None, metadata, VarlenAttention("cpu"), groups, options)
-
-
-def test_sinks_of_some_heads_are_refused() -> None:
-    run_ranks(wrong_sinks, 2)

@@ -31,7 +31,7 @@ def test_rows_in_order_are_not_moved():
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     ranks=st.integers(1, 4),
-    sharding=st.sampled_from(["per_document", "per_sequence", "hybrid", "heads"]),
+    sharding=st.sampled_from(["per_document", "per_sequence", "hybrid"]),
 )
 def test_every_token_is_found_on_the_rank_that_holds_it(lengths, ranks, sharding):
     placed = layout(sharding, lengths, ranks, 1)

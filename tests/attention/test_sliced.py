@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_wlb.attention.backends import VarlenAttention
-from lightning_wlb.attention.sliced import sliced_attention
+from lightning_wlb.attention.packed import packed_attention
+from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.sharding.sliced_indices import Run
 from tests.attention.test_packed import slices_of
 
@@ -27,7 +28,7 @@ def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() 
     first, second = (each.for_layer(0) for each, _ in slices_of([0, 3, 5]))
     attention = Seen("cpu")
     q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
-    sliced_attention(q, k, v, first, attention, None)
+    packed_attention(q, k, v, None, first, attention, NO_GROUPS)
     assert [x.data_ptr() for x in attention.last] == [k.data_ptr(), v.data_ptr()]
     assert first.slices is not None
     cache = first.slices.cache
@@ -36,7 +37,7 @@ def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() 
     assert [x.data_ptr() for x in held] == [k.data_ptr(), v.data_ptr()]
     assert (len(cache), cache.gradients_of(0, 0)) == (1, None)
     own_q, own_k, own_v = (torch.randn(2, 2, 8, requires_grad=True) for _ in range(3))
-    out = sliced_attention(own_q, own_k, own_v, second, attention, None)
+    out = packed_attention(own_q, own_k, own_v, None, second, attention, NO_GROUPS)
     for read, earlier, own in zip(attention.last, (k, v), (own_k, own_v), strict=True):
         assert torch.equal(read, torch.cat((earlier, own)))
     # The last slice is read by none. What the first one is read for comes back to it.
@@ -52,7 +53,7 @@ def test_gradients_of_half_types_are_summed_in_float32() -> None:
     zero = torch.zeros(1, 1, 8, dtype=torch.bfloat16)  # every key in sight weighs the same
     values = [torch.zeros_like(zero).requires_grad_() for _ in every]
     outs = [
-        sliced_attention(zero, zero, value, metadata, attention, None)
+        packed_attention(zero, zero, value, None, metadata, attention, NO_GROUPS)
         for value, metadata in zip(values, every, strict=True)
     ]
     for out, share in reversed(list(zip(outs, (256.0, 2.0, 3.0), strict=True))):

@@ -164,10 +164,6 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "7b,dime=64"], "no field 'dime'"),
         (["--packing", "best"], "--packing 'best' is not known; choose from"),
         (["--sharding", "none"], "--sharding 'none' is not known; choose from"),
-        (
-            ["--sharding", "heads", "--mesh", "1,1,5,1"],
-            "over 5 context-parallel ranks, and they do",
-        ),
         (["--steps", "0"], "--steps=0, but it must be at least 1"),
         (["--context-window", "0"], "context_window=0"),
         (["--micro-batches", "0"], "--micro-batches=0, but it must be at least 1"),

@@ -92,9 +92,6 @@ def test_a_call_waits_for_its_longest_tile() -> None:
     mean = flops / RATE * 50 / (20 * 32 * 32)
     seconds = flops / RATE + (longest - mean) / 2
     assert ns(*[(4096, 4096)] * 20)[0] == pytest.approx(seconds * 1e9, rel=1e-9, abs=1)
-    # Ranks that split the heads have fewer tiles each.
-    split = model.attention_ns(*arrays((256, 1024)), head_split=2)
-    assert split == ns((256, 1024), ranks=2)
 
 
 def test_tensor_parallelism_divides_the_heads() -> None:
@@ -212,23 +209,6 @@ def test_communication_in_bytes_over_bandwidth() -> None:
     # A ring over data × context, two ranks in each node.
     assert model.gather_ns(4_000_000) == 3 * 1_000_000 * 2 * 5
     assert model.reduce_ns(4_000_000) == 3 * 1_000_000 * 4 * 5
-
-
-def test_attention_split_by_heads() -> None:
-    """Each of 4 ranks: 8 query and 8 key/value heads of 128, two bytes each, of all its rows."""
-    model = LatencyModel(FLAT, SHAPE, Mesh(context=4))
-    segments = arrays((4096, 4096))
-    for backward in (False, True):
-        whole = model.attention_ns(*segments)[backward]
-        part = model.attention_ns(*segments, head_split=4)[backward]
-        assert part == pytest.approx(whole / 4, abs=1)
-    sent = 1000 * 3 * (8 + 16) * 128 * 2 + 1000 * 3 * 8 * 128 * 2
-    assert model.head_parallel_ns(1000) == pytest.approx(sent, abs=2)
-    # 8 key/value heads over 16 ranks: each rank reads one.
-    few = LatencyModel(FLAT, replace(SHAPE, kv_heads=8), Mesh(context=16))
-    # Of 15 parts 8 go to the other node, through the rank's own adapter: 0.1 GB/s.
-    sent = 1000 * 8 * (2 + 2) * 128 * 2 + 1000 * 8 * 2 * 128 * 2
-    assert few.head_parallel_ns(1000) == pytest.approx(10 * sent, abs=2)
 
 
 def test_one_rank_sends_nothing() -> None:

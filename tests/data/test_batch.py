@@ -324,13 +324,11 @@ def test_replicas_that_share_a_micro_batch_split_its_tokens() -> None:
 
 
 def test_a_batch_says_which_window_it_was_made_for_where_keys_are_missing() -> None:
-    """By heads every rank has all keys, and attention with any window will do."""
     store = store_of([40])
     rank = Rank(Mesh(context=2))
-    for sharding, window in (("per_document", 9), ("heads", None)):
-        plan = one_micro_batch([Slice(0, 0, 0, 40)], rank, sharding)
-        (micro_batch,) = make_step_batch(plan, store, rank, {}, 0, False, 9).micro_batches
-        assert micro_batch.attention.sliding_window == window
+    plan = one_micro_batch([Slice(0, 0, 0, 40)], rank, "per_document")
+    (micro_batch,) = make_step_batch(plan, store, rank, {}, 0, False, 9).micro_batches
+    assert micro_batch.attention.sliding_window == 9
 
 
 def test_a_plan_for_another_mesh_is_answered() -> None:

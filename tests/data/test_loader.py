@@ -178,8 +178,6 @@ def test_a_dataset_for_a_model() -> None:
         StepDataset.for_model([[1, 100]], DATA, SHAPE)
     with pytest.raises(ValueError, match="documents='books'"):
         StepDataset.for_model("books", DATA, SHAPE)
-    with pytest.raises(ValueError, match="splits the 1 query and 1 key/value heads"):
-        StepDataset.for_model(sequences, DATA, SHAPE, Rank(Mesh(context=2)), sharding="heads")
 
 
 @pytest.mark.gpu

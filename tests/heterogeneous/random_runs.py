@@ -43,7 +43,7 @@ from lightning_wlb.plan import (
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.sharding import HEADS, NAMES, layout
+from lightning_wlb.sharding import SHARDINGS, layout
 from lightning_wlb.training.clipping_and_nonfinite import gradient_norm
 from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.parallelize import add_tied_gradients, parallelize
@@ -212,7 +212,7 @@ def _laid_out(
     draw: Random, scheme: Scheme, slices: Sequence[Slice], pipelines: int
 ) -> tuple[str, int]:
     """Any sharding of a micro-batch, and its rows."""
-    name = draw.choice([name for name in NAMES if name != HEADS])
+    name = draw.choice(list(SHARDINGS))
     lengths = [each.tokens for each in slices]
     return name, layout(name, lengths, scheme.context * pipelines, scheme.tensor).rows
 

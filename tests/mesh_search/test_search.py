@@ -211,7 +211,6 @@ def test_each_objection_has_its_words() -> None:
     assert "does not divide the model's heads=15" in reason(Mesh(tensor=2), shape=odd)
     shared = replace(SMALL, heads=24, kv_heads=3)
     assert "kv_heads=3 do not divide" in reason(Mesh(tensor=2), shape=shared)
-    assert "context" in reason(Mesh(context=32), sharding="heads")
 
 
 @given(st.integers(1, 300), st.integers(1, 8))

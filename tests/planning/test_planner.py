@@ -306,20 +306,6 @@ def test_adaptive_sharding_is_resolved_for_each_micro_batch() -> None:
     assert len(chosen) > 1
 
 
-def test_slices_are_not_split_by_heads() -> None:
-    """Their earlier keys are on the ranks that computed them."""
-    lengths = [4096, 900, 300, 200, 4096, 700]
-    data = DataSettings(4096, 2, packing="slim")
-    by_context = {False: set(), True: set()}
-    for plan in epoch(Planner(lengths, data, work, Mesh(context=2), sharding="heads")):
-        for micro_batch in plan.replicas[0].forward:
-            slices = plan.replicas[0].slices_of(micro_batch)
-            by_context[any(part.context for part in slices)].add(micro_batch.sharding)
-    assert by_context[False] == {"heads"}
-    assert by_context[True]
-    assert "heads" not in by_context[True]
-
-
 def test_targets_of_the_store_are_used() -> None:
     planner = Planner(
         [9, 13], DataSettings(30, 2), work, targets=lambda document, start, stop: document

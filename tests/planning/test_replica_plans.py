@@ -25,7 +25,7 @@ def replicas_of(sharding: str):
     return [replica_plan(packs if not at else [], at, shard, shared) for at in (0, 1)]
 
 
-@pytest.mark.parametrize("sharding", ["adaptive", "per_sequence", "heads"])
+@pytest.mark.parametrize("sharding", ["adaptive", "per_sequence"])
 def test_each_is_laid_out_as_alone(sharding):
     open_plans = replicas_of(sharding)
     made = laid_out(open_plans, MESH, sharding, reference_kernel_cost)
@@ -37,8 +37,7 @@ def test_each_is_laid_out_as_alone(sharding):
             lengths, contexts = [[part[at] for part in _sizes(slices)] for at in (0, 1)]
             sizes = 2 * len(each.replicas), 4
             name = choose(lengths, *sizes, contexts=contexts)[0]
-            by_heads = len(each.replicas) == 1 and not any(contexts)
-            if sharding == "per_sequence" or (sharding == "heads" and by_heads):
+            if sharding == "per_sequence":
                 name = sharding
             assert (each.sharding, each.rows) == (name, layout(name, lengths, *sizes).rows)
 

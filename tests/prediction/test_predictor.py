@@ -78,27 +78,6 @@ def test_equal_micro_batches_take_the_closed_form_of_1f1b(pipeline: int, count: 
     assert lower <= compute <= lower + 2 * (pipeline + count) * message
 
 
-def test_attention_split_by_heads_is_equal_on_all_ranks() -> None:
-    lengths = [5000, 300, 40]
-    pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
-    model = predictor(Mesh(context=4))
-    cost = model.micro_batch(pieces, "heads")
-    every = np.array(lengths)
-    for backward in (False, True):
-        attention = model.latency.attention_ns(every, every, head_split=4)[backward]
-        assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
-        assert cost.layer_ns[0][backward] == (
-            attention
-            + model.latency.head_parallel_ns(cost.rows)
-            + model.latency.linear_ns(cost.rows, backward=backward)
-        )
-    assert cost.keys == cost.rows == sum(lengths) // 4
-    assert cost.indexed == 0
-    # Where a later micro-batch reads its keys, keys are exchanged, and the ranks are not equal.
-    sliced = model.micro_batch(pieces, "heads", kept=True)
-    assert sliced.attention_ns[0] > sliced.mean_attention_ns[0]
-
-
 def test_an_action_is_the_sum_of_its_parts() -> None:
     model = predictor(Mesh(pipeline=2), profile=UNSUMMED)
     pieces = [Slice(0, 0, 0, 3000), Slice(1, 0, 0, 500)]

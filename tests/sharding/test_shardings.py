@@ -211,7 +211,7 @@ def test_balance_on_generator_a(sharding: str, ranks: int, window: int) -> None:
 
 
 def test_bad_input_is_named() -> None:
-    known = "heads, hybrid, per_document, per_document_contiguous, per_sequence, ptrr"
+    known = "hybrid, per_document, per_document_contiguous, per_sequence, ptrr"
     with pytest.raises(ValueError, match=f"'striped'; the known ones are {known}"):
         layout("striped", [8], 2, 1)
     with pytest.raises(ValueError, match="context_parallel_size=0"):

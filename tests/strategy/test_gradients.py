@@ -68,14 +68,9 @@ MESHES: dict[tuple[int, int, int, int], tuple[int, ...]] = {
     (1, 1, 2, 2): (4,),
     (2, 2, 2, 2): (4,),
 }
-BY_HEADS = (
-    Case("wlb", "heads", tied=True, activation_checkpointing="full", masked=True),
-    Case("slim", "heads"),  # slices exchange keys, also under this sharding
-)
 RUNS = (
     *(Run(mesh, on_mesh(CASES[each], mesh)) for mesh, cases in MESHES.items() for each in cases),
-    Run((1, 1, 2, 2), on_mesh(BY_HEADS[0], (1, 1, 2, 2))),
-    Run((1, 2, 2, 1), BY_HEADS[1]),
+    Run((1, 2, 2, 1), Case("slim", "hybrid")),
     Run((1, 1, 1, 1), CASES[0], "interleaved", 4),
     Run((1, 2, 1, 1), CASES[0], "gpipe", 1),
     Run((1, 2, 1, 1), CASES[1], "interleaved", 2),

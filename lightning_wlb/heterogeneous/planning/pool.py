@@ -34,7 +34,7 @@ from lightning_wlb.planning.plan_scoring import PlanScore
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
-from lightning_wlb.sharding import ADAPTIVE, HEADS, check_heads
+from lightning_wlb.sharding import ADAPTIVE
 
 WORTH_PER_MILLE = 5
 """Simulated gain for which a step leaves the mesh."""
@@ -168,6 +168,3 @@ def _check(schemes: Schemes, base: Predictor, sharding: str) -> None:
                 f"the pipeline on {scheme} lies across nodes of {per_node} devices. Put"
                 " larger pipelines first."
             )
-        if sharding == HEADS and scheme.context > 1:
-            for layer in filter(lambda each: each.attends, base.latency.shape.kinds):
-                check_heads(layer.heads, layer.kv_heads, scheme.context, scheme.tensor)

@@ -125,8 +125,6 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks \[1, 3\).* lies across nodes of 2 devices"):
         Pool.of([across], base(devices_per_node=2))
     Pool.of([across], base())
-    with pytest.raises(ValueError, match="sharding='heads' splits the 16 query and 16 key"):
-        Pool.of([(Scheme(0, (4,), 3), Scheme(3, (4,)))], base(), sharding="heads")
     with pytest.raises(ValueError, match="a step chooser needs a device profile"):
         Planner(LENGTHS, DATA, Work.of(SHAPE), step_chooser=Pool.of([ALONE], base()))
     with pytest.raises(ValueError, match="Use packing='auto', 'slim' or 'hydraulis'"):

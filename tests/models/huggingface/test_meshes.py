@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
 SLICED = {"packing": "slim"}
-BY_HEADS = {"sharding": "heads", "packing": "original"}
+CUT = {"packing": "original"}
 
 # Transformers' own defaults scale by 1.
 GRANITE = (("embedding_multiplier", 12.0), ("logits_scaling", 8.0), ("residual_multiplier", 0.22))
@@ -34,7 +34,7 @@ CHOICE = {
         Run("phi3", (1, 1, 1, 2)),  # projections whose columns are gathered
         # Scales its embedding in front of the first layer, which a second stage must not repeat.
         Run("granite", (1, 2, 1, 1), checkpointing="selective", fields=GRANITE),
-        Run("gpt_oss", (1, 1, 2, 1), **BY_HEADS),
+        Run("gpt_oss", (1, 1, 2, 1), **CUT),
         # The embedding gives a padding token, here a word of the second rank, no gradient.
         Run("llama", (1, 1, 1, 2), fields=(("pad_token_id", 41),)),
     ),
@@ -61,7 +61,7 @@ MESHES = ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 1, 4), 
 MIXTURES: tuple[dict[str, Any], ...] = (
     {"mesh": (1, 2, 2, 1), **SLICED},
     {"mesh": (1, 2, 1, 1), "schedule": "interleaved", "virtual": 2},
-    {"mesh": (1, 1, 2, 1), **BY_HEADS},
+    {"mesh": (1, 1, 2, 1), **CUT},
     {"mesh": (1, 1, 2, 2), "checkpointing": "full"},
 )
 
@@ -100,7 +100,7 @@ def test_families_on_meshes(family, mesh):
 @pytest.mark.families
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda each: "-".join(map(str, each)))
-def test_families_sliced_interleaved_by_heads_and_recomputed(family, mixture):
+def test_families_sliced_interleaved_cut_and_recomputed(family, mixture):
     check((replace(Run(family), **mixture),))
 
 

@@ -23,7 +23,7 @@ from lightning_wlb.models.huggingface.recurrent import FAMILIES, recurrent_modul
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import KeepDouble, Run, packed_rows
 from tests.models.huggingface.test_families import TOLERANCE, decoder_and_plain, errors
-from tests.models.huggingface.test_meshes import BY_HEADS, SLICED, check
+from tests.models.huggingface.test_meshes import CUT, SLICED, check
 
 # One of each kind: delta rule by head and by channel, convolution alone, Mamba 2.
 KINDS = ("qwen3_next", "kimi_linear", "lfm2", "bamba")
@@ -53,7 +53,7 @@ MESHES = {
     "context": (
         Run("qwen3_next", (1, 1, 2, 1)),
         Run("kimi_linear", (1, 1, 2, 1), **SLICED),
-        Run("lfm2_moe", (1, 1, 2, 1), **BY_HEADS),
+        Run("lfm2_moe", (1, 1, 2, 1), **CUT),
         Run("bamba", (1, 1, 2, 1), **SLICED, checkpointing="full"),
     ),
     "tensor": (

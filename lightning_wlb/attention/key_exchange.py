@@ -1,0 +1,237 @@
+"""Messages that bring a rank the keys and values that its queries read, and take gradients back.
+
+Every rank of a context-parallel group holds some rows of a micro-batch
+(:mod:`lightning_wlb.sharding`), and where pieces are sliced some rows of earlier micro-batches
+(:mod:`.kv_cache`). One collective brings all that is read: an all-gather, or an all-to-all of just
+what is read, whichever the layout chooses; of slices always an all-gather, of each rank's runs of
+rows (:mod:`lightning_wlb.sharding.sliced_indices`). An index then puts keys in the order of the
+segments, both prefixes of a document at once, so that one kernel call does the work. Backward
+scatter-adds the gradients of these rows and sends them back the same way; their owners add them up.
+A single rank sends nothing: its runs are joined by one copy, or by none where there is one run.
+
+A message is posted by one call and waited for by another (:func:`send`, :func:`receive`): what is
+computed in between hides it. Autograd runs backward in the reverse order of forward, so that the
+gradients are sent back while what was computed in between has its own backward.
+
+Half types are summed over segments in float32, and over ranks too unless a step asks for less
+(:func:`.reduce_dtype`), so that a gradient does not depend on the number of ranks beyond rounding.
+Every rank of the group runs the same collectives, also one without any token.
+
+Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
+backward; earlier keys are sent once per slice. Those that are read are in memory meanwhile, 1 + 1 /
+(2·CP) times the micro-batch for shardings with one pair of chunks. Not for groups across slow
+links, where passing keys round a ring hides the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
+from lightning_wlb.distributed.collectives import (
+    all_gather_into,
+    reduce_dtype,
+    reduce_scatter_into,
+    sum_dtype,
+    summed_by_row,
+)
+from lightning_wlb.distributed.process_groups import group_size
+from lightning_wlb.sharding.sliced_indices import OWN
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, or their gradients, [rows, kv_heads, head_dim] each."""
+
+
+class KeyMessages:
+    """The keys and values of one layer and micro-batch on their way, then their gradients.
+
+    Collective: every rank of the group sends, then receives.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, group: ProcessGroup | None) -> None:
+        self._metadata, self._group = metadata, group
+        slices = metadata.slices
+        self._gathered = metadata.gathered if slices is None else slices.rows
+        self._runs: list[Pair] = []
+        self._buffer: Tensor | None = None
+        self._shares: Sequence[Tensor] = ()
+        self._work: dist.Work | None = None
+
+    def send(self, k: Tensor, v: Tensor) -> None:
+        """Post this rank's own rows and those of earlier slices, once, without waiting."""
+        if self._buffer is not None or self._runs:
+            return
+        metadata = self._metadata
+        if metadata.slices is not None:
+            self._runs = _runs(metadata.slices, k, v)
+            if metadata.key_index is None:
+                return
+            local = k.new_empty(self._gathered, 2, *k.shape[1:])
+            filled = local[: sum(len(keys) for keys, _ in self._runs)]
+            for number, each in enumerate(zip(*self._runs, strict=True)):
+                torch.cat(each, out=filled[:, number])
+            self._runs = []
+            self._buffer = k.new_empty(self._arriving, *local.shape[1:])
+        else:
+            # Own rows that are read are behind those that arrive.
+            self._buffer = k.new_empty(self._arriving + len(k), 2, *k.shape[1:])
+            local = self._buffer[self._arriving :]
+            torch.stack((k, v), dim=1, out=local)
+        arriving = self._buffer[: self._arriving]
+        if self._gathered:
+            sent = local[: self._gathered]
+            self._work = all_gather_into(arriving, sent, group=self._group, async_op=True)
+        elif metadata.send_index is not None:
+            sent = local.index_select(0, metadata.send_index)
+            counts = list(metadata.receive_counts), list(metadata.send_counts)
+            self._work = dist.all_to_all_single(
+                arriving, sent, *counts, group=self._group, async_op=True
+            )
+
+    def receive(self) -> Pair:
+        """Keys and values of the segments in their order, [keys, kv_heads, head_dim] each."""
+        runs, self._runs = self._runs, []
+        if len(runs) == 1:
+            return runs[0]
+        if runs:
+            keys, values = zip(*runs, strict=True)
+            return torch.cat(keys), torch.cat(values)
+        assert self._buffer is not None
+        assert self._metadata.key_index is not None
+        self._wait()
+        both = self._buffer.index_select(0, self._metadata.key_index)
+        self._buffer = None
+        return both[:, 0], both[:, 1]
+
+    def send_back(self, *gradients: Tensor) -> None:
+        """Add up the gradients of each row that was read and post them to the rows' owners."""
+        metadata = self._metadata
+        if metadata.key_index is None:
+            self._shares = gradients
+            return
+        own = metadata.rows if metadata.slices is None else 0
+        total = summed_by_row(self._arriving + own, metadata.key_index, *gradients)
+        self._buffer = total[self._arriving :]
+        arriving = total[: self._arriving].to(reduce_dtype(gradients[0].dtype))
+        if self._gathered:
+            back = arriving.new_empty(self._gathered, *total.shape[1:])
+            self._work = reduce_scatter_into(back, arriving, group=self._group, async_op=True)
+        elif metadata.send_index is not None:
+            back = arriving.new_empty(len(metadata.send_index), *total.shape[1:])
+            counts = list(metadata.send_counts), list(metadata.receive_counts)
+            self._work = dist.all_to_all_single(
+                back, arriving, *counts, group=self._group, async_op=True
+            )
+        else:
+            return
+        self._shares = back.unbind(1)
+
+    def receive_back(self) -> Iterable[Tensor]:
+        """Gradients of own keys and of own values over all ranks, [rows, kv_heads, head_dim]."""
+        self._wait()
+        shares, own, self._shares, self._buffer = self._shares, self._buffer, (), None
+        slices, sent = self._metadata.slices, self._metadata.send_index
+        if slices is not None:
+            return _added(slices, self._metadata.rows, *shares)
+        assert own is not None
+        totals = own.unbind(1)
+        for total, share in zip(totals, shares, strict=False):
+            if sent is not None:
+                total.index_add_(0, sent, share.to(total.dtype))
+            else:
+                total[: len(share)] += share
+        return totals
+
+    @property
+    def _arriving(self) -> int:
+        """Number of rows that arrive from the group, own ones of an all-gather included."""
+        return group_size(self._group) * self._gathered + sum(self._metadata.receive_counts)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def _runs(slices: SliceMetadata, k: Tensor, v: Tensor) -> list[Pair]:
+    """The rows that this rank puts together: own ones, and those of earlier slices."""
+    cache, layer = slices.cache_and_layer
+    return [
+        (k[run.start : run.stop], v[run.start : run.stop])
+        if run.micro_batch == OWN
+        else cache.read(layer, run)
+        for run in slices.runs
+    ]
+
+
+def _added(slices: SliceMetadata, rows: int, of_keys: Tensor, of_values: Tensor) -> Pair:
+    """Gradients of own rows, from those of all runs and what later slices have left.
+
+    Those of earlier rows are left for their owner's backward.
+    """
+    cache, layer = slices.cache_and_layer
+    dtype = sum_dtype(of_keys.dtype)
+    # What later slices have left may be added to: nothing else reads it any more.
+    keys, values = cache.gradients_of(layer, slices.micro_batch) or (
+        of_keys.new_zeros(rows, *of_keys.shape[1:], dtype=dtype),
+        of_keys.new_zeros(rows, *of_keys.shape[1:], dtype=dtype),
+    )
+    first = 0
+    for run in slices.runs:
+        stop = first + run.stop - run.start
+        if run.micro_batch == OWN:
+            keys[run.start : run.stop] += of_keys[first:stop]
+            values[run.start : run.stop] += of_values[first:stop]
+        else:
+            cache.add_gradients(layer, run, of_keys[first:stop], of_values[first:stop])
+        first = stop
+    return keys, values
+
+
+class _Send(torch.autograd.Function):
+    """Posts keys and values; backward waits for their gradients.
+
+    Returns an empty tensor that ties :class:`_Receive` to it. The gradients themselves stay in
+    the messages: as gradients of a half-type tensor autograd would round them before they are
+    added up, over the segments and ranks that read a row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, own: Pair, messages: KeyMessages) -> Tensor:
+        ctx.messages, ctx.dtype = messages, k.dtype
+        messages.send(*own)
+        return k.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Any, ...]:
+        return *(each.to(ctx.dtype) for each in ctx.messages.receive_back()), None, None
+
+
+class _Receive(torch.autograd.Function):
+    """Waits for keys and values and puts them in order; backward posts their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, messages: KeyMessages) -> Pair:
+        ctx.messages = messages
+        return messages.receive()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.messages.send_back(*gradients)
+        return gradients[0].new_empty(0), None
+
+
+send: Callable[[Tensor, Tensor, Pair, KeyMessages], Tensor] = _Send.apply
+"""Post ``own``, which are the first two without a graph; the result is for :func:`receive`."""
+
+receive: Callable[[Tensor, KeyMessages], Pair] = _Receive.apply
+"""Wait for the keys and values of the segments."""
