@@ -18,7 +18,7 @@ import lightning_wlb
 from lightning_wlb.cli.main import TRAINING, parser
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.packing.base import PackingOptions
-from lightning_wlb.sharding import ADAPTIVE, NAMES
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -93,7 +93,7 @@ def test_commands_of_the_docs_are_understood(command: str) -> None:
 def test_the_guide_has_every_sharding() -> None:
     section = (DOCS / "guide/packing.md").read_text().split("## Sharding over")[1].split("##")[0]
     rows = re.findall(r'^\| `"(\w+)"`', section, re.MULTILINE)
-    assert sorted(rows) == sorted([ADAPTIVE, *NAMES])
+    assert sorted(rows) == sorted([ADAPTIVE, *SHARDINGS])
 
 
 def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
