@@ -10,8 +10,10 @@ A save that dies leaves its folder in ``.partial``. The next save beside it remo
 nothing has been written for an hour: younger ones may be another run's, even of the same name.
 
 Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
-manifest, or, where the manifest cannot be read, has a name that files of checkpoints have; and
-nothing behind a link in place of ``.partial`` or ``.old``.
+manifest, or, where the manifest cannot be read, has a name that files of checkpoints have; nothing
+behind a link in place of ``.partial`` or ``.old``, and nothing of another name in them. In a folder
+with the sticky bit, where others may make these two, who owns them could exchange what lies there:
+then nothing is saved.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -52,6 +55,8 @@ _STALE_SECONDS = 3600
 """A folder in ``.partial`` to which nothing was written for so long belongs to a dead save."""
 _LATE_SECONDS = 10
 """How long a network file system may take to show what another node has written."""
+_UNFINISHED = re.compile(r".+-[0-9a-f]{32}")
+"""The names in ``.partial``."""
 _CHECKPOINT_FILES = re.compile(r"manifest\.json|meta\.pt|\.metadata|__\d+_\d+\.distcp")
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of the Linux headers
 
@@ -83,13 +88,20 @@ def begin(path: Path, kind: str) -> PartialFolder:
         kind: what may be replaced there: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
 
     Raises:
-        ValueError: there is something else at ``path``, or a link beside it.
+        ValueError: there is something else at ``path`` or in ``.old``, or a link or somebody else's
+            folder beside it.
     """
-    refuse_foreign(path, kind)
+    for each in (path, old_folder(path)):
+        refuse_foreign(each, kind)
     _refuse_links(path)
     save = uuid.uuid4().hex
     aside = PartialFolder(path, path.parent / _ASIDE / f"{path.name}-{save}", save)
     make_folder(aside.folder)
+    try:
+        _refuse_strangers(aside)
+    except ValueError:
+        aside.folder.rmdir()
+        raise
     _remove_leftovers(aside.folder)
     reached("begun")
     return aside
@@ -220,6 +232,20 @@ def _refuse_links(path: Path) -> None:
             )
 
 
+def _refuse_strangers(aside: PartialFolder) -> None:
+    """Refuse another user's ``.partial`` and ``.old`` where anybody may make them."""
+    parent = aside.path.parent.stat()
+    # Whom this file system takes this process for may be another than its user.
+    trusted = {parent.st_uid, aside.folder.lstat().st_uid}
+    for folder in (aside.path.parent / _ASIDE, aside.path.parent / _REPLACED):
+        strange = folder.exists() and folder.lstat().st_uid not in trusted
+        if strange and parent.st_mode & stat.S_ISVTX:
+            raise ValueError(
+                f"{folder} belongs to user {folder.lstat().st_uid}, who could exchange a checkpoint"
+                f" while it is written. Save to another folder than {aside.path.parent}."
+            )
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one system call; False if the system has no such call."""
     if not sys.platform.startswith("linux"):
@@ -239,6 +265,8 @@ def _remove_leftovers(mine: Path) -> None:
     """Remove the stale folders of saves that died; their age is by the file system's clock."""
     now = mine.stat().st_mtime
     for other in mine.parent.iterdir():
+        if not _UNFINISHED.fullmatch(other.name):
+            continue
         with suppress(OSError):  # its own run is renaming it, or it belongs to another user
             written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
             if now - written > _STALE_SECONDS:

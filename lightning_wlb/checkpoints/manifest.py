@@ -220,8 +220,8 @@ def read(folder: Path) -> Manifest:
             f" one reads {FORMAT}). Update lightning_wlb."
         )
     for name in manifest.files:
-        if os.path.basename(name) != name:
-            raise _damage(folder, f"{NAME} names {name!r}, which is not in the folder")
+        if os.path.basename(name) != name or not name.isprintable():
+            raise _damage(folder, f"{NAME} names {name!r}, which is no file of the folder")
     return manifest
 
 

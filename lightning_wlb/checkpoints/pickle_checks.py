@@ -18,6 +18,7 @@ which is in Python too; 0.2 ms more for each archive. Tensors are not looked at.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 import struct
@@ -37,6 +38,9 @@ _CALLS = re.compile(
     r"|from_type_v2)"
 )
 """What torch's safe reader may call, but for what makes room by a number."""
+
+_MOST_REPEATED = 1 << 20
+"""Most values of a tensor that repeats them: whatever is computed with it has room for each."""
 
 
 class KeyCheck:
@@ -237,6 +241,10 @@ class _DryRun(_Records):
         }
         if path not in self._allowed and not (_CALLS.fullmatch(name) and bounded.get(name, True)):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
+        if name.startswith("_rebuild_tensor") and math.prod(arguments[2]) > _MOST_REPEATED:
+            *_, held = first.arguments[0]  # of the storage, whose bytes are there
+            if math.prod(arguments[2]) > held:
+                raise ValueError(f"a tensor of {repr(arguments[2])} in {held:,} values")
         for items in arguments:
             if type(items) is list or (type(items) is tuple and name in ("set", "Counter")):
                 self._check_keys(items)

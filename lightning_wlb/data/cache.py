@@ -55,7 +55,7 @@ BESIDE = ".lightning_wlb"
 
 def cache_folder() -> Path:
     """The user's cache folder; where it cannot be written to, this process's temporary one."""
-    return next(folder for folder, _ in _places(None) if os.access(folder, os.W_OK))
+    return next(folder for folder, *_ in _places(None) if os.access(folder, os.W_OK))
 
 
 def built_once(key: str, build: Callable[[Path], None], source: Path | None = None) -> Path:
@@ -67,7 +67,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
             write there. None, and else: in the user's cache folder, or a temporary one.
     """
-    for root, owners in _places(source):
+    for root, owners, mode in _places(source):
         if _is_whole(root / key, owners):
             return root / key
         try:
@@ -82,7 +82,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         build(aside)
         files = {path.name: _described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
-        aside.chmod(0o755)
+        aside.chmod(mode)
         for damaged in replaced:
             with suppress(OSError):
                 aside.rename(root / key)
@@ -108,21 +108,29 @@ def remove(path: Path) -> None:
             path.unlink()  # rmtree would open a FIFO, and wait
 
 
-def _places(source: Path | None) -> Iterator[tuple[Path, list[int]]]:
-    """The folders to look in and to build in, the best first, and who else may own each."""
+def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:
+    """The folders to look in and to build in, the best first; who else may own what is in each.
+
+    The last is the mode of what is built there: beside a file who may read it may read this.
+    """
     if source is not None:
-        owner = [source.stat().st_uid]
+        status = source.stat()
+        owner = [status.st_uid]
         with suppress(OSError, ValueError):
-            yield file_checks.own_folder(source.parent / BESIDE, owner, 0o755), owner
+            folder = file_checks.own_folder(source.parent / BESIDE, owner, 0o755)
+            # For the file's group only where that is also the group of what is made.
+            group = folder.stat().st_gid == status.st_gid == os.getegid()
+            readers = status.st_mode & (0o044 if group or status.st_mode & 0o004 else 0)
+            yield folder, owner, 0o700 | readers | readers >> 2
     folder = Path(user_cache_dir("lightning_wlb"))
     try:
         file_checks.own_folder(folder)
     except (OSError, ValueError) as error:
         problem = str(error)
     else:
-        yield folder, []
+        yield folder, [], 0o755
         problem = f"{folder} cannot be written to."
-    yield _temporary_folder(problem, os.getpid()), []
+    yield _temporary_folder(problem, os.getpid()), [], 0o755
 
 
 @cache

@@ -31,9 +31,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -46,6 +48,7 @@ from lightning_wlb.checkpoints.manifest import Damaged, Manifest
 from lightning_wlb.checkpoints.pickle_checks import load_plain
 from lightning_wlb.checkpoints.save_order import newest_first
 from lightning_wlb.checkpoints.writing import REST
+from lightning_wlb.file_checks import my_user
 
 _T = TypeVar("_T")
 
@@ -241,7 +244,7 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether there is a folder that was written as a checkpoint, damaged or not."""
-    if (path / REST).is_file():
+    if os.path.isfile(path / REST):  # also where one may not look
         return True
     try:
         return manifest.read(path).kind == manifest.CHECKPOINT
@@ -252,14 +255,37 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     """The checkpoints in a folder, and those that a save which died was about to replace.
 
-    A link to another one of them is left out.
+    A link to another one of them is left out, and so is, with a warning, what another user has put
+    into a folder that everybody may write to.
     """
     found: dict[Path, Path] = {}
+    strange: list[str] = []
     for place in (folder, atomic_folders.old_folder(folder / "any").parent):
+        mine = _owner_of_mine(place)
         for path in sorted(place.glob(pattern), key=Path.is_symlink):
-            if is_checkpoint(path):
+            if not is_checkpoint(path):
+                continue
+            if mine is None or path.stat().st_uid == path.lstat().st_uid == mine:
                 found.setdefault(path.resolve(), path)
+            else:
+                strange.append(path.name)
+    if strange:
+        rank_zero_warn(
+            f"{folder} may be written to by everybody, and {', '.join(strange[:3])} in it are not"
+            " this user's: they are passed over. To go on from one give its own path as ckpt_path."
+        )
     return list(found.values())
+
+
+def _owner_of_mine(folder: Path) -> int | None:
+    """Who owns what this process writes there, if everybody may write there; else None."""
+    if not folder.is_dir() or not folder.stat().st_mode & stat.S_IWOTH:
+        return None
+    try:
+        with TemporaryFile(dir=folder) as file:  # a network's server may take it for another user
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return my_user()
 
 
 def requeue_number(path: Path) -> int | None:

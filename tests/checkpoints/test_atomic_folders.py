@@ -10,6 +10,9 @@ from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.atomic_folders import PartialFolder
 from tests.checkpoints.small_checkpoints import load, save
 
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+
 
 def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> PartialFolder:
     aside = atomic_folders.begin(path, kind)
@@ -93,6 +96,34 @@ def test_what_died_is_removed_when_it_is_stale(tmp_path):
     # Two runs that save under one name write into two folders.
     again = atomic_folders.begin(tmp_path / "mine", manifest.CHECKPOINT).folder
     assert set(mine.parent.iterdir()) == {fresh, mine, again}
+
+
+def test_what_somebody_else_keeps_there_stays(tmp_path):
+    """Names that no save has given, in the folders in which saves tidy up."""
+    for name in (".partial/thesis", ".old/run/notes"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("precious")
+        os.utime(tmp_path / name, (0, 0))
+    with pytest.raises(ValueError, match=r"\.old/run is not .* it holds notes, which would be lost"):
+        write(tmp_path / "run", "new")
+    atomic_folders.finish(write(tmp_path / "other", "new"))
+    atomic_folders.remove(tmp_path / "other")
+    found = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert found == {".partial/thesis", ".old/run/notes"}
+
+
+@needs_root
+@pytest.mark.parametrize("name", [".partial", ".old"])
+def test_nothing_is_written_where_somebody_else_could_exchange_it(name, tmp_path):
+    (tmp_path / name).mkdir()
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    atomic_folders.discard(write(tmp_path / "run", "in a folder of a group"))
+    (tmp_path / name).mkdir(exist_ok=True)
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ValueError, match=rf"{name} belongs to user {NOBODY}, who could exchange"):
+        write(tmp_path / "run", "new")
+    assert not list((tmp_path / ".partial").glob("run*"))
 
 
 @pytest.mark.parametrize("name", [".partial", ".old"])

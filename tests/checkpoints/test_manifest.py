@@ -1,6 +1,7 @@
 """A manifest holds what was written, and shows every other content."""
 
 import json
+import re
 import time
 import zlib
 from contextlib import nullcontext
@@ -83,9 +84,10 @@ def test_a_newer_format_and_other_folders_are_refused(folder):
     change(folder, True, format=3)
     with pytest.raises(ValueError, match=r"newer version .*format 3.* Update"):
         manifest.read(folder)
-    change(folder, True, format=2, files={"../one": {"size": 1, "crc32": ""}})
-    with pytest.raises(Damaged, match=r"names '\.\./one', which is not in the folder"):
-        manifest.read(folder)
+    for name in ("../one", "a\0b", "\ud800", "\x1b[2J"):
+        change(folder, True, format=2, files={name: {"size": 1, "crc32": ""}})
+        with pytest.raises(Damaged, match=rf"names {re.escape(repr(name))}, which is no file of"):
+            manifest.read(folder)
 
 
 def test_the_format_without_who_saved_it_is_read(folder):

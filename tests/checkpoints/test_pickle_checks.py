@@ -80,6 +80,12 @@ def test_nothing_is_made_by_a_number(asking: bytes) -> None:
         load_plain(archive(b"\x80\x02" + asking + b"."))
 
 
+def test_a_tensor_has_no_more_values_than_its_file() -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"a tensor of \(100000, 100000\) in 1 values"):
+        load_plain(written({"best_score": torch.zeros(1).expand(100_000, 100_000)}))
+    load_plain(written(torch.zeros(1 << 21)))
+
+
 def test_nothing_is_unpacked() -> None:
     packed = archive(b"\x80\x02" + text("a" * 10_000_000) + b".", zipfile.ZIP_DEFLATED)
     assert len(packed.getvalue()) < 20_000

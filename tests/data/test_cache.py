@@ -186,6 +186,18 @@ def test_beside_a_file_its_owner_is_believed_and_nobody_else(root: Path, tmp_pat
     assert made.parent == root
 
 
+@pytest.mark.parametrize(("mode", "kept"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])
+def test_who_may_not_read_a_file_may_not_read_what_is_made_of_it(
+    mode: int, kept: int, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    source.chmod(mode)
+    made = built_once("key", build, source)
+    assert made.parent == tmp_path / BESIDE
+    assert stat.S_IMODE(made.stat().st_mode) == kept
+
+
 def test_a_process_of_any_number_may_own_it(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(file_checks, "my_user", lambda: os.geteuid() + 1)
     monkeypatch.setattr(cached, "_temporary_folder", lambda problem, process: pytest.fail(problem))

@@ -178,6 +178,31 @@ def test_by_the_time_that_the_manifest_records(tmp_path):
     assert resuming.candidates_in(tmp_path, False) == [again, late, first]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_what_another_user_has_put_there_is_passed_over(tmp_path):
+    """A folder that everybody may write to; and one that this user may not look into."""
+    mine, theirs = (write(tmp_path / name, 4, time) for name, time in (("a", 1.0), ("b", 9e99)))
+    os.chown(theirs, 65534, 65534)
+    assert resuming.candidates_in(tmp_path, False) == [theirs, mine], "a group's"
+    tmp_path.chmod(0o1777)
+    (tmp_path / "link").symlink_to(theirs)
+    with pytest.warns(match=r"written to by everybody, and b, link in it are not this user's"):
+        assert resuming.candidates_in(tmp_path, False) == [mine]
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path, monkeypatch):
+    mine, stat = write(tmp_path / "mine", 4, 1.0), os.stat
+    (tmp_path / "lost+found").mkdir()
+
+    def refuse(path, **options):
+        if "lost+found/" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert resuming.candidates_in(tmp_path, False) == [mine]
+
+
 def hostile(content: dict[str, object]) -> str:
     return json.dumps({"content": content, "crc32": manifest._checksum(content)})
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ FIELDS = (
 )
 """Fields of peft's ``LoraConfig`` that may be given."""
 
+_NAME_LENGTH, _MOST_WAYS = 60, 10**8
 _ADAPTER = re.compile(r"\.lora_([AB])\.default\.weight$")
 # Fields that change nothing at these values.
 _NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
@@ -82,7 +84,38 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         whole(f"lora: rank_pattern of {pattern!r}", rank, 1)
     for pattern, alpha in (given.get("alpha_pattern") or {}).items():
         number(f"lora: alpha_pattern of {pattern!r}", alpha, 0, above=True)
+    modules = (given.get(name) for name in ("target_modules", "exclude_modules"))
+    ranks = ({**(given.get(name) or {})} for name in ("rank_pattern", "alpha_pattern"))
+    for pattern in (*(each for each in modules if isinstance(each, str)), *chain(*ranks)):
+        _check_ends(pattern)
     return {name: given[name] for name in FIELDS if name in given}
+
+
+def _check_ends(pattern: str) -> None:
+    """Refuse an expression that may take for ever, such as a repetition of repetitions."""
+    try:
+        ways = _ways(re._parser.parse(pattern))  # type: ignore[attr-defined]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"lora: {pattern[:99]!r} is no regular expression ({error}).") from error
+    if ways > _MOST_WAYS:
+        raise ValueError(
+            f"lora: the expression {pattern[:99]!r} may take for ever to match: it repeats what"
+            " repeats or has choices, or repeats too often. Give a list of modules instead."
+        )
+
+
+def _ways(part: Any) -> float:
+    """In how many ways a part of a parsed expression may match a module's name, at most."""
+    if not isinstance(part, tuple) or not part:
+        return math.prod(map(_ways, getattr(part, "data", part if isinstance(part, list) else ())))
+    kind, *given = part
+    if str(kind).endswith("_REPEAT"):
+        least, most, body = given[0]
+        inner, lengths = _ways(body), min(int(most) - int(least), _NAME_LENGTH) + 1
+        return lengths * inner if inner == 1 or most <= 1 else math.inf
+    if str(kind) == "BRANCH":
+        return sum(map(_ways, given[0][1]))
+    return math.prod(map(_ways, given))
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:

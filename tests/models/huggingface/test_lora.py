@@ -241,6 +241,11 @@ def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"makes adapters model\.embed_tokens"),
         ({"target_modules": ["q_proj", "lm_head"]}, r"makes adapters lm_head"),
         ({"target_modules": r".*layers\.[01]\..*q_proj"}, r"names nothing in layers \[2, 3\]"),
+        ({"target_modules": "([a-z_.]+)+!"}, r"'\(\[a-z_\.\]\+\)\+!' may take for ever to match"),
+        ({"exclude_modules": "(a|a)" * 40}, "may take for ever"),
+        ({"rank_pattern": {"a?" * 40 + "a" * 40: 2}}, "may take for ever"),
+        ({"alpha_pattern": {".*" * 9: 2}}, "may take for ever"),
+        ({"target_modules": "(" * 9}, r"'\(\(.* is no regular expression"),
     ],
 )
 def test_what_lora_cannot_do_is_refused(lora, message):
