@@ -74,6 +74,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         except OSError:
             continue
+        aside.chmod(mode)
         break
     else:
         raise OSError(f"No folder for {key} can be made, in {root} neither.")
@@ -82,7 +83,6 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         build(aside)
         files = {path.name: _described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
-        aside.chmod(mode)
         for damaged in replaced:
             with suppress(OSError):
                 aside.rename(root / key)

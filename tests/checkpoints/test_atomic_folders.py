@@ -104,7 +104,7 @@ def test_what_somebody_else_keeps_there_stays(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("precious")
         os.utime(tmp_path / name, (0, 0))
-    with pytest.raises(ValueError, match=r"\.old/run is not .* it holds notes, which would be lost"):
+    with pytest.raises(ValueError, match=r"\.old/run is not .* it holds notes, which would be"):
         write(tmp_path / "run", "new")
     atomic_folders.finish(write(tmp_path / "other", "new"))
     atomic_folders.remove(tmp_path / "other")
