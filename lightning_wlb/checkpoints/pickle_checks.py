@@ -231,7 +231,8 @@ class _DryRun(_Records):
         return Record(pid)
 
     def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
-        path, first = called.name, arguments[0] if arguments else ""
+        first: Any = arguments[0] if arguments else ""
+        path = called.name
         name = path.rpartition(".")[2]
         bounded = {
             "encode": type(first) is str and arguments[1:] == ("latin1",),
