@@ -143,15 +143,12 @@ def communicators(mesh: Mesh) -> int:
     )
 
 
-def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]], per_node: int) -> int:
+def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]]) -> int:
     """Process groups that heterogeneous pipelines add, on the rank that gets most; O(pipelines).
 
     Each strategy adds the groups of its pipelines, and those that sharing of micro-batches may add.
-    All strategies together add one or two over which parameters are sent.
-
-    Args:
-        strategies: the pipelines of each strategy that steps may take.
-        per_node: ranks of a node.
+    All strategies together add one over which parameters are sent. ``strategies`` has the pipelines
+    of each that steps may take.
     """
     if not strategies:
         return 0
@@ -162,4 +159,4 @@ def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]], per_node
             for scheme in (strategy[number] for number in numbers):
                 axes = 2 * (len(scheme.stages) > 1) + (scheme.context > 1) + (scheme.tensor > 1)
                 counts[scheme.first : scheme.ranks.stop] += axes + merged
-    return int(counts.max()) + (2 if 1 < per_node < len(counts) else 1)
+    return int(counts.max()) + 1

@@ -85,8 +85,7 @@ class PlanningContext:
         """
         if self.profile is None:
             return None
-        mesh, per_node = self.rank.mesh, self.profile.devices_per_node
-        elsewhere = heterogeneous_communicators(self.schemes, per_node)
+        mesh, elsewhere = self.rank.mesh, heterogeneous_communicators(self.schemes)
         return Predictor(
             LatencyModel(
                 self.profile, self.shape, mesh, self.reduce_dtype, self.compiled, self.overlap

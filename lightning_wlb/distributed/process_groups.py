@@ -203,17 +203,6 @@ def connect_channels(
                 dist.recv(token, sender, group)
 
 
-def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect all ranks of a group with each other; collective over them.
-
-    Under NCCL an uneven all-to-all connects two ranks when one first sends something to the other,
-    and holds each up until the other has come too, which may be a rank that the step waits for.
-    """
-    count = group.size()
-    sent, each = torch.zeros(count, device=device), [1] * count
-    dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
-
-
 def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist.ProcessGroup]:
     """A process group over this rank's pipeline for each channel of messages; collective.
 

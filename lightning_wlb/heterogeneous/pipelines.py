@@ -20,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -56,6 +57,37 @@ class StageSettings:
     sum_dtype: torch.dtype
     device: torch.device
     timeout: timedelta | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeGroup:
+    """The group of all ranks over which parameters and their gradients are exchanged."""
+
+    group: ProcessGroup
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of the group."""
+        set_timeout(timeout, self.group)
+
+
+def exchange_group(
+    rank: int, ranks: int, device: torch.device, timeout: timedelta | None
+) -> ProcessGroup:
+    """The group of all exchanges, over which nothing else is sent; made at the first call.
+
+    Collective. ``timeout`` as for :func:`.kept`. All ranks are connected: under NCCL an uneven
+    all-to-all connects two ranks when one first sends something to the other, and holds each up
+    until the other has come too, which may be a rank that the step waits for.
+    """
+
+    def make() -> ExchangeGroup:
+        group = own_group([range(ranks)], rank, timeout)
+        assert group is not None, "every rank is in it"
+        sent, each = torch.zeros(ranks, device=device), [1] * ranks
+        dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
+        return ExchangeGroup(group)
+
+    return kept(("exchanges", device.type), make, timeout).group
 
 
 @dataclass(frozen=True)

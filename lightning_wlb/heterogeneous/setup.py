@@ -32,6 +32,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -41,7 +42,11 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import remembered
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
-from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous.pipelines import (
+    HeterogeneousStage,
+    StageSettings,
+    exchange_group,
+)
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import (
@@ -51,7 +56,6 @@ from lightning_wlb.heterogeneous.planning.pool_search import (
     described,
 )
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
-from lightning_wlb.heterogeneous.running_exchange import ExchangeGroups, exchange_groups
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import progress_bar
@@ -126,7 +130,6 @@ def attach_pipelines(
     executor: Executor,
     choices: Sequence[Schemes],
     module: LanguageModule,
-    per_node: int,
     sum_dtype: torch.dtype,
     timeout: timedelta,
 ) -> None:
@@ -146,7 +149,7 @@ def attach_pipelines(
         for size in sizes:
             module.model_shape.check_tensor_parallel(size)
         weights, base = weights_of(whole, sorted(sizes)), schemes_of(mesh, pipeline.stages)
-        redistribute = partial(Redistribution, weights, base, rank=rank, per_node=per_node)
+        redistribute = partial(Redistribution, weights, base, rank=rank)
         for schemes in choices:
             redistribute(schemes)
     except ValueError as error:
@@ -166,8 +169,8 @@ def attach_pipelines(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
             f" {described(schemes)}."
         )
-    groups = exchange_groups(rank, mesh.devices, per_node, timeout, pipeline.device)
-    executor.heterogeneous = HeterogeneousPipelines(model, redistribute, groups, settings)
+    group = exchange_group(rank, mesh.devices, pipeline.device, timeout)
+    executor.heterogeneous = HeterogeneousPipelines(model, redistribute, group, settings)
 
 
 def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
@@ -201,11 +204,11 @@ class HeterogeneousPipelines:
         self,
         model: Decoder,
         redistribute: Callable[[Schemes], Redistribution],
-        groups: ExchangeGroups,
+        group: dist.ProcessGroup,
         settings: StageSettings,
     ) -> None:
         self._model, self._redistribute = model, redistribute
-        self._groups, self._settings = groups, settings
+        self._group, self._settings = group, settings
         self._made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = {}
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
@@ -214,7 +217,7 @@ class HeterogeneousPipelines:
         """
         if plan.schemes not in self._made:
             stage = HeterogeneousStage(self._redistribute(plan.schemes), self._settings)
-            own = ExchangedParameters(stage, self._model, self._groups, self._settings)
+            own = ExchangedParameters(stage, self._model, self._group, self._settings)
             self._made[plan.schemes] = stage, own
         stage, own = self._made[plan.schemes]
         return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)

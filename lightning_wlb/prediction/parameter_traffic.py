@@ -33,9 +33,6 @@ class ParameterTraffic:
         gather: time to gather all buckets of a stage.
         reduce: time to reduce the gradients of all buckets of a stage.
         optimise: time of the optimizer on the shards of the slowest rank.
-        before: until the first bucket can be sent: the first of two hops, where there are two
-            (:mod:`~lightning_wlb.heterogeneous.planning.exchange_times`).
-        after: from when the last gradient has been sent until it has arrived at its shard.
     """
 
     ranks: int
@@ -43,8 +40,6 @@ class ParameterTraffic:
     gather: tuple[int, ...]
     reduce: tuple[int, ...]
     optimise: int
-    before: int = 0
-    after: int = 0
 
     @staticmethod
     def of(latency: LatencyModel, memory: StepMemory) -> ParameterTraffic:
@@ -62,7 +57,7 @@ class ParameterTraffic:
 
     def begins(self, stage: int, forward_ns: int) -> int:
         """The earliest time at which a stage's first forward can begin and run without a pause."""
-        before = self.before + sum(self.gather[stage % self.ranks : stage : self.ranks])
+        before = sum(self.gather[stage % self.ranks : stage : self.ranks])
         each, buckets = self.gather[stage], self.buckets[stage]
         last = before + each - (forward_ns - forward_ns // buckets)
         return max(before + each // buckets, last)
@@ -85,4 +80,4 @@ class ParameterTraffic:
                 end = max(end for end, _ in backwards)
                 queue = max(max(queue, first) + each, end + each // buckets)
             ends.append(queue)
-        return max(ends) + self.after if last else 0
+        return max(ends)

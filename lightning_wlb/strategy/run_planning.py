@@ -130,8 +130,7 @@ class RunPlanning:
             return
         if split.prepared_for != (self.schemes, timeout):
             sums = torch.promote_types(devices.compute_dtype, torch.float32)
-            given = module, devices.per_node, sums, timeout
-            attach_pipelines(split.executor, self.schemes, *given)
+            attach_pipelines(split.executor, self.schemes, module, sums, timeout)
             split.prepared_for = self.schemes, timeout
         # A new context, whose predictor knows the process groups of these pipelines.
         predictor = self.context(data).predictor

@@ -36,12 +36,7 @@ class _Moment(NamedTuple):
 
 
 class Progress:
-    """What the main thread of this process does, and how far it is.
-
-    Attributes:
-        failed: the error of another thread on which the step depends; the main thread may never
-            come to where it is raised.
-    """
+    """What the main thread of this process does, and how far it is."""
 
     def __init__(self) -> None:
         # Replaced as a whole: another thread must not see the batch of one step and the action of
@@ -60,7 +55,6 @@ class Progress:
 
     def begin(self) -> None:
         """Note that a run begins or has ended; its batch may be freed."""
-        self.failed = ""
         self._now = _Moment(0, None, BETWEEN, "setting up", time.monotonic())
 
     @property

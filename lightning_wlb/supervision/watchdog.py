@@ -165,7 +165,7 @@ class Watchdog(threading.Thread):
         selector = selectors.DefaultSelector()
         selector.register(self._link.connection, selectors.EVENT_READ)
         selector.register(self._woken, selectors.EVENT_READ)
-        due, told = 0.0, False
+        due = 0.0
         while not self._over:
             for key, _ in selector.select(0.5):
                 if key.fileobj is self._woken:
@@ -181,11 +181,6 @@ class Watchdog(threading.Thread):
                     progress=PROGRESS.progress(),
                     doing=str(PROGRESS),
                     seconds=round(PROGRESS.seconds(), 1),
-                )
-            if PROGRESS.failed and not (told or self._came_out):
-                told = True
-                self._link.send(
-                    place=f"a thread of rank {self._rank}", text=f"{PROGRESS}: {PROGRESS.failed}"
                 )
             if now >= self._end_at:
                 self._end()

@@ -36,8 +36,8 @@ from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
 from lightning_wlb.supervision.progress import EXCHANGING, PROGRESS, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
-from lightning_wlb.training.parameter_hooks import StepParameters
 from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
+from lightning_wlb.training.step_parameters import StepParameters
 
 
 @dataclass(frozen=True)

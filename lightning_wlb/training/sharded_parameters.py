@@ -94,11 +94,6 @@ class ShardedParameter:
         """The shape of a rank's shard, padded to ``rows``."""
         return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
 
-    def put(self, parameter: nn.Parameter) -> None:
-        """Let the modules read ``parameter``."""
-        for module, name in self.places:
-            module._parameters[name] = parameter
-
 
 @dataclass(frozen=True)
 class Bucket:

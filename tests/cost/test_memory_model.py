@@ -300,12 +300,11 @@ def test_steps_elsewhere_take_the_groups_of_every_strategy() -> None:
     """On the rank that is in most of them, and those over which parameters travel once."""
     pairs = tuple(Scheme(first, (2, 2)) for first in (0, 2))
     mixed = (Scheme(0, (4,), context=2), Scheme(2, (4,)), Scheme(3, (4,)))
-    assert heterogeneous_communicators([], 4) == 0
+    assert heterogeneous_communicators([]) == 0
     # Two channels, and the pair of pipelines that may share micro-batches; all ranks.
-    assert heterogeneous_communicators([pairs], 4) == 2 + 1 + 1
-    assert heterogeneous_communicators([pairs], 2) == 2 + 1 + 2, "a rail and a node"
-    assert heterogeneous_communicators([pairs, mixed], 2) == 2 + 1 + 1 + 2
-    assert heterogeneous_communicators([(Scheme(0, (1, 3), 2, 2),)], 8) == 2 + 1 + 1 + 1
+    assert heterogeneous_communicators([pairs]) == 2 + 1 + 1
+    assert heterogeneous_communicators([pairs, mixed]) == 2 + 1 + 1 + 1
+    assert heterogeneous_communicators([(Scheme(0, (1, 3), 2, 2),)]) == 2 + 1 + 1 + 1
 
 
 def test_sums_that_travel_narrower_are_copied_for_it() -> None:

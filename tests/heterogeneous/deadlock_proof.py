@@ -1,11 +1,10 @@
 """All that the ranks of a step on pipelines of its own wait for, to be proven free of deadlock.
 
 Beside the messages of each pipeline there are what travels before and after: parameters are pulled
-and gradients pushed in turns, each a collective of all ranks, or over several nodes one of a rail
-and one of a node, which a second thread of each rank posts when the first one has ended. A forward
-waits for the turns of its stage; the last backward posts gradients as soon as they are complete.
-And attention and tensor parallelism exchange in every unit of an action. All of it is listed here
-thread by thread, as ``parameters.py`` and ``parameter_transfer.py`` in that room do it, for
+and gradients pushed in turns, each a collective of all ranks. A forward waits for the turns of its
+stage; the last backward posts gradients as soon as they are complete, or when it is over if
+pipelines share its micro-batch. And attention and tensor parallelism exchange in every unit of an
+action. All of it is listed here rank by rank, as ``parameters.py`` in that room does it, for
 :func:`~tests.schedule.rendezvous.run_to_the_end`. Which it is that travels does not matter.
 
 Cost: as many steps as ranks · turns, and as actions · buckets.
@@ -23,148 +22,104 @@ from tests.schedule.proof import messages_of
 from tests.schedule.rendezvous import Post, Thread, Wait
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """The parameters and gradients of a step.
-
-    Args:
-        buckets: of each rank, how many it uses; they come in so many turns.
-        per_node: ranks of a node.
-    """
-
-    buckets: Sequence[int]
-    per_node: int
-
-    @property
-    def hops(self) -> int:
-        """Two where there are several nodes of several ranks, else one."""
-        return 2 if 1 < self.per_node < len(self.buckets) else 1
-
-    @property
-    def turns(self) -> range:
-        """Numbers of the turns."""
-        return range(max(self.buckets))
-
-    def post(self, rank: int, what: str, hop: int, turn: int) -> Post:
-        """A rank's part in one collective; ``what``: ``"pull"`` or ``"push"``."""
-        ranks = len(self.buckets)
-        if self.hops == 1:
-            return Post("all", (what, turn), ranks)
-        node, place = divmod(rank, self.per_node)
-        if hop == 0:
-            return Post("rail", (what, turn, "rail", place), ranks // self.per_node)
-        return Post("node", (what, turn, "node", node), self.per_node)
-
-
 def threads_of_step(
     strategy: Sequence[Scheme],
     programs: Sequence[Sequence[Sequence[Action]]],
-    exchanged: Exchanged,
+    buckets: Sequence[Sequence[bool]],
     shared: Callable[[int, Action], Hashable] | None = None,
 ) -> list[Thread]:
-    """What each rank does in a step: its own thread, and its relay's over two hops.
+    """What each rank does in a step.
 
     Args:
         strategy: of the step, on all ranks.
         programs: of each pipeline one for each stage.
-        exchanged: between shards and the step.
+        buckets: of each rank those that it uses, by turn: whether a part of each is frozen, so that
+            it is open until the backward is over.
         shared: the actions that pipelines run together, see
             :func:`~tests.schedule.support.meetings_of`.
     """
     made = [
-        _OfRank(rank, number, scheme, programs[number], exchanged, shared)
+        _OfRank(rank, number, scheme, programs[number], buckets, shared)
         for number, scheme in enumerate(strategy)
         for rank in scheme.ranks
     ]
     together = Counter(name for each in made for name in each.exchanges)
-    threads = []
-    for each in made:
-        joined = (
-            Post(step.queue, step.name, together.get(step.name, step.ranks))
-            if isinstance(step, Post)
-            else step
-            for step in each.steps
+    return [
+        Thread(
+            each.rank,
+            [
+                Post(step.queue, step.name, together.get(step.name, step.ranks))
+                if isinstance(step, Post)
+                else step
+                for step in each.steps
+            ],
         )
-        threads.append(Thread(each.rank, list(joined)))
-        if each.relayed:
-            threads.append(Thread(each.rank, each.relayed))
-    return threads
+        for each in made
+    ]
 
 
 @dataclass
 class _OfRank:
-    """One rank's two threads."""
+    """What one rank does."""
 
     rank: int
     pipeline: int
     scheme: Scheme
     programs: Sequence[Sequence[Action]]
-    exchanged: Exchanged
+    buckets: Sequence[Sequence[bool]]
     shared: Callable[[int, Action], Hashable] | None
     steps: list[Post | Wait] = field(default_factory=list)
-    relayed: list[Post | Wait] = field(default_factory=list)
     exchanges: set[Hashable] = field(default_factory=set)  # of attention, in its actions
 
     def __post_init__(self) -> None:
-        self._unpushed = list(self.exchanged.turns)
-        for turn in self.exchanged.turns:
-            self._post("pull", 0, turn)
+        self._own = len(self.buckets[self.rank])
+        turns = range(max(map(len, self.buckets)))
+        self._unpushed = list(turns)
+        for turn in turns:
+            self._post("pull", turn)
         stage, _, _ = self.scheme.place(self.rank)
         program = self.programs[stage]
         backwards = [action for action in program if action.kind == BACKWARD]
         for action in program:
-            pushes = action in backwards[-1:] and self._name(action) is None
-            if pushes:
-                self._settle()
+            last = action in backwards[-1:]
             self.steps += self._messages(True, action)
+            if last:  # the turns of others close as it begins
+                self.steps += [Wait(("pull", turn)) for turn in turns[self._own :]]
+            early = last and self._name(action) is None
+            if early:
+                self._push(self._own)
             if action.kind == FORWARD:
                 self._forward(action)
             else:
-                self._backward(action, pushes=pushes)
+                self._backward(action, pushes=early)
             self.steps += self._messages(False, action)
+            if last:
+                self._push(0)
         sends = (each for action in program for each in self._messages(False, action))
         self.steps += [Wait(send.name) for send in sends]
-        self.steps += [self._arrives(turn) for turn in self.exchanged.turns]
-        if self._unpushed:
-            self._settle()
-            self._push(0)
-        self.steps += [Post("loss", "loss", len(self.exchanged.buckets)), Wait("loss")]
-        self.steps += [
-            Wait(self.exchanged.post(self.rank, "push", 0, turn).name)
-            for turn in self.exchanged.turns
-        ]
+        self.steps += [Wait(("pull", turn)) for turn in turns]
+        self._push(0)
+        self.steps += [Post("loss", "loss", len(self.buckets)), Wait("loss")]
+        self.steps += [Wait(("push", turn)) for turn in turns]
 
     def _forward(self, action: Action) -> None:
-        for unit in range(self.exchanged.buckets[self.rank]):
-            self.steps.append(self._arrives(unit))
+        for unit in range(self._own):
+            self.steps.append(Wait(("pull", unit)))
             self.steps += self._exchanges(action, unit)
 
     def _backward(self, action: Action, *, pushes: bool) -> None:
-        for unit in reversed(range(self.exchanged.buckets[self.rank])):
+        for unit in reversed(range(self._own)):
             self.steps += self._exchanges(action, unit)
-            if pushes:
+            if pushes and not any(self.buckets[self.rank][unit:]):
                 self._push(unit)
-
-    def _arrives(self, turn: int) -> Wait:
-        return Wait(self.exchanged.post(self.rank, "pull", self.exchanged.hops - 1, turn).name)
-
-    def _settle(self) -> None:
-        """Wait until the relay has posted all that is pulled."""
-        if self.exchanged.hops == 2:
-            last = self.exchanged.post(self.rank, "pull", 1, self.exchanged.turns[-1])
-            self.steps.append(Wait(last.name, posted=True))
 
     def _push(self, turn: int) -> None:
         """Post the gradients of all turns from this one on that have not been posted."""
         while self._unpushed and self._unpushed[-1] >= turn:
-            self._post("push", self.exchanged.hops - 1, self._unpushed.pop())
+            self._post("push", self._unpushed.pop())
 
-    def _post(self, what: str, hop: int, turn: int) -> None:
-        """Post the first of a turn's collectives, and let the relay post the other one."""
-        post = self.exchanged.post(self.rank, what, hop, turn)
-        self.steps.append(post)
-        if self.exchanged.hops == 2:
-            self.relayed += [Wait(post.name), self.exchanged.post(self.rank, what, 1 - hop, turn)]
+    def _post(self, what: str, turn: int) -> None:
+        self.steps.append(Post("all", (what, turn), len(self.buckets)))
 
     def _messages(self, receives: bool, action: Action) -> list[Post | Wait]:
         scheme = self.scheme

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from lightning_wlb.heterogeneous.planning.exchanges import Pieces, Redistribution, TurnExchange
-from lightning_wlb.heterogeneous.planning.sharded_layouts import Regions, Weights, in_step, sharded
+from lightning_wlb.heterogeneous.planning.exchanges import Redistribution, TurnExchange
+from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights, in_step, sharded
 from lightning_wlb.plan import Scheme, Schemes
 
-Key = tuple[int, int]  # bucket, parameter
+Tensors = dict[str, np.ndarray]
+"""What a rank holds of each parameter."""
 
 
 def weights(
@@ -57,8 +58,7 @@ def redistributions(draw: st.DrawFn) -> list[Redistribution]:
     layers = draw(st.integers(1, 4))
     frozen = draw(st.sampled_from(((), ("embed", "layers.0.up"), ("layers.0", "head"))))
     model = weights(layers, draw(st.booleans()), draw(st.sampled_from((4, 8, 12))), frozen)
-    per_node, nodes = draw(st.sampled_from(((1, 3), (4, 1), (2, 2), (2, 4), (3, 2), (4, 2))))
-    ranks = per_node * nodes
+    ranks = draw(st.sampled_from((3, 4, 6, 8)))
     sizes = st.tuples(st.integers(1, layers), st.integers(1, 3), st.sampled_from((1, 2, 4)))
     pipeline, context, tensor = draw(sizes.filter(lambda s: ranks % (s[0] * s[1] * s[2]) == 0))
     base = uniform(ranks, layers, pipeline, context, tensor)
@@ -70,98 +70,55 @@ def redistributions(draw: st.DrawFn) -> list[Redistribution]:
             strategy.append(scheme)
             first = scheme.ranks.stop
     strategy += [Scheme(rank, (layers,)) for rank in range(first, ranks)]
-    return [Redistribution(model, base, tuple(strategy), rank, per_node) for rank in range(ranks)]
+    return [Redistribution(model, base, tuple(strategy), rank) for rank in range(ranks)]
 
 
-def held(own: Redistribution, *, shard: bool) -> dict[int, Regions]:
-    """Who holds what of every bucket, all ranks."""
-    layout, strategy = (sharded, own.base) if shard else (in_step, own.schemes)
-    return {
-        number: layout(own.weights, bucket, strategy)
-        for number, bucket in enumerate(own.weights.buckets)
-    }
+def boxes(own: Redistribution, *, shard: bool) -> dict[str, np.ndarray]:
+    """What every rank holds of each parameter: [ranks, dimensions, 2]."""
+    found: dict[str, np.ndarray] = {}
+    for bucket in own.weights.buckets:
+        held = sharded(own.weights, bucket, own.base)
+        found |= held if shard else in_step(own.weights, bucket, own.schemes)
+    return found
 
 
-class Memory:
-    """What one rank holds: whole arrays that are NaN where it holds nothing."""
-
-    def __init__(
-        self, own: Redistribution, of: dict[int, Regions] | None, rank: int, fill: float
-    ) -> None:
-        self.values: dict[Key, np.ndarray] = {}
-        for number, bucket in enumerate(own.weights.buckets):
-            for parameter, name in enumerate(bucket.names):
-                self.values[number, parameter] = np.full(own.weights.shapes[name], np.nan)
-        for bucket, regions in (of or {}).items():
-            for box, parameter in zip(*self._own(regions, rank), strict=True):
-                self.at(bucket, parameter, box)[...] = fill
-
-    @staticmethod
-    def _own(regions: Regions, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        mine = regions.rank == rank
-        return regions.box[mine], regions.parameter[mine]
-
-    def at(self, bucket: int, parameter: int, box: np.ndarray) -> np.ndarray:
-        whole = self.values[int(bucket), int(parameter)]
-        return whole[tuple(slice(*ends) for ends in box[: whole.ndim])]
-
-    def read(self, parts: Pieces) -> list[np.ndarray]:
-        return [
-            self.at(bucket, parameter, box).copy()
-            for bucket, parameter, box in zip(parts.bucket, parts.parameter, parts.box, strict=True)
-        ]
-
-
-def carry(
-    exchanges: Sequence[TurnExchange],
-    sources: Sequence[Memory],
-    targets: Sequence[Memory],
-    *,
-    push: bool,
-) -> None:
-    """One collective of all ranks; checks that both ends of each message expect the same."""
-    sent: dict[tuple[int, int], list[np.ndarray]] = {}
-    for rank, exchange in enumerate(exchanges):
-        out = exchange.into if push else exchange.out
-        assert set(out.peer.tolist()) <= set(exchange.ranks)
-        assert (np.diff(out.peer) >= 0).all()
-        for peer, value in zip(out.peer.tolist(), sources[rank].read(out), strict=True):
-            assert not np.isnan(value).any(), "a rank sends what it has not"
-            sent.setdefault((rank, peer), []).append(value)
-    for rank, exchange in enumerate(exchanges):
-        into = exchange.out if push else exchange.into
-        for number, peer in enumerate(into.peer.tolist()):
-            value = sent[peer, rank].pop(0)
-            place = targets[rank].at(into.bucket[number], into.parameter[number], into.box[number])
-            assert place.shape == value.shape
-            if push:
-                np.copyto(place, np.nan_to_num(place) + value)
-            else:
-                assert np.isnan(place).all(), "an element came twice"
-                place[...] = value
-    assert not any(sent.values()), "a message that nobody receives"
+def place(box: np.ndarray) -> tuple[slice, ...]:
+    """Where a box lies in the whole parameter."""
+    return tuple(slice(*ends) for ends in box.tolist())
 
 
 def run(
-    redistributions: Sequence[Redistribution],
-    sources: Sequence[Memory],
-    targets: Sequence[Memory],
+    of_all: Sequence[Redistribution],
+    sources: Sequence[Tensors],
+    targets: Sequence[Tensors],
     *,
     push: bool,
-):
-    """All turns, in order; gradients in the reverse order. Returns the exchanges of each hop."""
-    turns = range(redistributions[0].turns)
-    middle = [Memory(own, None, own.rank, 0) for own in redistributions]
-    done: list[list[list[TurnExchange]]] = [[] for _ in range(redistributions[0].hops)]
+) -> list[list[TurnExchange]]:
+    """All turns, in order; gradients in the reverse order. Returns the exchanges of all ranks.
+
+    Checks that both ends of each message expect the same. Targets begin as NaN.
+    """
+    turns, done = range(of_all[0].turns), []
     for turn in reversed(turns) if push else turns:
-        hops = list(range(redistributions[0].hops))
-        for hop in reversed(hops) if push else hops:
-            exchanges = [own.exchange(turn, hop, push=push) for own in redistributions]
-            ends = [sources, *[middle] * (len(hops) - 1), targets]
-            # Parameters go from hop to hop + 1; gradients, given first, the other way.
-            first, second = (hop + 1, hop) if push else (hop, hop + 1)
-            if push:
-                ends = ends[::-1]
-            carry(exchanges, ends[first], ends[second], push=push)
-            done[hop].append(exchanges)
+        exchanges = [own.exchange(turn, push=push) for own in of_all]
+        sent: dict[tuple[int, int], list[np.ndarray]] = {}
+        for rank, (out, _) in enumerate(exchanges):
+            assert [each.peer for each in out] == sorted(each.peer for each in out)
+            for each in out:
+                value = sources[rank][each.name][each.place]
+                assert not np.isnan(value).any(), "a rank sends what it has not"
+                assert value.size == each.elements
+                sent.setdefault((rank, each.peer), []).append(value.copy())
+        for rank, (_, into) in enumerate(exchanges):
+            assert [each.peer for each in into] == sorted(each.peer for each in into)
+            for each in into:
+                value, own = sent[each.peer, rank].pop(0), targets[rank][each.name][each.place]
+                assert own.shape == value.shape
+                if push:
+                    np.copyto(own, np.nan_to_num(own) + value)
+                else:
+                    assert np.isnan(own).all(), "an element came twice"
+                    own[...] = value
+        assert not any(sent.values()), "a message that nobody receives"
+        done.append(exchanges)
     return done

@@ -22,9 +22,8 @@ from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
-from lightning_wlb.heterogeneous.pipelines import StageSettings
+from lightning_wlb.heterogeneous.pipelines import StageSettings, exchange_group
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
-from lightning_wlb.heterogeneous.running_exchange import exchange_groups
 from lightning_wlb.heterogeneous.setup import HeterogeneousPipelines, weights_of
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
@@ -64,7 +63,6 @@ class Run:
         config: of the model.
         mesh: over which parameters are sharded.
         stages: of the mesh.
-        per_node: ranks of a node.
         lengths: of all documents.
         plans: of the steps.
         frozen: how the names of parameters begin that are not trained.
@@ -73,7 +71,6 @@ class Run:
     config: TransformerConfig
     mesh: Mesh
     stages: tuple[range, ...]
-    per_node: int
     lengths: tuple[int, ...]
     plans: tuple[StepPlan, ...]
     frozen: tuple[str, ...] = ()
@@ -135,7 +132,6 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
     )
     of_mesh = random_scheme(draw, config, 0, ranks, divides=True)
     mesh = Mesh(ranks // of_mesh.size, len(of_mesh.stages), of_mesh.context, of_mesh.tensor)
-    per_node = draw.choice([count for count in range(1, ranks + 1) if ranks % count == 0])
     lengths = (17, *(draw.choice((1, 2, 3, 5, 8, 13, 24)) for _ in range(9)))
     own, plans = schemes_of(mesh, of_mesh.layers), []
     for step in range(steps):
@@ -149,7 +145,7 @@ def random_run(seed: int, ranks: int, steps: int = 4) -> Run:
     frozen: tuple[str, ...] = ()
     if seed % 3 == 0:
         frozen = ("embed.", *(f"layers.{layer}." for layer in range(draw.randrange(config.layers))))
-    return Run(config, mesh, of_mesh.layers, per_node, lengths, tuple(plans), frozen)
+    return Run(config, mesh, of_mesh.layers, lengths, tuple(plans), frozen)
 
 
 def _plan(draw: Random, step: int, strategy: Schemes, lengths: Sequence[int]) -> StepPlan:
@@ -265,9 +261,8 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> Executor:
     )
     pipeline = PipelineRank(rank, run.stages, "1f1b", groups.channels, run.config.dim, dtype, CPU)
     made = Executor(model, pipeline, groups, gathering)
-    own = {"rank": number, "per_node": run.per_node}
-    redistribute = partial(Redistribution, weights, run.of_mesh, **own)
-    exchanging = exchange_groups(number, run.mesh.devices, run.per_node, None)
+    redistribute = partial(Redistribution, weights, run.of_mesh, rank=number)
+    exchanging = exchange_group(number, run.mesh.devices, CPU, None)
     settings = StageSettings(build, run.config.dim, "1f1b", dtype, wide, CPU)
     made.heterogeneous = HeterogeneousPipelines(model, redistribute, exchanging, settings)
     return made

@@ -11,8 +11,7 @@ import pytest
 
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.data.store_checks import count_targets
-from lightning_wlb.heterogeneous.parameter_transfer import Push
-from lightning_wlb.heterogeneous.parameters import ExchangedParameters
+from lightning_wlb.heterogeneous.parameters import ExchangedParameters, _ExchangedBucket
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Piece, Scheme, Schemes, StepPlan, rank_in, schemes_of
@@ -37,7 +36,7 @@ WINDOW = 24
 LENGTHS = (13, 1, 2, 7, 24, 3, 22, 17, 9, 5)
 ALONE = (Scheme(0, (3,)), Scheme(1, (3,)), Scheme(2, (3,)), Scheme(3, (3,)))
 STEPS: tuple[tuple[Schemes, Dealt], ...] = (
-    # Neighbours of a pipeline share a node, and ranks use other numbers of buckets.
+    # Ranks use other numbers of buckets.
     ((Scheme(0, (3,), tensor=2), Scheme(2, (1, 2))), {(0,): (4, 0, 2), (1,): (6, 3, 1)}),
     ((Scheme(0, (3,), context=2), *ALONE[2:]), {(0,): (6,), (1,): (7,), (2,): (5,)}),
     ((Scheme(0, (3,), tensor=4),), {(0,): (2, 8, 9)}),  # keys and values are whole on every rank
@@ -54,7 +53,7 @@ STEPS: tuple[tuple[Schemes, Dealt], ...] = (
     (ALONE, {(2, 3): (6,), (0,): (5,)}),
 )
 STAGES = (range(2), range(2, 3))
-MESH, PER_NODE = Mesh(1, 2, 1, 2), 2
+MESH = Mesh(1, 2, 1, 2)
 OF_MESH = schemes_of(MESH, STAGES)
 CONFIG = TransformerConfig(
     dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCABULARY, tied_embeddings=True
@@ -89,12 +88,12 @@ def plan_of(step: int) -> StepPlan:
 
 def run_of(*steps: int, frozen: tuple[str, ...] = ()) -> Run:
     plans = tuple(map(plan_of, steps))
-    return Run(CONFIG, MESH, STAGES, PER_NODE, LENGTHS, plans, frozen)
+    return Run(CONFIG, MESH, STAGES, LENGTHS, plans, frozen)
 
 
-# Shards of four replicas on one node, and no tied weight.
+# Shards of four replicas, and no tied weight.
 REPLICAS = Run(
-    replace(CONFIG, tied_embeddings=False), Mesh(4), (range(3),), 4, LENGTHS,
+    replace(CONFIG, tied_embeddings=False), Mesh(4), (range(3),), LENGTHS,
     tuple(map(plan_of, (0, 1, 2))),
 )  # fmt: skip
 
@@ -102,7 +101,7 @@ REPLICAS = Run(
 def recorded(number: int) -> tuple[dict[str, Any], list[bool], dict[str, Any]]:
     """All steps of a rank, whether a push of each was posted within an action; of replicas too."""
     posted_within, early = [], []
-    post, action = Push.post, ExchangedParameters.action
+    post, action = _ExchangedBucket.reduce, ExchangedParameters.action
     running: list[bool] = []
 
     def posted(self) -> None:
@@ -111,10 +110,10 @@ def recorded(number: int) -> tuple[dict[str, Any], list[bool], dict[str, Any]]:
 
     @contextmanager
     def watched(self, each):
-        running.append(True)
         with action(self, each):
+            running.append(True)
             yield
-        running.pop()
+            running.pop()
 
     def after(step: int, runner, batch) -> None:
         early.append(any(posted_within))
@@ -129,13 +128,13 @@ def recorded(number: int) -> tuple[dict[str, Any], list[bool], dict[str, Any]]:
         with pytest.raises(ValueError, match=f"step {step} is planned for pipelines of its own"):
             runner.run(batch, 1)
 
-    Push.post, ExchangedParameters.action = posted, watched
+    _ExchangedBucket.reduce, ExchangedParameters.action = posted, watched
     found = train(number, run_of(*range(len(STEPS))), after=after)
     return found, early.copy(), train(number, REPLICAS)
 
 
 def test_gradients_and_parameters_are_those_of_one_process() -> None:
-    """A tied weight at both ends, masks, slices, an idle pipeline, two nodes; mesh in between."""
+    """A tied weight at both ends, masks, slices, an idle pipeline; mesh in between."""
     run = run_of(*range(len(STEPS)))
     want = reference(run)
     of_ranks, early, replicas = zip(*run_ranks(recorded, 4, timeout=120), strict=True)

@@ -8,7 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous import pipelines
+from lightning_wlb.heterogeneous.pipelines import (
+    HeterogeneousStage,
+    StageSettings,
+    exchange_group,
+)
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.setup import weights_of
 from lightning_wlb.models.config import TransformerConfig
@@ -28,7 +33,7 @@ def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
     # A stand-in for a GPU: any device but the host.
     device = torch.device("meta")
     one = (Scheme(0, (TransformerConfig.preset("tiny").layers,)),)
-    link = Redistribution(weights_of(build(), (1,)), one, one, 0, 1)
+    link = Redistribution(weights_of(build(), (1,)), one, one, 0)
     own = HeterogeneousStage(
         link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, device)
     )
@@ -60,7 +65,7 @@ def calls_of(rank: int, patch: pytest.MonkeyPatch) -> tuple[list, list]:
         with torch.device("meta"):
             return Transformer(TransformerConfig.preset("tiny"))
 
-    link = Redistribution(weights_of(build(), (1, 2)), strategy, strategy, rank, 4)
+    link = Redistribution(weights_of(build(), (1, 2)), strategy, strategy, rank)
     own = HeterogeneousStage(
         link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, torch.device("cpu"))
     )
@@ -79,3 +84,17 @@ def test_ranks_in_no_set_split_too_and_neighbours_have_met_before_a_step(monkeyp
         [("send", [2, 3], 3), ("recv", [2, 3], 3)],
         [("recv", [2, 3], 2), ("send", [2, 3], 2)],
     ]
+
+
+def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:
+    """NCCL connects two ranks when something first travels between them, and holds both up."""
+    met = []
+
+    def meet(into, out, counts, of, *, group):
+        assert into.shape == out.shape
+        met.append((counts, of, group))
+
+    monkeypatch.setattr(pipelines, "own_group", lambda sets, rank, timeout: tuple(sets[0]))
+    monkeypatch.setattr(dist, "all_to_all_single", meet)
+    assert exchange_group(5, 8, torch.device("cpu"), None) == tuple(range(8))
+    assert met == [([1] * 8, [1] * 8, tuple(range(8)))]

@@ -5,10 +5,8 @@ not before it is the first of its queue with each of them: on every rank a queue
 first-in-first-out. A thread posts and goes on; where it waits for an exchange it goes on when that
 has ended. What ends then ends on gloo and on NCCL.
 
-One run proves it for all: nothing that a thread may do is undone by what others do later, so who is
-quicker does not matter, provided that it cannot change the order of a queue. So where two threads
-of a rank post to one queue, the second must have waited for something that the first one posts
-then or later.
+One run proves it for all: each rank has one thread, and nothing that it may do is undone by what
+others do later, so who is quicker does not matter.
 
 Cost: O(posts and waits), and for each exchange those who take part.
 """
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -36,19 +33,13 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread goes on when an exchange has ended, or when its rank has posted it.
-
-    Attributes:
-        name: of the exchange.
-        posted: whether it suffices that another thread of the rank has posted it.
-    """
+    """A thread goes on when the exchange of this name has ended."""
 
     name: Hashable
-    posted: bool = False
 
 
 class Thread(NamedTuple):
-    """What one thread of a rank does, in order."""
+    """What a rank does, in order."""
 
     rank: int
     steps: Sequence[Post | Wait]
@@ -66,9 +57,6 @@ def run_to_the_end(threads: Sequence[Thread]) -> list[Stuck]:
 
     Returns:
         The threads that never end, and ranks with exchanges that never do.
-
-    Raises:
-        ValueError: the order of a queue depends on which thread of its rank is quicker.
     """
     return _Run(threads).stuck()
 
@@ -79,20 +67,11 @@ class _Run:
         self._at = [0] * len(threads)
         self._queues: dict[tuple[int, Hashable], deque[Post]] = defaultdict(deque)
         self._first: dict[Hashable, list[tuple[int, Hashable]]] = defaultdict(list)
-        self._order: dict[tuple[int, Hashable], list[tuple[int, int]]] = defaultdict(list)
-        self._posted: set[tuple[int, Hashable]] = set()
         self._ended: set[Hashable] = set()
         self._waiting: dict[Hashable, list[int]] = defaultdict(list)  # threads, by exchange
         self._ready = deque(range(len(threads)))
         while self._ready:
             self._advance(self._ready.popleft())
-        for (rank, queue), order in self._order.items():
-            for earlier, later in pairwise(order):
-                if earlier[0] != later[0] and not self._is_settled(*earlier, *later):
-                    raise ValueError(
-                        f"rank {rank}: two threads post to {queue}, in either order:"
-                        f" {self._step(*earlier).name} and {self._step(*later).name}."
-                    )
 
     def stuck(self) -> list[Stuck]:
         """What stands still."""
@@ -110,30 +89,14 @@ class _Run:
         while self._at[thread] < len(steps):
             step = steps[self._at[thread]]
             if isinstance(step, Post):
-                self._order[rank, step.queue].append((thread, self._at[thread]))
                 self._post(rank, step)
-            elif not self._over(rank, step):
+            elif step.name not in self._ended:
                 self._waiting[step.name].append(thread)
                 return
             self._at[thread] += 1
 
-    def _step(self, thread: int, at: int) -> Post | Wait:
-        return self._threads[thread].steps[at]
-
-    def _is_settled(self, first: int, at: int, second: int, then: int) -> bool:
-        """Whether a thread cannot come to a step before another one has made one of its own."""
-        posts = [step for step in self._threads[first].steps[at:] if isinstance(step, Post)]
-        names = {post.name for post in posts}
-        waits = (step for step in self._threads[second].steps[:then] if isinstance(step, Wait))
-        return any(wait.name in names for wait in waits)
-
-    def _over(self, rank: int, wait: Wait) -> bool:
-        return wait.name in self._ended or (wait.posted and (rank, wait.name) in self._posted)
-
     def _post(self, rank: int, post: Post) -> None:
         place = rank, post.queue
-        self._posted.add((rank, post.name))
-        self._wake(post.name)
         self._queues[place].append(post)
         if len(self._queues[place]) == 1:
             self._be_first(place)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.schedule.rendezvous import Post, Stuck, Thread, Wait, run_to_the_end
 
 
@@ -26,14 +24,3 @@ def test_an_exchange_ends_when_all_have_posted_it_and_it_is_first_everywhere() -
 
 def test_what_nobody_waits_for_must_end_too() -> None:
     assert run_to_the_end([Thread(0, [Post("q", "a", 2)])]) == [Stuck(0, None)]
-
-
-def test_threads_of_a_rank_run_side_by_side() -> None:
-    """A second thread hands on what the first one posted, while that one waits elsewhere."""
-    waits = Thread(0, [Post("rail", "a", 2), *both("node", "b")])
-    relay = Thread(0, [Wait("a"), Post("node", "c", 2)])
-    with pytest.raises(ValueError, match="rank 0: two threads post to node, in either order: b an"):
-        run_to_the_end([waits, relay, Thread(1, [Post("rail", "a", 2), *both("node", "b")])])
-    settled = Thread(0, [Post("rail", "a", 2), Wait("c", posted=True), *both("node", "b")])
-    other = Thread(1, [Post("rail", "a", 2), Post("node", "c", 2), *both("node", "b")])
-    assert run_to_the_end([settled, relay, other]) == []

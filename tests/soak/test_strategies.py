@@ -4,8 +4,6 @@ import os
 import pickle
 import re
 import signal
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.heterogeneous import parameter_transfer as transfer
+from lightning_wlb.heterogeneous import parameters
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
-from lightning_wlb.strategy import run_planning
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.supervision import heartbeat, watchdog
+from lightning_wlb.supervision import heartbeat
 from lightning_wlb.training import executor
 from tests.heterogeneous.fixed_choices import take_in_turn
 from tests.heterogeneous.random_runs import (
@@ -175,9 +172,9 @@ def save(rank: int, mesh, strategies, options: dict[str, Any]) -> dict[str, Any]
 
 
 PLACES = {
-    "pull": (transfer.Pull, "arrive"),
+    "pull": (parameters._ExchangedBucket, "wait"),
     "action": (executor.Step, "run"),
-    "push": (transfer.Push, "post"),
+    "push": (parameters._ExchangedBucket, "reduce"),
 }
 ALONE = ((Scheme(0, (2,)), Scheme(1, (2,))),)
 
@@ -193,7 +190,7 @@ def fail(rank: int, victim: int, place: str, dies: bool) -> None:
         steps += 1
         return begins(self, *given)
 
-    begins, executor.Executor._surroundings = executor.Executor._surroundings, begin
+    begins, executor.Executor._runtime = executor.Executor._runtime, begin
 
     def fails(self: Any, *given: Any) -> Any:
         if steps == 3 and dies:
@@ -223,42 +220,3 @@ def test_a_rank_that_fails_elsewhere_ends_the_run(place: str, dies: bool, victim
         where = rf"step 2 on the pipeline of ranks \[{victim}, "
         why = "has died without a word" if dies else rf"failed, {where}.*{SAID}"
         assert re.search(rf"rank {victim} {why}", text.splitlines()[-1]), text
-
-
-IN_A_NODE = (Scheme(0, (1, 1)), Scheme(2, (2,), tensor=2))
-
-
-def fail_beside(rank: int, victim: int, after: int, folder: Path) -> None:
-    """Two nodes of two ranks; the victim's forwarder fails when it has posted so often."""
-    sys.stderr = open(folder / f"{rank}.err", "w", buffering=1)  # noqa: SIM115
-    heartbeat.PATIENCE, watchdog.GRACE = 1.0, 3.0
-    attach_pipelines, posts = run_planning.attach_pipelines, 0
-
-    def of_two_nodes(executor, strategies, module, per_node, *given) -> None:
-        attach_pipelines(executor, strategies, module, per_node // 2, *given)
-
-    class Failing(transfer.RunningExchange):
-        def __init__(self, *given: Any) -> None:
-            nonlocal posts
-            posts += threading.current_thread() is not threading.main_thread()
-            if rank == victim and posts > after:
-                raise MemoryError(SAID)
-            super().__init__(*given)
-
-    run_planning.attach_pipelines = of_two_nodes
-    transfer.RunningExchange = Failing  # type: ignore[misc]
-    fit(rank, (1, 2, 1, 2), (IN_A_NODE,), max_epochs=-1)
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("after", [0, 3, 6])  # pulls of the first step, and its pushes
-def test_a_failure_in_another_thread_ends_all_ranks(victim: int, after: int, tmp_path) -> None:
-    """Beside a step, where parameters are handed on in a node."""
-    results, seconds = outcomes(fail_beside, 4, victim, after, tmp_path)
-    assert seconds < 40
-    for rank, result in enumerate(results):
-        fine, text = result or (False, "")
-        assert not fine
-        text += (tmp_path / f"{rank}.err").read_text()
-        why = r"MemoryError: " if rank == victim else rf"rank {victim} failed, step \d+.*"
-        assert re.search(why + SAID, text), (rank, text)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_wlb.supervision import heartbeat, progress, signals, watchdog
+from lightning_wlb.supervision import heartbeat, signals, watchdog
 from lightning_wlb.supervision.faults import Faults
 from tests.ranks import run_ranks
 from tests.strategy.test_failures import outcomes
@@ -69,32 +69,6 @@ def test_a_rank_that_cannot_come_out_of_a_collective_is_ended(interrupts, cause,
         assert results[1] == (True, None), "who comes out by itself is left to do so"
     last = (tmp_path / "0.err").read_text().splitlines()[-1]
     assert last.startswith(f"[rank 0] WLBStrategy: this process ends, since {cause}")
-
-
-def test_what_another_thread_fails_with_is_told_to_all() -> None:
-    """The main thread may wait for ever for a rank that waits for that thread."""
-    ours, theirs = socket.socketpair()
-    watched = watchdog.Watchdog(1, 2, heartbeat.Connection(ours), "token", 60.0, 60.0)
-    progress.PROGRESS.begin()  # another test of this process may have left it in a step
-    watched.start()
-    progress.PROGRESS.failed = "MemoryError: no room"
-    messages, told = heartbeat.Connection(theirs), []
-    try:
-        for _ in range(100):
-            time.sleep(0.05)
-            told += [each for each in messages.receive() or () if "place" in each]
-            if told:
-                break
-    finally:
-        progress.PROGRESS.begin()
-        watched.stop()
-        theirs.close()
-    assert told == [
-        {
-            "place": "a thread of rank 1",
-            "text": "before the first step, setting up: MemoryError: no room",
-        }
-    ]
 
 
 def locked(rank: int, folder: Path, dies: bool) -> None:

@@ -16,7 +16,7 @@ from lightning_wlb.schedule.actions import Action
 from lightning_wlb.training import action_overhead as overhead
 from lightning_wlb.training.action_overhead import measure_overhead
 from lightning_wlb.training.executor import Step
-from lightning_wlb.training.gather_and_reduce import _BucketInStep
+from lightning_wlb.training.step_parameters import BucketInStep
 
 CONFIG = TransformerConfig(dim=16, heads=1, kv_heads=1, ffn_dim=32)
 # Seven matrices and two norms of a layer.
@@ -62,7 +62,7 @@ def test_what_an_action_and_a_gradient_take_is_told_apart(monkeypatch: pytest.Mo
     watch = Stopwatch()
     monkeypatch.setattr(overhead, "make_stopwatch", lambda device: watch)
     monkeypatch.setattr(Step, "run", watch.slower(Step.run, 2e-3))
-    monkeypatch.setattr(_BucketInStep, "_add", watch.slower(_BucketInStep._add, 0.5e-3))
+    monkeypatch.setattr(BucketInStep, "_add", watch.slower(BucketInStep._add, 0.5e-3))
     found = measure_overhead(CONFIG, torch.device("cpu"), torch.float32)
     # Nine gradients of a layer, half a millisecond each; three more of the ends.
     assert found.parameter_ns * PER_LAYER == pytest.approx(4.5 * MILLISECOND, rel=1e-3)

@@ -1,16 +1,14 @@
 """When parameters reach the pipelines of a step, and gradients their shards: a closed form.
 
-:mod:`~lightning_wlb.heterogeneous.parameter_transfer` moves buckets (an end, a layer) in turns;
-turn j moves the j-th bucket of every rank, and takes as long as the busiest rank. A forward waits
-for its own stage's turns only, and a turn of gradients leaves as soon as it is complete. With two
-hops (:mod:`.exchanges`) one turn goes between nodes while others go inside them, so turns follow
-each other as fast as the slower hop allows, and the faster hop costs only its first turn.
+:class:`~lightning_wlb.heterogeneous.parameters.ExchangedParameters` moves buckets (an end, a layer)
+in turns; turn j moves the j-th bucket of every rank, and takes as long as the busiest rank. A
+forward waits for its own stage's turns only, and a turn of gradients leaves as soon as it is
+complete.
 
 A rank receives what it needs less its own shard of that, and sends its shard of what all others
-need. Shards are taken to lie evenly over the ranks that hold a layer. A node receives once what
-several of its ranks need. Rates and latencies are those of the profile's links; each device has a
-network adapter of its own. A tied weight is counted at both ends. Connecting ranks for the first
-time is left out.
+need. Shards are taken to lie evenly over the ranks that hold a layer. What stays in a node goes
+over the node's link while the rest crosses nodes, each device through a network adapter of its own.
+A tied weight is counted at both ends. Connecting ranks for the first time is left out.
 
 Cost: O(ranks · buckets · tensor) array elements for each choice of pipelines, once: a tenth of a
 second of processor time for 32 layers on 1,024 ranks.
@@ -52,27 +50,23 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         raise ValueError(
             f"{devices} devices are not whole nodes of {per_node}. Say how many devices a node has."
         )
-    nodes = devices // per_node
-    first, second = volume(base, schemes, per_node)
+    inside, outside = volume(base, schemes, per_node)
     turns = _turns(base.latency.shape, schemes)
     width = DTYPE_BYTES[profile.dtype]
 
-    def turns_ns(elements: Floats, ranks: int, link: Link, size: int) -> Floats:
-        latency_ns = (ranks - 1) * link.latency_ns
-        times: Floats = latency_ns + elements * size * 1e9 / link.bytes_per_second
+    def took(link: Link, ranks: int, elements: Floats, size: int) -> Floats:
+        times: Floats = ranks * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
         return times
 
-    def both(size: int) -> tuple[Floats, Floats]:
-        """The time of each turn on either hop; the first hop has zeros where there is only one."""
-        links = profile.links
-        if nodes > 1 and per_node > 1:
-            between = turns_ns(first, nodes, links["network"], size)
-            return between, turns_ns(second, per_node, links["node"], size)
-        link = links["node" if nodes == 1 else "network"]
-        return first, turns_ns(second, devices, link, size)
+    def ends_ns(size: int) -> list[int]:
+        """When as many turns as each number from 0 on have ended, one after another."""
+        times = took(profile.links["node"], per_node - 1, inside, size)
+        if devices > per_node:
+            network = profile.links["network"]
+            times = np.maximum(times, took(network, devices - per_node, outside, size))
+        return [0, *map(round, times.cumsum().tolist())]
 
-    pulled, pushed = both(width), both(max(width, 4))
-    before, after = (round(float(between[0])) for between, _ in (pulled, pushed))
+    pulled, pushed = ends_ns(width), ends_ns(max(width, 4))
     found = {}
     for scheme in schemes:
         of_stages = turns[scheme.first : scheme.ranks.stop : scheme.context * scheme.tensor]
@@ -80,22 +74,11 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         found[scheme] = ParameterTraffic(
             len(buckets),
             buckets,
-            tuple(_through(*(each[:n] for each in pulled)) - before for n in buckets),
-            # Gradients begin with the last turn, on the hop inside the nodes.
-            tuple(_through(*(each[:n][::-1] for each in pushed[::-1])) - after for n in buckets),
+            tuple(pulled[count] for count in buckets),
+            tuple(pushed[count] for count in buckets),
             base.traffic.optimise,
-            before,
-            after,
         )
     return found
-
-
-def _through(first: Floats, second: Floats) -> int:
-    """The end of the last turn, where each of the two hops handles one turn at a time."""
-    end = 0.0
-    for there, took in zip(first.cumsum().tolist(), second.tolist(), strict=True):
-        end = max(end, there) + took
-    return round(end)
 
 
 def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Floats]:
@@ -107,8 +90,7 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Fl
         per_node: ranks of a node.
 
     Returns:
-        Elements of each turn on the first of two hops, between nodes, and on the second. Where
-        there is only one hop, the first has zeros.
+        Elements of each turn that are exchanged with ranks of the same node, and with others.
     """
     shape, mesh = base.latency.shape, base.latency.mesh
     # The parts into which all tensor-parallel sizes together cut a weight.
@@ -118,42 +100,24 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Fl
     of_ranks = np.array([sizes[size] for size in places.size.tolist()])
     need: Floats = of_ranks[:, :, None] * _held(shape, schemes, cuts)
     share = _held(shape, schemes_of(mesh, base.stages), cuts) / (mesh.data * mesh.context)
-    ranks, turns = len(need), int(turn.max()) + 1
-    if per_node in (1, ranks):
-        return np.zeros(turns), _busiest(need, share[:, None], turn, turns)
-    by_node = (ranks // per_node, per_node)
-    share = share.reshape(*by_node, *share.shape[1:])
-    rail = share.sum(axis=0)  # what comes into a node through each of its ranks
-    never = np.where(turn < 0, turns, turn)
-    enters = never.reshape(*by_node, -1).min(axis=1)  # the first turn in which a rank uses a bucket
-    whole = _sizes(shape, 1)[:, None] / cuts
-    of_node = whole * (need > 0).reshape(*by_node, -1, cuts).any(axis=1)
-    within = [
-        _busiest(need[own], rail[:, None], turn[own], turns)
-        for own in (slice(rank, rank + per_node) for rank in range(0, ranks, per_node))
-    ]
-    return _busiest(of_node, share, enters, turns), np.max(within, axis=0)
+    by_node = len(need) // per_node, per_node
+    inside, outside = [], []
+    for number in range(int(turn.max()) + 1):
+        now = turn == number
+        buckets = now.any(axis=0)
+        every = (need * now[..., None])[:, buckets], share[:, buckets]
+        wanted, own = (each.reshape(*by_node, *each.shape[1:]) for each in every)
+        in_node = [each.sum(axis=1, keepdims=True) for each in (wanted, own)]
+        in_all = [each.sum(axis=0, keepdims=True) for each in in_node]
+        inside.append(_busiest(wanted, own, in_node[0] - wanted, in_node[1] - own))
+        outside.append(_busiest(wanted, own, in_all[0] - in_node[0], in_all[1] - in_node[1]))
+    return np.array(inside), np.array(outside)
 
 
-def _busiest(need: Floats, share: Floats, turn: Integers, turns: int) -> Floats:
-    """Most elements that a rank sends or receives in each turn.
-
-    Args:
-        need: [receivers, buckets, cuts], elements that each receiver (a rank or a node) needs.
-        share: [receivers, ranks of a receiver, buckets, cuts], the part of these elements that is
-            sharded on each rank. A rank exchanges with those at its place in the other receivers.
-        turn: [receivers, buckets], when each is needed; outside ``range(turns)``: never.
-        turns: number of turns.
-    """
-    most = np.zeros(turns)
-    for number in range(turns):
-        buckets = (turn == number).any(axis=0)
-        wanted = (need[:, buckets] * (turn == number)[:, buckets, None])[:, None]
-        own = share[:, :, buckets]
-        into = (wanted * (own.sum(axis=0) - own)).sum(axis=(2, 3))
-        out = (own * (wanted.sum(axis=0) - wanted)).sum(axis=(2, 3))
-        most[number] = max(into.max(), out.max())
-    return most
+def _busiest(wanted: Floats, own: Floats, they_want: Floats, they_own: Floats) -> float:
+    """Most elements that a rank receives of what others own, or sends of what others want."""
+    into, out = wanted * they_own, own * they_want
+    return float(max(each.sum(axis=(2, 3)).max() for each in (into, out)))
 
 
 def _turns(shape: ModelShape, schemes: Schemes) -> Integers:

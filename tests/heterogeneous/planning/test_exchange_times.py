@@ -1,4 +1,4 @@
-"""What travels to pipelines that are not the mesh's: the closed form against the links."""
+"""What travels to pipelines that are not the mesh's: the closed form against the exchanges."""
 
 from __future__ import annotations
 
@@ -51,27 +51,32 @@ WIDE = (Scheme(0, (4,), tensor=4), Scheme(4, (4,), tensor=4))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "per_node"),
+    ("mesh", "strategy", "per_node", "inside"),
     [
-        (Mesh(8), MIXED, 8),
-        (Mesh(2, 1, 2, 2), MIXED, 1),
-        (Mesh(4, 2), ALONE, 4),
-        (Mesh(2, 1, 2, 2), WIDE, 2),
+        (Mesh(8), MIXED, 8, 0.15),
+        (Mesh(2, 1, 2, 2), MIXED, 1, 0.15),
+        (Mesh(4, 2), ALONE, 4, 0.15),
+        (Mesh(2, 1, 2, 2), WIDE, 2, 0.45),  # more of what a node holds is wanted there
     ],
 )
-def test_the_busiest_ranks_elements_are_those_of_the_links(mesh, strategy, per_node) -> None:
+def test_the_busiest_ranks_elements_are_those_of_the_exchanges(
+    mesh, strategy, per_node, inside
+) -> None:
     """But for norms, and for parts that a rank holds anyway or not at all."""
     predictor, of_model = base(mesh, per_node), weights()
     own = schemes_of(mesh, predictor.stages)
-    found = volume(predictor, strategy, per_node)
-    links = [Redistribution(of_model, own, strategy, rank, per_node) for rank in range(8)]
-    for hop, given in enumerate(found[2 - links[0].hops :]):
-        want = np.zeros((links[0].turns, 8, 2))
-        for slot, number in np.ndindex(want.shape[:2]):
-            exchange = links[number].exchange(slot, hop)
-            for way, parts in enumerate((exchange.out, exchange.into)):
-                want[slot, number, way] = parts.elements[parts.peer != number].sum()
-        assert given.sum() == pytest.approx(want.max(axis=(1, 2)).sum(), rel=0.15)
+    of_all = [Redistribution(of_model, own, strategy, rank) for rank in range(8)]
+    want = np.zeros((2, of_all[0].turns, 8, 2))
+    for turn, rank in np.ndindex(want.shape[1:3]):
+        for way, pieces in enumerate(of_all[rank].exchange(turn)):
+            for each in pieces:
+                if each.peer != rank:
+                    outside = each.peer // per_node != rank // per_node
+                    want[int(outside), turn, rank, way] += each.elements
+    within, across = (each.sum() for each in volume(predictor, strategy, per_node))
+    busiest = want.max(axis=(2, 3)).sum(axis=1)
+    assert within == pytest.approx(busiest[0], rel=inside)
+    assert across == pytest.approx(busiest[1], rel=0.15)
 
 
 def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
@@ -83,27 +88,16 @@ def test_a_slots_time_is_a_latency_and_its_elements_over_the_link() -> None:
     assert (traffic.ranks, traffic.buckets) == (1, (6,))
     assert traffic.gather == (round(6 * 7 * 1000 + whole * 7 / 8 * 2),)
     assert traffic.reduce == (round(6 * 7 * 1000 + whole * 7 / 8 * 4),)
-    assert traffic.before == traffic.after == 0
     assert traffic.optimise == base(Mesh(8)).traffic.optimise
-    # Over two hops each node lacks half of the model, of which each of its 4 ranks brings a part,
-    # and is there when the next slot is: the first slot and the last are in one hop alone.
+    # On two nodes each rank lacks half of the model that is in the other one, and the slower of
+    # the two links sets the pace: the network, or the nodes' own a thousandth as fast.
     (traffic, *_) = exchange_traffic(base(Mesh(8), 4), ALONE).values()
-    embedding, head = SHAPE.vocab_size * SHAPE.dim, SHAPE.vocab_size * SHAPE.dim + SHAPE.dim
-    assert traffic.before == round(5000 + embedding / 2 / 4 * 2 * 10)
-    assert traffic.after == round(5000 + embedding / 2 / 4 * 4 * 10)
-    rails, last = 6 * 5000 + whole / 2 / 4 * 2 * 10, 3 * 1000 + head * 3 / 4 * 2
-    assert traffic.before + traffic.gather[0] == round(rails + last)
-    rails, first = 6 * 5000 + whole / 2 / 4 * 4 * 10, 3 * 1000 + head * 3 / 4 * 4
-    assert traffic.reduce[0] + traffic.after == round(first + rails)
-    slower = replace(base(Mesh(8), 4), linked=traffic)
-    assert slower.traffic.begins(0, 0) == traffic.before + traffic.gather[0]
-    # Whatever is slower sets the pace: here the nodes' own links, a thousandth as fast.
+    assert traffic.gather == (round(6 * 4 * 5000 + whole / 2 * 2 * 10),)
+    assert traffic.reduce == (round(6 * 4 * 5000 + whole / 2 * 4 * 10),)
     slow = replace(base(Mesh(8), 4).latency.profile, links={**LINKS, "node": Link(1000, 1e6)})
     own = replace(base(Mesh(8), 4), latency=replace(base(Mesh(8), 4).latency, profile=slow))
     (paced, *_) = exchange_traffic(own, ALONE).values()
-    assert paced.gather == (round(6 * 3 * 1000 + whole * 3 / 4 * 2 * 1000),)
-    assert slower.traffic.ends({0: [(7, 0)]}) == 7 + traffic.reduce[0] + traffic.after
-    assert slower.traffic.ends({}) == 0
+    assert paced.gather == (round(6 * 3 * 1000 + whole * 3 / 8 * 2 * 1000),)
 
 
 def test_a_stage_waits_for_its_own_slots_only() -> None:
@@ -111,7 +105,7 @@ def test_a_stage_waits_for_its_own_slots_only() -> None:
     strategy = (Scheme(0, (4,)), Scheme(1, (4,)), Scheme(2, (2, 2)))
     own = base(Mesh(4))
     found = exchange_traffic(own, strategy)
-    slots = volume(own, strategy, 4)[1]
+    slots = volume(own, strategy, 4)[0]
     assert found[strategy[2]].buckets == (3, 3)
     first = round(3 * 3 * 1000 + slots[:3].sum() * 2)
     assert found[strategy[2]].gather == (first, first)
