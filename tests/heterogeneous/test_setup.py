@@ -103,7 +103,7 @@ def test_what_cannot_run_is_refused_on_every_rank() -> None:
     wanted = (
         "head.norm.weight of the model is not as NormFrozen.build_model makes it",
         *["chooses each step's pipelines by simulated times, so give WLBDataModule"] * 2,
-        "sharded over 2 ranks, 2 of a node, and the pipelines of the step have 1",
+        "sharded over 2 ranks, and the pipelines of the step have 1",
         "has 3 layers, the model 2",
         "Use packing='auto', 'slim' or 'hydraulis'",
     )
