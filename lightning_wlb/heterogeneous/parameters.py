@@ -117,8 +117,10 @@ class _ExchangedBucket(BucketInStep):
         stages = (stage.pipeline.rank.pipeline,)
         super().__init__(run, places, trained, stages, self._numbered)
         self._sums: dict[str, Tensor] = {}
-        self._pull: _AllToAll | None = _AllToAll(own.exchange(turn), shards, run, run.dtype)
-        self._push: _AllToAll | None = None
+        self._pull: RunningExchange | None = RunningExchange(
+            own.exchange(turn), shards, run, run.dtype
+        )
+        self._push: RunningExchange | None = None
 
     def _values(self) -> list[Tensor]:
         assert self._pull is not None
@@ -146,7 +148,7 @@ class _ExchangedBucket(BucketInStep):
         missing = [name for name in trained if name not in self._sums]
         for name, value in self._new(missing, self._run.sum_dtype).items():
             self._sums[name] = value.zero_()
-        self._push = _AllToAll(exchange, self._sums, self._run, self._run.sum_dtype)
+        self._push = RunningExchange(exchange, self._sums, self._run, self._run.sum_dtype)
         self._sums = {}
 
     def add_reduced_to(self, totals: Mapping[str, Tensor]) -> None:
@@ -159,7 +161,7 @@ class _ExchangedBucket(BucketInStep):
         return {n: torch.empty(self._shapes[n], dtype=dtype, device=device) for n in names}
 
 
-class _AllToAll:
+class RunningExchange:
     """One exchange on its way, of boxes of ``tensors``, by name; collective over all ranks."""
 
     def __init__(
