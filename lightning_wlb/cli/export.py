@@ -21,6 +21,7 @@ from rich.progress import Progress
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.strategy.resuming import candidates_in, load_first
 
 DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
@@ -28,7 +29,12 @@ _PREFIX = "model."  # of the decoder in the module
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
-    parser.add_argument("checkpoint", type=Path, help="folder of WLBStrategy, or a .ckpt file")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="folder of WLBStrategy, or one with such folders in it (the newest is taken), or a"
+        " .ckpt file of another strategy",
+    )
     parser.add_argument("folder", type=Path, help="to write; it must not exist, or be empty")
     parser.add_argument(
         "--tokenizer",
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("layers", total=None)
-        tensors, copied = export(
+        path, tensors, copied = export(
             arguments.checkpoint,
             arguments.folder,
             tokenizer=arguments.tokenizer,
@@ -59,9 +65,11 @@ def run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             report=lambda done, of: progress.update(task, completed=done, total=of),
         )
-    tokenizer = ", ".join(copied) or "none: give --tokenizer FOLDER to have one"
+    beside = f"Copied beside them: {', '.join(copied)}"
+    if not any("token" in name for name in copied):
+        beside = "There is no tokenizer beside them: --tokenizer FOLDER copies one."
     console.print(
-        f"{tensors} tensors in {arguments.folder}\nCopied beside them: {tokenizer}",
+        f"{tensors} tensors of {path} in {arguments.folder}\n{beside}",
         highlight=False,
         soft_wrap=True,
     )
@@ -75,11 +83,12 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> tuple[int, list[str]]:
+) -> tuple[Path, int, list[str]]:
     """Write a checkpoint of a :class:`.HuggingFaceModule` as transformers does.
 
     Args:
-        checkpoint: a folder that :class:`.WLBStrategy` wrote, or another strategy's file.
+        checkpoint: a folder that :class:`.WLBStrategy` wrote, or one with such folders in it, of
+            which the newest undamaged one is taken; or another strategy's file.
         folder: to be written; it appears when it is whole.
         tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
         dtype: ``"bfloat16"`` or ``"float32"``; the model config's if None.
@@ -87,7 +96,7 @@ def export(
         report: called with the parts that are done, and all.
 
     Returns:
-        The number of tensors, and the names of the files that were copied beside them.
+        The checkpoint, the number of tensors, and the names of the files that were copied.
 
     Raises:
         ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
@@ -99,7 +108,7 @@ def export(
         raise ValueError(
             f"{folder} is not empty. Give another folder, or --force to replace an export."
         )
-    stored = StoredCheckpoint(Path(checkpoint))
+    path, stored = load_first(candidates_in(Path(checkpoint), False), StoredCheckpoint)
     given = stored.hyper_parameters
     if "model_type" not in given.get("config", {}):
         raise ValueError(
@@ -127,13 +136,15 @@ def export(
         for name in copied:
             assert source is not None
             shutil.copyfile(source / name, aside.folder / name)
+        for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
+            shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = manifest.synchronised(aside.folder)
         manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
         atomic_folders.finish(aside)
     except BaseException:
         atomic_folders.discard(aside)
         raise
-    return tensors, copied
+    return path, tensors, copied
 
 
 def _write(

@@ -87,8 +87,9 @@ def _answer(command: str, run: Callable[[], None]) -> int:
     except Exception as error:
         if not _is_mistake(error) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
             raise
-        if (rank := _speaker(error)) is not None:
-            print(f"lightning-wlb {command}{rank}: {_paragraph(error)}", file=sys.stderr)
+        # What one rank alone has met, WLBStrategy has said there.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            print(f"lightning-wlb {command}: {_paragraph(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -97,12 +98,9 @@ def _is_mistake(error: Exception) -> bool:
     """Whether it is the user's. What was never imported has raised nothing."""
     if isinstance(error, ModuleNotFoundError):
         return not (error.name or "").startswith("lightning_wlb")
-    return isinstance(error, _MISTAKES) or _is_misconfiguration(error)
-
-
-def _is_misconfiguration(error: BaseException) -> bool:
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
-    return lightning is not None and isinstance(error, lightning.MisconfigurationException)
+    refused = () if lightning is None else (lightning.MisconfigurationException,)
+    return isinstance(error, (*_MISTAKES, *refused))
 
 
 def _paragraph(error: BaseException) -> str:
@@ -125,19 +123,6 @@ def _paragraph(error: BaseException) -> str:
     if "Original Traceback" in text:  # from a loader worker
         text = text.strip().rpartition("\n")[2]
     return " ".join(text.split())
-
-
-def _speaker(error: BaseException) -> str | None:
-    """The text, empty or with the rank, after the command's name; None: this rank says nothing.
-
-    Errors of configuration, and errors before there is a process group, are the same on all ranks:
-    the first rank of each node says them.
-    """
-    first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or _is_misconfiguration(error) or not dist.is_initialized():
-        return "" if first else None
-    return f" (rank {dist.get_rank()})"
 
 
 if __name__ == "__main__":

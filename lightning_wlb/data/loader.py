@@ -341,8 +341,10 @@ class StepLoader(StatefulDataLoader[StepBatch]):
 
     def __iter__(self) -> Any:
         begin = time.perf_counter()
-        if self.begin_at is not None:
-            self.dataset.state = self.begin_at()
+        if self.begin_at is not None and (state := self.begin_at()) is not self.dataset.state:
+            self.dataset.state = state
+            # What the state belongs to is compared here: in a worker it would end in its traceback.
+            self.dataset.planner()
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
         batches = self._get_iterator()

@@ -292,12 +292,12 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
         f" simulated with the {'measured' if profile.measured else 'analytic'} profile"
         f" {profile.name}."
     )
-    others = (*found.rows[1:], *found.others)
-    rank_zero_info(
-        f"WLBStrategy: runner-up {_shown(others[0])}."
-        if others
-        else "WLBStrategy: no other mesh was simulated that fits in memory."
-    )
+    if others := (*found.rows[1:], *found.others):
+        faster = others[0].tokens_per_second > best.tokens_per_second
+        why = ": within 1 %, and with more communication" if faster else ""
+        rank_zero_info(f"WLBStrategy: runner-up {_shown(others[0])}{why}.")
+    else:
+        rank_zero_info("WLBStrategy: no other mesh was simulated that fits in memory.")
     rank_zero_info(
         f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
         f" {best.shares[best.bound_by]:.0%}. To have this mesh without a search give"

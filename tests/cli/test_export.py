@@ -1,6 +1,7 @@
 """``lightning-wlb export``: what comes out opens in transformers, with the weights that went in."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def test_what_was_not_trained_comes_out_bit_for_bit(families, tmp_path, monkeypa
     monkeypatch.setattr(load_and_export, "FILE_BYTES", 20_000)
     for folder in folders:
         out = tmp_path / f"{folder.name}-exported"
-        tensors, copied = export(f"{folder}.ckpt", out)
+        path, tensors, copied = export(f"{folder}.ckpt", out)
+        assert str(path) == f"{folder}.ckpt"
+        assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "who reads one reads all"
         assert copied == ["generation_config.json", "tokenizer.json"]
         assert tensors == len(stored(folder))
         assert same(stored(folder), stored(out))
@@ -92,6 +95,11 @@ def test_what_was_not_trained_comes_out_bit_for_bit(families, tmp_path, monkeypa
         )
         before, after = opened(folder), opened(out)
         assert torch.equal(before(TOKENS).logits, after(TOKENS).logits)
+    # Of a folder of checkpoints it is the newest.
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shutil.copytree(f"{folder}.ckpt", runs / "one.ckpt")
+    assert export(runs, tmp_path / "newest")[0] == runs / "one.ckpt"
     # The folder also becomes a module again, in one process.
     module = HuggingFaceModule.load_from_checkpoint(f"{folder}.ckpt")
     weights = StoredCheckpoint(Path(f"{folder}.ckpt"))
@@ -176,7 +184,7 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert same(stored(folder), stored(out))
     assert not (out / "notes.md").exists()
     printed = capsys.readouterr().out
-    assert f"{len(stored(folder))} tensors in {out}" in printed
+    assert f"{len(stored(folder))} tensors of {checkpoint} in {out}" in printed
     assert "tokenizer.json" in printed
     # A folder in use is left alone, and replaced if asked.
     assert main(["export", checkpoint, str(out)]) == 2

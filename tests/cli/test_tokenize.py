@@ -25,7 +25,7 @@ def test_it_says_what_it_did(tmp_path, capsys, monkeypatch) -> None:
     printed = capsys.readouterr().out
     begin, _, end = printed.partition("In ")
     assert begin == (
-        "Documents end in '</s>'.\n"
+        "Documents end in '</s>' (token 1).\n"
         "Left out: 1 other file, such as README.md.\n"
         "4 documents with 112 tokens, 28 on average, 101 the longest; vocabulary 300.\n"
         "Skipped: 1 row in which the text is empty.\n"

@@ -107,5 +107,12 @@ def test_a_loader_that_is_told_where_to_begin_has_no_position(workers: int) -> N
     loader = StepLoader(dataset(), lambda: None, num_workers=workers)
     first = next(iter(loader))
     assert loader.state_dict() == {}
+    other = StepLoader(
+        dataset(data=replace(DATA, seed=4)), lambda: first.state, num_workers=workers
+    )
+    with pytest.raises(
+        ValueError, match=r"^The saved data state .*seed=3"
+    ):  # and no worker's stack
+        iter(other)
     loader.load_state_dict({"planner": first.state})
     assert content(next(iter(loader))) == content(first)

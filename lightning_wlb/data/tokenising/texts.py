@@ -111,7 +111,7 @@ class TextEncoder:
         added = " ".join(repr(token) for token, _ in takewhile(lambda each: each[1], marked))
         start = f"begin with what the tokenizer adds, {added}" if added else ""
         if self._end is not None:
-            end = f"end in {self._end!r}"
+            end = f"end in {self._end!r} (token {self._tokenizer.token_to_id(self._end)})"
         elif self._eos is False:
             end = "have no end-of-document token, as asked"
         else:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
@@ -99,6 +99,7 @@ class HuggingFaceModule(LanguageModule):
             return
         assert isinstance(self.model, HuggingFaceDecoder)
         load(self.model, resolve(self.pretrained))
+        rank_zero_info(f"{type(self).__name__}: read the weights of {self.pretrained}.")
         self.model.initialise_adapters(self.initial_seed)
 
     def on_train_start(self) -> None:

@@ -63,7 +63,7 @@ def test_the_end_token_is_what_the_neighbour_of_the_file_says(tmp_path) -> None:
         if token is not None:
             config.write_text(json.dumps({"eos_token": token}))
         encoder = TextEncoder(path, "text")
-        assert encoder.describe() == "Documents end in '</s>'."
+        assert encoder.describe() == "Documents end in '</s>' (token 1)."
         assert documents(encoder, ["fox"]) == [[*tokenizer().encode("fox").ids, 1]]
         assert documents(TextEncoder(path, "text", False), ["fox"]) == [
             tokenizer().encode("fox").ids

@@ -149,7 +149,7 @@ def test_a_run_resumes_on_another_mesh_and_exports_adapters_that_peft_opens(tmp_
     assert set(adapters) == stored.names
     for name, saved in stored.read(adapters).items():
         assert torch.equal(adapters[name], saved.to(adapters[name].dtype)), name
-    tensors, _ = export(f"{folder}.ckpt", tmp_path / "adapters")
+    _, tensors, _ = export(f"{folder}.ckpt", tmp_path / "adapters")
     assert tensors == len(stored.names)
     assert {each.name for each in (tmp_path / "adapters").iterdir()} == {
         "adapter_config.json",
