@@ -64,7 +64,7 @@ def milliseconds_of(step: Dealt, tokens: np.ndarray, profile: Profile) -> float:
     stages = model_stages(SHAPE, 1, mean_context_of(tokens, int(tokens.max())))
     predictor = Predictor(latency, tuple(stages))
     asked = [
-        UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, False)
+        UnplacedMicroBatch(tuple(Slice(i, 0, 0, int(tokens[i])) for i in each), 1, 0)
         for rank in step
         for each in rank
         if each

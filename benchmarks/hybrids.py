@@ -8,8 +8,9 @@ tokens, N = 8, on a mesh of data 2, pipeline 4 and context 4. Ways to plan the h
 * ``auto``: by the hybrid's own times;
 * ``auto by attention``: by the times of the decoder whose layers all attend.
 
-Each is simulated by the hybrid's times on a device profile. A recurrent layer counts as attention
-over a window of as many keys as take its FLOPs, and its exchanges as attention's.
+Each is simulated by the hybrid's times on a device profile: a recurrent layer takes its FLOPs in
+chunks of 64 tokens at the rate of matrix products, the traffic of its inputs and results, and the
+all-to-alls of both.
 
 Run ``python -m benchmarks.hybrids --output FILE.json``. The last line is one JSON object: time per
 token of each way over ``auto``'s, by corpus of the model, and the share of attention in the FLOPs.
@@ -17,7 +18,6 @@ token of each way over ``auto``'s, by corpus of the model, and the share of atte
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from benchmarks.workloads import documents_for, generator_a
 from lightning_wlb.cost.flops import Work, attention_flops, linear_flops
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import LayerShape, ModelShape
+from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings, Planner
@@ -46,15 +46,21 @@ ATTENTION = LayerShape(
     attention_parameters=DIM * 256 * (2 * 16 + 2 * 4 + 16),  # a gate as wide as the queries
     feed_forward_parameters=3 * DIM * 12_288,
 )
-DELTA_RULE = replace(
-    ATTENTION,
-    heads=32,
-    kv_heads=16,
-    head_dim=128,
-    value_dim=128,
-    attention_parameters=DIM * 128 * (2 * 16 + 2 * 32 + 32),
-    sliding_window=320,  # keys that take a token's FLOPs in chunks of 64
-    attends=False,
+CHANNELS = 128 * (2 * 16 + 32)  # queries, keys and values, through a convolution of 4 tokens
+DELTA_RULE = LayerShape(
+    heads=1,
+    kv_heads=1,
+    head_dim=1,
+    value_dim=1,
+    attention_parameters=DIM * (CHANNELS + 128 * (32 + 32)),
+    feed_forward_parameters=3 * DIM * 12_288,
+    recurrence=Recurrence(
+        heads=32,
+        flops=32 * 128 * (5 * 64 + 3 * 64 + 6 * 128) + 2 * 4 * CHANNELS,
+        moved=3 * CHANNELS + 2 * 32 + 128 * 32,
+        state=32 * 128 * 128,
+        last_rows=3 * CHANNELS,
+    ),
 )
 SHAPES = {
     "hybrid": ModelShape.of_layers(

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class KeyValueCache:
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients that later slices have left so far; counted as memory that a step holds."""
-        return [each for entry in self._entries.values() for each in entry.gradients or ()]
+        of_keys = (entry.gradients or () for entry in self._entries.values())
+        return [each for left in chain(of_keys, self.states.gradients.values()) for each in left]
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
         """Keep both, [rows, kv_heads, head_dim]; a recomputed layer's are those already here."""
@@ -174,7 +176,7 @@ class RecurrentStates:
     def __init__(self, in_graph: bool = False) -> None:
         self.in_graph = in_graph
         self._states: dict[Any, State] = {}
-        self._gradients: dict[Any, State] = {}
+        self.gradients: dict[Any, State] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -204,12 +206,12 @@ class RecurrentStates:
 
     def add_gradients(self, key: Any, gradients: State) -> None:
         """Leave the gradient of a state for the backward of the slice that made it."""
-        self._gradients[key] = gradients
+        self.gradients[key] = gradients
 
     def finish(self, key: Any) -> State | None:
         """The gradient of a state, which is held no longer; None where no later slice left one."""
         self._states.pop(key, None)
-        return self._gradients.pop(key, None)
+        return self.gradients.pop(key, None)
 
 
 class _Left(torch.autograd.Function):
@@ -235,5 +237,6 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.states.add_gradients(ctx.key, gradients)
+        # Copies, since a gradient may be a part of one of all rows.
+        ctx.states.add_gradients(ctx.key, tuple(each.clone() for each in gradients))
         return None, None, None

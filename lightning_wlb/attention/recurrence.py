@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -193,13 +193,27 @@ class _AllToAll(torch.autograd.Function):
 
 _all_to_all: Callable[..., Tensor] = _AllToAll.apply
 
-Compute = Callable[
-    [Sequence[Tensor], Sequence[int], Sequence[State | None], Sequence[bool]],
-    tuple[Tensor, Sequence[State | None]],
-]
-"""A recurrence over segments: inputs [rows of all segments, ...] each, tokens of each segment, the
-state before each (None: its piece begins), and whether the state behind it is wanted; it returns
-the output, [rows of all segments, ...], and the states that are wanted."""
+
+class SegmentRows(NamedTuple):
+    """What a recurrence over segments is given.
+
+    Attributes:
+        inputs: [rows of all segments, ...] each.
+        tokens: of each segment.
+        before: the state before each; None: its piece begins.
+        goes_on: whether the state behind each is wanted.
+    """
+
+    inputs: Sequence[Tensor]
+    tokens: list[int]
+    before: Sequence[State | None]
+    goes_on: Sequence[bool]
+
+
+Computed = tuple[Tensor, Sequence[State | None]]
+"""What a recurrence returns: [rows of all segments, ...], and the states that are wanted."""
+
+Compute = Callable[[SegmentRows], Computed]
 
 
 def by_segment(
@@ -229,31 +243,23 @@ def by_segment(
     for number, each in enumerate(segments):
         if states is not None and each.start:
             before[number] = states.take((layer, each.piece, each.start), inputs[0])
-    goes_on = [each.goes_on for each in segments]
-    out, after = compute(inputs, [each.stop - each.start for each in segments], before, goes_on)
+    tokens = [each.stop - each.start for each in segments]
+    out, after = compute(SegmentRows(inputs, tokens, before, [each.goes_on for each in segments]))
     for each, state in zip(segments, after, strict=True):
         if states is not None and state is not None:
             out = states.leave((layer, each.piece, each.stop), out, state)
     return out
 
 
-def one_by_one(
-    compute: Callable[[list[Tensor], State | None, bool], tuple[Tensor, State | None]],
-) -> Compute:
-    """A recurrence that ``compute`` does for one segment: its rows, its state, what is wanted."""
+def one_by_one(compute: Compute) -> Compute:
+    """A recurrence by one that takes a single segment."""
 
-    def every(
-        inputs: Sequence[Tensor],
-        tokens: Sequence[int],
-        before: Sequence[State | None],
-        goes_on: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[State | None]]:
-        parts = zip(*(each.split(list(tokens)) for each in inputs), strict=True)
+    def every(given: SegmentRows) -> Computed:
+        parts = zip(*(each.split(given.tokens) for each in given.inputs), strict=True)
         results = [
-            compute(list(part), state, wanted)
-            for part, state, wanted in zip(parts, before, goes_on, strict=True)
+            compute(SegmentRows(part, [tokens], [state], [wanted]))
+            for part, tokens, state, wanted in zip(parts, *given[1:], strict=True)
         ]
-        outs, states = zip(*results, strict=True)
-        return torch.cat(outs), states
+        return torch.cat([out for out, _ in results]), [after[0] for _, after in results]
 
     return every

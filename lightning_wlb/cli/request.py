@@ -73,7 +73,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
                 f"--mesh {arguments.mesh} has {mesh.devices} devices, not --devices"
                 f" {arguments.devices}: leave --devices out, or give --mesh auto."
             )
-        model.shape.check_tensor_parallel(mesh.tensor)
+        model.shape.check_tensor_parallel(mesh.tensor, mesh.context)
         devices, schedule = mesh.devices, arguments.schedule or "1f1b"
         micro_batches = arguments.micro_batches or mesh.data * mesh.pipeline
         virtual_stages = arguments.virtual_stages or (2 if schedule == "interleaved" else 1)

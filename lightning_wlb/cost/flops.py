@@ -48,8 +48,9 @@ def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = Non
 
 
 def layer_linear_flops(layer: LayerShape, tokens: int) -> int:
-    """Forward FLOPs of the matrix products of one layer, attention scores left out."""
-    return 2 * tokens * (layer.attention_parameters + layer.feed_forward_parameters)
+    """Forward FLOPs of one layer's matrix products and recurrence, attention scores left out."""
+    across = layer.recurrence.flops if layer.recurrence else 0
+    return tokens * (2 * (layer.attention_parameters + layer.feed_forward_parameters) + across)
 
 
 def layer_attention_flops(layer: LayerShape, tokens: int, context: int = 0) -> int:
@@ -78,7 +79,7 @@ def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
 
 def _forward_pair(layer: LayerShape) -> int:
     """FLOPs of a query and a key that it sees: a score, and the key's value added."""
-    return 2 * layer.heads * (layer.head_dim + layer.value_dim)
+    return layer.attends * 2 * layer.heads * (layer.head_dim + layer.value_dim)
 
 
 def _backward_pair(layer: LayerShape) -> int:
@@ -196,10 +197,17 @@ class PassWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out."""
+    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out.
+
+    Args:
+        forward: of a forward pass.
+        backward: of a backward pass.
+        recurrent_heads: what the ranks that share a micro-batch must divide; 0: nothing.
+    """
 
     forward: PassWork
     backward: PassWork
+    recurrent_heads: int = 0
 
     @cached_property
     def total(self) -> PassWork:
@@ -214,7 +222,12 @@ class Work:
         def of_pass(per_token: int, per_pair: Callable[[LayerShape], int]) -> PassWork:
             windows: dict[int | None, int] = defaultdict(int)
             for layer, count in shape.kinds.items():
-                windows[layer.sliding_window] += count * per_pair(layer)
-            return PassWork.of_windows(per_token, windows)
+                if layer.attends:
+                    windows[layer.sliding_window] += count * per_pair(layer)
+            return PassWork.of_windows(per_token, windows or {None: 0})
 
-        return Work(of_pass(linear, _forward_pair), of_pass(2 * linear, _backward_pair))
+        return Work(
+            of_pass(linear, _forward_pair),
+            of_pass(2 * linear, _backward_pair),
+            shape.recurrent_heads,
+        )

@@ -78,7 +78,7 @@ class LatencyModel:
                 f"The device profile {self.profile.name!r} is for dtype {self.profile.dtype!r};"
                 f" known are {', '.join(DTYPE_BYTES)}."
             )
-        self.shape.check_tensor_parallel(self.mesh.tensor)
+        self.shape.check_tensor_parallel(self.mesh.tensor, self.mesh.context)
         self.communication  # noqa: B018 (made here, so that a mesh without links is refused at once)
 
     @cached_property
@@ -308,8 +308,6 @@ class LatencyModel:
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         return self._traffic_ns(28 * shard)
 
-    # Sizes
-
     @property
     def rank_kv_heads(self) -> int:
         """Key and value heads that one tensor-parallel rank computes."""
@@ -353,13 +351,15 @@ class LatencyModel:
         """Bytes of memory traffic of a layer's element-wise work; backward counts twice.
 
         Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
-        its heads, SwiGLU on its part of the feed-forward width. Compiled, a rotation and SwiGLU
-        read their inputs and write their result once.
+        its heads or what a recurrence reads and writes, SwiGLU on its part of the feed-forward
+        width. Compiled, a rotation and SwiGLU read their inputs and write their result once.
         """
         width, layer, size = self._width, self.layer, self.mesh.tensor
         residual = (2 * 2 + 2 * 3) * width * self.shape.dim // size
-        heads = layer.heads // size + self.rank_kv_heads
-        rotary = (2 * width + (0 if self.compiled else 4 * self._wide)) * heads * layer.head_dim
+        rotary = (layer.heads // size + self.rank_kv_heads) * layer.head_dim
+        rotary *= 2 * width + (0 if self.compiled else 4 * self._wide)
+        if layer.recurrence:
+            rotary = width * layer.recurrence.moved // size
         gate = (3 if self.compiled else 5) * width * layer.gated_width(self.shape.dim) // size
         return (2 if backward else 1) * rows * (residual + rotary + gate)
 

@@ -10,7 +10,8 @@ of the gradients, and of the parameters too if they are kept in the compute dtyp
 micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
 values of other ranks or of earlier slices are not among them, because backward refetches them.
 Layers of another family count as those of a plain decoder with as many heads and feed-forward
-parameters, which is an estimate.
+parameters, and recurrent layers as kernels that keep their inputs and results: an estimate. The
+states that slices leave for later ones are counted exactly.
 
 *Transient* bytes live only inside one pass: the gradients of one layer, its recomputation, keys
 that were fetched, the loss head's logits of one chunk and the gradient of its matrix, the kernel's
@@ -146,7 +147,7 @@ class MemoryModel:
         matrices = layer.attention_parameters + layer.feed_forward_parameters
         matrices += layer.idle_parameters
         # Keys and values are replicated where there are fewer heads than ranks.
-        heads = layer.kv_heads if size > layer.kv_heads else 0
+        heads = layer.kv_heads if size > layer.kv_heads and layer.attends else 0
         replicated = self.shape.dim * heads * (layer.head_dim + layer.value_dim)
         return (matrices - replicated) // size + replicated + layer.vector_parameters
 
@@ -263,6 +264,8 @@ class MemoryModel:
         queries = 2 * (layer.heads // size) * rows * layer.head_width * width
         attention = queries + self._key_bytes(layer, keys + fetched, width)
         attention += self._kernel_bytes(layer, rows, keys, segments)
+        if layer.recurrence:
+            attention = rows * layer.recurrence.moved // size * width
         if self.mesh.context > 1:
             # Sums of this rank's gradients, and a copy if they are sent in a narrower dtype.
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
@@ -295,6 +298,9 @@ class MemoryModel:
         return result + 2 * self._width * heads * wide * keys
 
     def _attention_half(self, layer: LayerShape, rows: _Sizes, kept: bool = False) -> _Sizes:
+        if layer.recurrence:
+            moved = rows * layer.recurrence.moved // self.mesh.tensor * self._width
+            return (self._norm(rows) + self._read_rows(rows, kept) + moved) * (moved > 0)
         heads = layer.heads // self.mesh.tensor
         queries = rows * heads * layer.head_width * self._width
         padded = queries if self.mesh.context > 1 else 0  # the padded copy that wo reads
@@ -318,7 +324,7 @@ class MemoryModel:
 
     def _key_bytes(self, layer: LayerShape, rows: _Sizes, width: int) -> _Sizes:
         """Keys and values of one layer, ``width`` bytes per element."""
-        kv_heads = max(layer.kv_heads // self.mesh.tensor, 1)
+        kv_heads = max(layer.kv_heads // self.mesh.tensor, 1) * layer.attends
         return 2 * rows * kv_heads * layer.head_width * width
 
     def _norm(self, rows: _Sizes) -> _Sizes:
@@ -350,11 +356,10 @@ class MemoryModel:
         T·(1 + 1/(2·CP)) keys, without context parallelism T.
 
         Args:
-            parts: what the rank owns, all its stages together.
+            parts: of all stages of the rank.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
-            rows: of each micro-batch.
+            rows: of each micro-batch, as is ``recompute``.
             micro_batches: how many the step has; the inputs of all of them are in memory.
-            recompute: what each recomputes.
         """
         ranks = self.mesh.context
         keys = rows if ranks == 1 else rows * ranks + rows // 2
@@ -380,16 +385,13 @@ class MemoryModel:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
         All micro-batches are taken to be as long (WLB-LLM §4, Hydraulis App. B.1 MaxLen). The
-        arguments are those of :meth:`rank_bytes`, and the bytes that may be filled.
-
-        Returns:
-            0 where not even the state fits.
+        arguments are those of :meth:`rank_bytes`, and the bytes that may be filled. It is 0 where
+        not even the state fits.
         """
         size = self.mesh.tensor
         # A row takes more than one byte, so no more than these units of `size` rows fit.
-        most = max(usable - self.state_bytes(parts), 0)
         units = bisect_right(
-            range(1, most + 1),
+            range(1, max(usable - self.state_bytes(parts), 0) + 1),
             usable,
             key=lambda units: self.rank_bytes(
                 parts, open_micro_batches, units * size, micro_batches, recompute

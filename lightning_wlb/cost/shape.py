@@ -15,10 +15,41 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from lightning_wlb.argument_checks import whole
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What a layer computes across rows in place of attention: linear attention, a convolution.
+
+    It costs a token the same wherever it stands. A layer that computes nothing across rows, such as
+    a feed-forward network alone, has one whose sizes are all zero.
+
+    Args:
+        heads: heads, of a convolution alone its channels, of which the ranks that share rows or
+            parameters compute equal parts.
+        flops: forward FLOPs of a token, the layer's matrices left out.
+        moved: elements of a token that go into a convolution or a recurrence, or come out of it.
+        state: elements that a recurrence hands from a slice of a piece to the next, in at least
+            float32.
+        last_rows: elements of the rows that a convolution hands on, as wide as activations.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 0.
+    """
+
+    heads: int = 0
+    flops: int = 0
+    moved: int = 0
+    state: int = 0
+    last_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, whole(f"Recurrence: {name}", value, 0))
 
 
 @dataclass(frozen=True)
@@ -26,7 +57,7 @@ class LayerShape:
     """The sizes of one decoder layer that its FLOPs, time and memory depend on.
 
     Args:
-        heads: query heads.
+        heads: query heads; 1, as are the next three, in a layer without attention.
         kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
         head_dim: width of one head's query and key.
         value_dim: width of a value of one head; ``head_dim`` in most models.
@@ -37,9 +68,7 @@ class LayerShape:
         idle_parameters: elements of the experts' matrices that a token does not meet.
         vector_parameters: elements of norms and biases.
         sliding_window: most keys that a query sees, its own included; None for no bound.
-        attends: whether the layer has attention. One without it (linear attention, a state-space
-            layer, a convolution) costs a token the same wherever it stands: it counts as attention
-            over a window of as many keys as take the FLOPs of its recurrence.
+        recurrence: what the layer has in place of attention; None where it attends.
 
     Raises:
         ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
@@ -55,10 +84,15 @@ class LayerShape:
     idle_parameters: int = 0
     vector_parameters: int = 0
     sliding_window: int | None = None
-    attends: bool = True
+    recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, [field.name for field in fields(self) if "parameters" in field.name])
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.recurrence is None
 
     @property
     def head_width(self) -> int:
@@ -145,7 +179,12 @@ class ModelShape:
     @property
     def recurrent(self) -> bool:
         """Whether layers carry something from row to row beside attention."""
-        return not all(layer.attends for layer in self.kinds)
+        return self.recurrent_heads > 0
+
+    @property
+    def recurrent_heads(self) -> int:
+        """What the ranks that share rows or parameters must divide; 0 without recurrent layers."""
+        return gcd(*(layer.recurrence.heads for layer in self.kinds if layer.recurrence))
 
     @property
     def split_sizes(self) -> list[tuple[str, int]]:
@@ -157,12 +196,19 @@ class ModelShape:
         plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
         return [*heads, *plain, ("vocab_size", self.vocab_size)]
 
-    def check_tensor_parallel(self, size: int) -> None:
-        """Refuse tensor parallelism over a number of ranks that the model cannot be split over.
+    def check_tensor_parallel(self, size: int, context: int = 1) -> None:
+        """Refuse numbers of tensor- and context-parallel ranks that the model cannot be split over.
 
         Raises:
             ValueError: naming the size that does not divide, and what would.
         """
+        if (heads := self.recurrent_heads) % (size * context):
+            sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+            raise ValueError(
+                f"tensor_parallel_size={size} times context_parallel_size={context} does not divide"
+                f" the {heads} heads of the model's recurrent layers, each of which one rank"
+                f" computes on all rows. Choose sizes whose product is one of {sizes}."
+            )
         for name, value in self.split_sizes:
             if value % size:
                 remedy = (
@@ -202,7 +248,7 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
     kind = type(shape).__name__
     for field in fields(shape):
         value = getattr(shape, field.name)
-        if field.name not in ("layer_shapes", "attends") and (
+        if field.name not in ("layer_shapes", "recurrence") and (
             field.name != "sliding_window" or value is not None
         ):
             least = 0 if field.name in may_be_zero else 1

@@ -145,9 +145,11 @@ def attach_pipelines(
     whole = module.build_blank_model()
     try:
         check_buffers(whole)
-        sizes = {mesh.tensor, *(scheme.tensor for schemes in choices for scheme in schemes)}
-        for size in sizes:
-            module.model_shape.check_tensor_parallel(size)
+        every = {(mesh.tensor, mesh.context)}
+        every |= {(each.tensor, each.context) for schemes in choices for each in schemes}
+        for tensor, context in every:
+            module.model_shape.check_tensor_parallel(tensor, context)
+        sizes = {tensor for tensor, _ in every}
         weights, base = weights_of(whole, sorted(sizes)), schemes_of(mesh, pipeline.stages)
         redistribute = partial(Redistribution, weights, base, rank=rank)
         for schemes in choices:

@@ -148,7 +148,7 @@ def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
     if mesh.tensor > per_node or (mesh.devices > per_node and per_node % mesh.tensor):
         return f"tensor-parallel ranks in different nodes ({per_node} devices each)"
     try:
-        shape.check_tensor_parallel(mesh.tensor)
+        shape.check_tensor_parallel(mesh.tensor, mesh.context)
     except ValueError as error:
         return str(error).partition(". ")[0]
     if mesh.stages > shape.layers:

@@ -141,18 +141,41 @@ class ReplicaPlan:
         These are the forwards up to the last slice of each of its pieces, because a slice's keys
         and values receive gradients from every later slice (SlimPack §4.1).
         """
+        last = self._last
+        return (
+            tuple(
+                max([last[index] for index in each.slices], default=place) + 1
+                for place, each in enumerate(self.forward)
+            )
+            if last
+            else tuple(range(1, len(self.forward) + 1))
+        )
+
+    @cached_property
+    def going_on(self) -> tuple[int, ...]:
+        """For each micro-batch with how many of its pieces a later one goes on."""
+        last = self._last
+        return (
+            tuple(
+                len({self.slices[index][:2] for index in each.slices if last[index] > place})
+                for place, each in enumerate(self.forward)
+            )
+            if last
+            else (0,) * len(self.forward)
+        )
+
+    @cached_property
+    def _last(self) -> list[int]:
+        """For each slice the micro-batch with the last slice of its piece; empty without slices."""
         pieces = [part[:2] for part in self.slices]
         if len(set(pieces)) == len(pieces):
-            return tuple(range(1, len(self.forward) + 1))  # every piece is whole
+            return []  # every piece is whole
         last = {
             pieces[index]: place
             for place, micro_batch in enumerate(self.forward)
             for index in micro_batch.slices
         }
-        return tuple(
-            max([last[pieces[index]] for index in each.slices], default=place) + 1
-            for place, each in enumerate(self.forward)
-        )
+        return [last[piece] for piece in pieces]
 
     @cached_property
     def backward(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_wlb.cost.flops import PassWork
+from lightning_wlb.cost.flops import PassWork, Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal, longest_first
 from lightning_wlb.planning.replica_plans import Shared
@@ -53,6 +54,7 @@ def merge_pieces(
     per_capacity: int,
     most_tokens: int = sys.maxsize,
     begun: Sequence[int] = (),
+    sharers: int = sys.maxsize,
 ) -> Merged:
     """Deal pieces to replicas, and those of too much work or too many tokens to several at once.
 
@@ -66,12 +68,13 @@ def merge_pieces(
         most_tokens: tokens of the longest piece that one replica can hold, at least 1.
         begun: work that each replica is taken to have already when unshared pieces are dealt; none
             if empty.
+        sharers: most replicas that may share a piece (:func:`most_sharers`).
     """
     order = longest_first(pieces)
     works = [work(piece.tokens) for piece in order]
     total = sum(works)
     sizes = [
-        _size(-(-piece.tokens // most_tokens), each, total, replicas, per_capacity)
+        min(_size(-(-piece.tokens // most_tokens), each, total, replicas, per_capacity), sharers)
         for piece, each in zip(order, works, strict=True)
     ]
     sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
@@ -92,6 +95,13 @@ def merge_pieces(
         own[replica].append(order[at])
         loads[replica] += works[at]
     return Merged(shared, own, loads)
+
+
+def most_sharers(work: Work, mesh: Mesh) -> int:
+    """Most replicas that may share a piece, where each rank of all takes heads of a recurrence."""
+    heads, others = divmod(work.recurrent_heads, mesh.context * mesh.tensor)
+    # The largest power of two that divides what is left to them.
+    return 1 if others else heads & -heads or mesh.data
 
 
 def shared_work(work: int, members: int) -> int:

@@ -32,6 +32,7 @@ from lightning_wlb.prediction.micro_batch import (
     MicroBatchCost,
     over_layers,
     reach_of,
+    recurrent_times,
     times_by_mode,
 )
 from lightning_wlb.sharding.hybrid import LEAST_TILES
@@ -53,12 +54,12 @@ class UnplacedMicroBatch(NamedTuple):
     Attributes:
         slices: the slices of the micro-batch.
         replicas: how many replicas share it.
-        kept: whether later micro-batches read its keys.
+        going_on: pieces with which later micro-batches go on, and so read its keys.
     """
 
     slices: tuple[Slice, ...]
     replicas: int
-    kept: bool
+    going_on: int
 
 
 class Estimates:
@@ -68,16 +69,11 @@ class Estimates:
         self._latency = latency
         self._known: dict[UnplacedMicroBatch, MicroBatchCost] = {}
 
-    def of(self, replica: ReplicaPlan, kept: Sequence[bool]) -> list[MicroBatchCost]:
-        """The costs of a replica's micro-batches, in forward order.
-
-        Args:
-            replica: its shardings and rows are not read.
-            kept: for each micro-batch, whether later ones read its keys.
-        """
+    def of(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
+        """The costs of a replica's micro-batches; its shardings and rows are not read."""
         asked = [
-            UnplacedMicroBatch(replica.slices_of(each), len(each.replicas), keeps)
-            for each, keeps in zip(replica.forward, kept, strict=True)
+            UnplacedMicroBatch(replica.slices_of(each), len(each.replicas), going_on)
+            for each, going_on in zip(replica.forward, replica.going_on, strict=True)
         ]
         missing = {each for each in asked if each not in self._known}
         if len(self._known) + len(missing) > MOST_REMEMBERED:
@@ -99,7 +95,7 @@ def estimated_costs(
     every = _Slices(latency, micro_batches)
     ranks, reach = every.ranks, reach_of(latency.shape.sliding_window)
     size = latency.mesh.tensor
-    kept = np.array([each.kept for each in micro_batches], dtype=bool)
+    kept = np.array([each.going_on for each in micro_batches], dtype=bool)
     tokens, context, earlier, in_parts, moved = every.sums_of(
         every.tokens,
         every.context,
@@ -137,15 +133,19 @@ def estimated_costs(
             rows=of_rank,
             keys=read,
             indexed=read if exchange.ranks > 1 else 0,
-            kept_rows=of_rank if micro_batch.kept else 0,
+            kept_rows=of_rank if micro_batch.going_on else 0,
             by_mode=over_layers(
                 latency,
                 [
                     times_by_mode(kind, of_rank, [of_kind], [exchange.ns(kind, read)])
+                    if kind.layer.attends
+                    else recurrent_times(kind, of_rank, micro_batch.replicas)
                     for kind, of_kind in zip(latency.kinds, of_kinds, strict=True)
                 ],
             ),
             segments=segments,
+            going_on=micro_batch.going_on,
+            ranks=exchange.ranks,
         )
         for micro_batch, of_rank, read, segments, exchange, of_kinds in zip(
             micro_batches,
@@ -217,6 +217,8 @@ class _Slices:
 
     def attention_ns(self, kind: LatencyModel) -> list[tuple[int, int]]:
         """Forward and backward of a layer's attention kernel on the mean rank, per micro-batch."""
+        if not kind.layer.attends:
+            return [(0, 0)] * len(self.ranks)
         cut = self.parts > 1
         queries = np.concatenate((self.queries, self.queries[cut]))
         keys = np.concatenate((self.near, self.far[cut]))

@@ -22,7 +22,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.sharding import Layout, layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import offsets
@@ -63,6 +63,8 @@ class MicroBatchCost(NamedTuple):
         by_mode: times with each recomputation, in the order of :data:`MODES`.
         recompute: the mode of the plan; ``_replace`` gives the cost with another.
         segments: most attention segments of a rank.
+        going_on: pieces with which later micro-batches go on.
+        ranks: context-parallel ranks that share the rows, of all replicas.
     """
 
     rows: int
@@ -72,6 +74,8 @@ class MicroBatchCost(NamedTuple):
     by_mode: tuple[PassTimes, ...]
     recompute: Recompute = "none"
     segments: int = 1
+    going_on: int = 0
+    ranks: int = 1
 
     @property
     def attention_ns(self) -> tuple[int, int]:
@@ -108,7 +112,7 @@ def micro_batch_cost(
     placed: Layout,
     *,
     replicas: int = 1,
-    kept: bool = False,
+    going_on: int = 0,
 ) -> MicroBatchCost:
     """The cost of a micro-batch of slices, without recomputation.
 
@@ -117,10 +121,10 @@ def micro_batch_cost(
         slices: the slices of the micro-batch.
         placed: their layout on the context-parallel ranks of all replicas that share it.
         replicas: how many replicas share the micro-batch (DP-Merge).
-        kept: whether a later micro-batch reads its keys.
+        going_on: pieces with which later micro-batches go on, and so read its keys.
     """
     before = np.array([each.context for each in slices], dtype=np.int64)
-    sliced = kept or bool(before.any())
+    sliced = going_on > 0 or bool(before.any())
     window = latency.shape.sliding_window  # the widest: all layers exchange the same keys
     reach = reach_of(window)
     earlier = int(np.minimum(before, reach).sum())
@@ -139,6 +143,9 @@ def micro_batch_cost(
     ]
     costs = []
     for kind in latency.kinds:
+        if not kind.layer.attends:
+            costs.append(recurrent_times(kind, placed.rows, replicas))
+            continue
         attention = [kind.attention_ns(queries, keys) for queries, keys in segments]
         exchanges = [exchange.ns(kind, keys) for keys in read]
         costs.append(times_by_mode(kind, placed.rows, attention, exchanges))
@@ -146,9 +153,11 @@ def micro_batch_cost(
         rows=placed.rows,
         keys=max(read),
         indexed=max(read) if placed.ranks > 1 else 0,
-        kept_rows=placed.rows if kept else 0,
+        kept_rows=placed.rows if going_on else 0,
         by_mode=over_layers(latency, costs),
         segments=max(len(queries) for queries, _ in segments),
+        going_on=going_on,
+        ranks=placed.ranks,
     )
 
 
@@ -224,6 +233,24 @@ def times_by_mode(
         slowest, average, back = kernel[mode]
         result.append(PassTimes(slowest, average, ((there, back + added),)))
     return result
+
+
+def recurrent_times(kind: LatencyModel, rows: int, replicas: int) -> list[PassTimes]:
+    """:func:`times_by_mode` of a layer without attention.
+
+    What goes into its recurrence and comes out of it travels from rows to heads and back in
+    all-to-alls, whose backward has the same of gradients.
+    """
+    assert kind.layer.recurrence is not None
+    axis, ranks = "context" if replicas == 1 else "data", kind.mesh.context * replicas
+    own = rows * kind.layer.recurrence.moved // kind.mesh.tensor * DTYPE_BYTES[kind.profile.dtype]
+    exchange = kind.communication.exchange_ns(axis, ranks, own * (ranks - 1) // ranks)
+    forward, backward, again = kind.rows_ns(rows)
+    there, back = forward + exchange, backward + exchange
+    return [
+        PassTimes((0, 0), (0.0, 0.0), ((there, back + added + (mode == "full") * exchange),))
+        for mode, added in zip(MODES, again, strict=True)
+    ]
 
 
 def over_layers(

@@ -169,13 +169,13 @@ class Predictor:
         return min(limits)
 
     def micro_batch(
-        self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, kept: bool = False
+        self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, going_on: int = 0
     ) -> MicroBatchCost:
         """The cost of a micro-batch under the sharding of that name (:func:`.micro_batch_cost`)."""
         lengths = [each.tokens for each in slices]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
-        return micro_batch_cost(self.latency, slices, placed, replicas=replicas, kept=kept)
+        return micro_batch_cost(self.latency, slices, placed, replicas=replicas, going_on=going_on)
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
         """Forward and backward of one micro-batch on one stage."""
@@ -309,17 +309,16 @@ class Predictor:
         They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
         sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
-        kept = [need > place for place, need in enumerate(replica.needs, 1)]
         if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
-            return self._estimates.of(replica, kept)
+            return self._estimates.of(replica)
         return [
             self.micro_batch(
                 replica.slices_of(micro_batch),
                 micro_batch.sharding,
                 replicas=len(micro_batch.replicas),
-                kept=keeps,
+                going_on=going_on,
             )._replace(recompute=micro_batch.recompute)
-            for micro_batch, keeps in zip(replica.forward, kept, strict=True)
+            for micro_batch, going_on in zip(replica.forward, replica.going_on, strict=True)
         ]
 
     @cached_property

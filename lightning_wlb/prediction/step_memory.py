@@ -3,9 +3,9 @@
 A forward opens bytes that its own backward frees (:meth:`StepMemory.saved`). Some bytes are made by
 one action and freed by another (:meth:`StepMemory.freed`):
 
-* the gradients of an earlier micro-batch's keys: the first backward of a later slice of the same
-  piece makes them for the whole micro-batch, and the micro-batch's own backward frees them
-  (:mod:`~lightning_wlb.attention.sliced`);
+* the gradients of an earlier micro-batch's keys, and of a recurrence's state at its end: the first
+  backward of a later slice of the same piece makes them for the whole micro-batch, and the
+  micro-batch's own backward frees them (:mod:`~lightning_wlb.attention.sliced`);
 * the gradient that a backward sends to the stage before, which is held until a message comes back
   that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
   until its own backward anyway.
@@ -24,7 +24,9 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
+from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
+from lightning_wlb.cost.shape import Recurrence
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
 from lightning_wlb.schedule.actions import BACKWARD, Action, receipts, target_of
@@ -95,7 +97,7 @@ class StepMemory:
         """
         rows, kept = self._row_units(costs)
         each, keys = self._unit_bytes[:, _modes(costs, mode)]
-        saved: Integers = rows[:, None] * each + kept[:, None] * keys
+        saved: Integers = rows[:, None] * each + kept[:, None] * keys + self._states(costs)
         return saved
 
     def inside(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
@@ -119,11 +121,32 @@ class StepMemory:
         return inside
 
     def key_gradients(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """Gradients of keys that later slices read, int64 [micro-batches, stages]."""
+        """Gradients of keys and states for later slices, int64 [micro-batches, stages]."""
         unit = self.model.mesh.tensor
         each = [self.model.key_gradient_bytes(parts, unit) for parts in self.parts]
         gradients: Integers = self._row_units(costs)[1][:, None] * np.array(each)
-        return gradients
+        return gradients + self._states(costs)
+
+    def _states(self, costs: Sequence[MicroBatchCost]) -> Integers | int:
+        """What recurrences have left at the ends of slices, int64 [micro-batches, stages]."""
+        if not self.model.shape.recurrent:
+            return 0
+        pieces = np.array([(cost.going_on, cost.ranks) for cost in costs], dtype=np.int64)
+        count, ranks = pieces.reshape(-1, 2, 1).swapaxes(0, 1)
+        states: Integers = count * self._piece_bytes // ranks
+        return states
+
+    @cached_property
+    def _piece_bytes(self) -> Integers:
+        """What each stage hands from a slice of a piece to the next, of all context ranks."""
+        width, wide = DTYPE_BYTES[self.model.dtype], max(DTYPE_BYTES[self.model.dtype], 4)
+        # Every tensor-parallel rank computes whole convolutions.
+        of_kinds = [
+            each.state // self.model.mesh.tensor * wide + each.last_rows * width
+            for each in (layer.recurrence or Recurrence() for layer in self.model.shape.kinds)
+        ]
+        bytes_of: Integers = np.array(self.layers) @ np.array(of_kinds)
+        return bytes_of
 
     def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """What every micro-batch sends to a neighbouring stage, int64 [micro-batches]."""

@@ -86,7 +86,7 @@ class SplitModel:
             MisconfigurationException: a model that cannot be split.
         """
         model, shape, mesh = checked_model(module), module.model_shape, rank.mesh
-        shape.check_tensor_parallel(mesh.tensor)
+        shape.check_tensor_parallel(mesh.tensor, mesh.context)
         stages = model_stages(shape, mesh.stages, mean_context)
         parameters = parallelize(
             model,

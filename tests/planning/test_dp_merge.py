@@ -1,8 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.dp_merge import merge_pieces
+from lightning_wlb.planning.dp_merge import merge_pieces, most_sharers
 from tests.planning.test_slicing import LINEAR, pieces_of
 
 
@@ -72,3 +74,15 @@ def test_pieces_are_dealt_beside_work_that_replicas_are_taken_to_have():
     merged = merge_pieces(pieces_of([4, 3, 2, 1]), 2, LINEAR, 0, begun=[-6, 2])
     assert [[piece.tokens for piece in own] for own in merged.own] == [[4, 3, 2], [1]]
     assert merged.loads == [9, 1]
+
+
+def test_no_more_replicas_share_a_piece_than_divide_the_heads_of_recurrences():
+    work = Work(LINEAR, LINEAR, recurrent_heads=12)
+    assert most_sharers(work, Mesh(data=8)) == 4
+    assert most_sharers(work, Mesh(data=8, context=2)) == 2
+    assert most_sharers(work, Mesh(data=8, context=2, tensor=2)) == 1
+    assert most_sharers(work, Mesh(data=8, context=5)) == 1
+    assert most_sharers(Work(LINEAR, LINEAR), Mesh(data=8)) == 8
+    pieces = pieces_of([250] + [10] * 15)
+    assert merge_pieces(pieces, 4, LINEAR, 1, sharers=2).shared[0][1] == (0, 1)
+    assert merge_pieces(pieces, 4, LINEAR, 1, sharers=1).shared == []

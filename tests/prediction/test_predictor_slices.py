@@ -31,7 +31,7 @@ def test_keys_of_slices_are_put_together_and_again_in_backward() -> None:
         rest = later.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
         assert later.layer_ns[0][backward] - rest == copies
     # A first slice reads what it has.
-    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence", kept=True)
+    whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence", going_on=1)
     assert whole.layer_ns[0][0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
 
 

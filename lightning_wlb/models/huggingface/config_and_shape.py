@@ -33,10 +33,10 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lightning_wlb.cost.shape import LayerShape, ModelShape
+from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
-from lightning_wlb.models.huggingface.recurrent import FAMILIES, RecurrentSizes, note_sizes
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, note_sizes
 
 _COUNTS = re.compile(r"num_.*|n_.*(layer|head|expert)s?|.*layers")
 _MOST_PARTS = 100_000
@@ -194,7 +194,7 @@ class _Seen(NamedTuple):
 
     attention: dict[nn.Module, list[_Call]]
     experts: dict[nn.Module, int]
-    recurrent: dict[nn.Module, RecurrentSizes]
+    recurrent: dict[nn.Module, Recurrence]
 
 
 def _note_attention(
@@ -264,9 +264,10 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
     modules = [module for module in layer.modules() if module in seen.attention]
     calls = [call for module in modules for call in seen.attention[module]]
     recurrent = [module for module in layer.modules() if module in seen.recurrent]
+    recurrence = None
     if not calls and (row_by_row or len(recurrent) == 1):
-        sizes = seen.recurrent[recurrent[0]] if recurrent else RecurrentSizes()
-        modules, calls = recurrent, [_Call(*sizes)]
+        recurrence = seen.recurrent[recurrent[0]] if recurrent else Recurrence()
+        modules, calls = recurrent, [_Call(1, 1, 1, 1, None)]
     elif len(calls) != 1 or recurrent:
         raise ValueError(
             f"{type(layer).__name__} calls attention {len(calls)} times, through transformers'"
@@ -295,7 +296,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
         idle_parameters=idle,
         vector_parameters=vectors,
         sliding_window=calls[0].sliding_window,
-        attends=not (row_by_row or recurrent),
+        recurrence=recurrence,
     )
 
 

@@ -11,20 +11,23 @@ each function of its family's is refused, since it would have mixed documents.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple
+from inspect import signature
+from math import gcd
+from operator import add
+from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_wlb.cost.shape import Recurrence
 from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.huggingface.recurrent_functions import CONVOLUTION, FUNCTIONS
 
 _DELTA = frozenset({CONVOLUTION, "torch_chunk_gated_delta_rule"})
 _KIMI = frozenset({CONVOLUTION, "chunk_kimi_delta_attention"})
-_DELTA_RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 _MAMBA2 = frozenset({CONVOLUTION, "mamba2_chunk_scan"})
 FAMILIES: Mapping[str, frozenset[str]] = {
     "bamba": _MAMBA2,
@@ -42,19 +45,6 @@ FAMILIES: Mapping[str, frozenset[str]] = {
 """The functions by which a family's recurrent layers compute across rows; each calls them all."""
 
 
-class RecurrentSizes(NamedTuple):
-    """The sizes of a recurrence, and of how many keys attention of these sizes takes its FLOPs.
-
-    A convolution alone is next to nothing: the least that tensor-parallel ranks can share.
-    """
-
-    heads: int = 64
-    kv_heads: int = 64
-    head_dim: int = 1
-    value_dim: int = 1
-    keys: int = 1
-
-
 @dataclass
 class _Layer:
     """The recurrent layer that is running.
@@ -62,12 +52,12 @@ class _Layer:
     Args:
         number: its global number.
         called: the functions that it has called.
-        sizes: what they were given; None where a decoder of this package runs the layer.
+        sizes: of what they were given; None where a decoder of this package runs the layer.
     """
 
     number: int
     called: set[str] = field(default_factory=set)
-    sizes: RecurrentSizes | None = None
+    sizes: Recurrence | None = None
 
 
 _LAYER: ContextVar[_Layer | None] = ContextVar("layer", default=None)
@@ -91,8 +81,8 @@ def by_segments(layers: Iterable[nn.Module], family: str) -> None:
         module.forward = _piece_by_piece(module, module.forward, FAMILIES[family])
 
 
-def note_sizes(layers: Iterable[nn.Module], sizes: dict[nn.Module, RecurrentSizes]) -> None:
-    """Let recurrent modules of known families note the sizes of their recurrences when they run."""
+def note_sizes(layers: Iterable[nn.Module], sizes: dict[nn.Module, Recurrence]) -> None:
+    """Let recurrent modules of known families note what they compute across rows when they run."""
     for module in recurrent_modules(layers):
         _replace_functions(module)
         module.forward = _noting(module, module.forward, sizes)
@@ -119,32 +109,50 @@ def _replaced(
         layer.called.add(name)
         if layer.sizes is None:
             return ours(theirs, layer.number, *args, **kwargs)
-        layer.sizes = _sizes(name, args, kwargs) or layer.sizes
         # The family's own code, without what looks for a kernel and says that there is none.
-        return getattr(theirs, "__wrapped__", theirs)(*args, **kwargs)
+        out = getattr(theirs, "__wrapped__", theirs)(*args, **kwargs)
+        given = signature(theirs).bind(*args, **kwargs)
+        given.apply_defaults()
+        layer.sizes = _joined(layer.sizes, _sizes(name, given.arguments))
+        return out
 
     call.by_segments = True  # type: ignore[attr-defined]
     return call
 
 
-def _sizes(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> RecurrentSizes | None:
-    """Sizes of a recurrence by the arguments of its function; None for a convolution.
+def _sizes(name: str, given: Mapping[str, Any]) -> Recurrence:
+    """Sizes of a convolution or a recurrence by the arguments of its function.
 
-    FLOPs of a token in chunks of c tokens, a state of k x v numbers a head: of the delta rules
-    4ck + c(k + v) + 2cv + 6kv, of Mamba 2 2c(k + v) + 4kv. A key takes attention 2(k + v).
+    FLOPs of a token and head in chunks of c tokens, with a state of k x v numbers: of the delta
+    rules 5ck + 3cv + 6kv, of Mamba 2 2c(k + v) + 4kv.
     """
-    if name in _DELTA_RULES:
-        _, key, value = args[:3]
-        (*_, kv_heads, k), (*_, heads, v) = key.shape, value.shape
-        c = options.get("chunk_size", 64)
-        flops = 4 * c * k + c * (k + v) + 2 * c * v + 6 * k * v
-    elif name == "mamba2_chunk_scan":
-        hidden, _, _, b = args[:4]
-        (*_, kv_heads, k), (*_, heads, v) = b.shape, hidden.shape
-        flops = 2 * options["chunk_size"] * (k + v) + 4 * k * v
+    if name == CONVOLUTION:
+        channels, kernel = given["weight"].shape
+        flops, last_rows = 2 * kernel * channels, (kernel - 1) * channels
+        return Recurrence(channels, flops, 2 * channels, last_rows=last_rows)
+    if name not in (
+        "mamba2_chunk_scan",
+        "torch_chunk_gated_delta_rule",
+        "chunk_kimi_delta_attention",
+    ):
+        return Recurrence()
+    chunk = given["chunk_size"]
+    if name == "mamba2_chunk_scan":
+        rows = [given[each] for each in ("hidden_states", "dt", "B", "C")]
+        (_, tokens, heads, v), k = rows[0].shape, rows[2].shape[-1]
+        flops = 2 * chunk * (k + v) + 4 * k * v
     else:
-        return None
-    return RecurrentSizes(heads, kv_heads, k, v, max(flops // (2 * (k + v)), 1))
+        rows = [given[each] for each in ("query", "key", "value", "g", "beta")]
+        (_, tokens, heads, v), k = rows[2].shape, rows[1].shape[-1]
+        flops = 5 * chunk * k + 3 * chunk * v + 6 * k * v
+    moved = sum(each.numel() for each in rows) // tokens + heads * v
+    return Recurrence(heads, heads * flops, moved, heads * k * v)
+
+
+def _joined(one: Recurrence, other: Recurrence) -> Recurrence:
+    """What a layer computes that does both; what ranks share must divide the heads of each."""
+    sums = map(add, vars(one).values(), vars(other).values())
+    return replace(Recurrence(*sums), heads=gcd(one.heads, other.heads))
 
 
 def _piece_by_piece(
@@ -175,10 +183,10 @@ def _piece_by_piece(
 
 
 def _noting(
-    module: Any, forward: Callable[..., Tensor], sizes: dict[nn.Module, RecurrentSizes]
+    module: Any, forward: Callable[..., Tensor], sizes: dict[nn.Module, Recurrence]
 ) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        layer = _Layer(module.layer_idx, sizes=RecurrentSizes())
+        layer = _Layer(module.layer_idx, sizes=Recurrence())
         token = _LAYER.set(layer)
         try:
             out = forward(*args, **kwargs)

@@ -17,16 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers.utils import is_flash_linear_attention_available
 
 from lightning_wlb.attention.recurrence import (
+    Compute,
+    Computed,
     RecurrentRows,
-    State,
+    SegmentRows,
     by_segment,
     one_by_one,
     to_all_rows,
@@ -40,8 +43,58 @@ CONVOLUTION = "causal_conv1d_fn"
 """The name of every family's convolution."""
 
 
-def _rows(name: str) -> tuple[RecurrentRows, Any]:
-    """Where the running micro-batch's pieces lie, and the group of the ranks that share them."""
+class _Heads(NamedTuple):
+    """Which heads (of a convolution: channels) of the running micro-batch this rank computes.
+
+    Attributes:
+        total: of all ranks.
+        rows: where the micro-batch's pieces lie.
+        group: the ranks that share its rows.
+        tensor: tensor-parallel ranks, where these share the heads too.
+    """
+
+    total: int
+    rows: RecurrentRows
+    group: ProcessGroup | None
+    tensor: ProcessGroup | None
+
+    def own(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The part of values by head that is this rank's."""
+        return _part(_part(x, self.tensor, dim), self.group, dim)
+
+    def run(self, key: Any, inputs: Sequence[Tensor], compute: Compute) -> Tensor:
+        """Compute a recurrence on all rows of this rank's heads.
+
+        Args:
+            key: what distinguishes it from others of the model.
+            inputs: [own rows, heads, ...] each, the first as the result; a group of heads may share
+                one, which is repeated where ranks could not be given whole groups.
+            compute: of [rows of all ranks, own heads, ...].
+
+        Returns:
+            [own rows, heads, ...].
+        """
+        if not self.rows.tokens:
+            return inputs[0] * 0
+        ranks = group_size(self.group) * group_size(self.tensor)
+        mine = [
+            x.repeat_interleave(self.total // x.shape[1], 1) if x.shape[1] % ranks else x
+            for x in inputs
+        ]
+        whole = to_all_rows([_part(x, self.tensor, 1) for x in mine], self.rows, self.group)
+        out = by_segment(self.rows, key, whole, compute)
+        out = to_own_rows(out, len(inputs[0]), self.rows, self.group)
+        if group_size(self.tensor) == 1:
+            return out
+        return gather_rows(out.transpose(0, 1).contiguous(), self.tensor).transpose(0, 1)
+
+
+def _part(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    return x if group_size(group) == 1 else x.chunk(group_size(group), dim)[dist.get_rank(group)]
+
+
+def _heads(name: str, count: int, *, tensor: bool = True) -> _Heads:
+    """What this rank computes; ``tensor``: whether tensor-parallel ranks share heads too."""
     run = current_run()
     rows = run.micro_batch.recurrence
     if rows is None:
@@ -49,51 +102,19 @@ def _rows(name: str) -> tuple[RecurrentRows, Any]:
             f"{name}: the batch does not say where its documents begin. Make it with"
             " make_step_batch(..., recurrent=True), as WLBDataModule does for such a model."
         )
-    return rows, run.groups.of_rows(rows.replicas)
-
-
-def _check_heads(heads: int, kind: str, *groups: Any) -> None:
-    ranks = prod(map(group_size, groups))
-    if heads % ranks:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    groups = run.groups.of_rows(rows.replicas), run.groups.tensor if tensor else None
+    if count % (ranks := prod(map(group_size, groups))):
         raise ValueError(
-            f"{ranks} ranks share a recurrent layer's {heads} {kind} (context_parallel_size, times"
-            " the replicas that share a micro-batch, times tensor_parallel_size for heads), which"
-            f" cannot be spread evenly. Numbers of ranks that go: {sizes}."
+            f"{name}: {ranks} ranks share its {count} {'heads' if tensor else 'channels'}, which"
+            " cannot be spread evenly. Choose sizes of which ModelShape.check_tensor_parallel"
+            " approves, and let fewer replicas share a micro-batch."
         )
-
-
-def _own(x: Tensor, group: Any, dim: int = 0) -> Tensor:
-    """The part of values by head or channel that this rank computes with."""
-    return x if group_size(group) == 1 else x.chunk(group_size(group), dim)[dist.get_rank(group)]
+    return _Heads(count, rows, *groups)
 
 
 def takes_segments(x: Tensor) -> bool:
     """Whether the family calls kernels that take all segments at once (flash-linear-attention)."""
     return x.is_cuda and is_flash_linear_attention_available()
-
-
-def _heads_of(
-    tensors: Sequence[Tensor], heads: int, rows: Any, tensor: Any
-) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """What this tensor-parallel rank computes of [1, rows, heads, ...], and what joins the results.
-
-    Tensors with fewer heads (a group of ``heads`` shares one) have them repeated where ranks could
-    not be given whole groups.
-    """
-    _check_heads(heads, "heads", rows, tensor)
-    ranks = group_size(rows) * group_size(tensor)
-    even = [
-        x.repeat_interleave(heads // x.shape[2], dim=2) if x.shape[2] % ranks else x
-        for x in tensors
-    ]
-
-    def join(out: Tensor) -> Tensor:
-        if group_size(tensor) == 1:
-            return out
-        return gather_rows(out.movedim(2, 0).contiguous(), tensor).movedim(0, 2)
-
-    return [_own(x, tensor, 2) for x in even], join
 
 
 def _convolution(
@@ -106,37 +127,30 @@ def _convolution(
     **_: Any,
 ) -> Tensor:
     """A depthwise causal convolution, [1, channels, rows], weight [channels, kernel]."""
-    rows, group = _rows(CONVOLUTION)
-    _check_heads(hidden_states.shape[1], "channels", group)
-    if not rows.tokens:
-        return hidden_states * 0
-    (whole,) = to_all_rows([hidden_states[0].t()[..., None]], rows, group)
+    # Every tensor-parallel rank has whole convolutions.
+    heads = _heads(CONVOLUTION, hidden_states.shape[1], tensor=False)
     front = weight.shape[-1] - 1
-    mine, mine_bias = _own(weight, group), None if bias is None else _own(bias, group)
+    mine, mine_bias = heads.own(weight), None if bias is None else heads.own(bias)
 
-    def compute(
-        inputs: Sequence[Tensor],
-        tokens: Sequence[int],
-        before: Sequence[State | None],
-        goes_on: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[State | None]]:
+    def compute(given: SegmentRows) -> Computed:
         # One call: in front of each segment the rows before it, whose own results are left out.
-        (x,) = inputs
-        none = x.new_zeros(front, x.shape[1])
+        (x,) = given.inputs
+        none = x.new_zeros(front, *x.shape[1:])
         joined = [
             torch.cat([none if state is None else state[0], own])
-            for state, own in zip(before, x.split(list(tokens)), strict=True)
+            for state, own in zip(given.before, x.split(given.tokens), strict=True)
         ]
-        out = theirs(torch.cat(joined).t()[None], mine, mine_bias, activation=activation)[0].t()
+        channels = torch.cat(joined)[..., 0].t()[None]
+        out = theirs(channels, mine, mine_bias, activation=activation)[0].t()[..., None]
         kept = [each[front:] for each in out.split([len(each) for each in joined])]
         ends = [
             (each[len(each) - front :].clone(),) if wanted else None
-            for each, wanted in zip(joined, goes_on, strict=True)
+            for each, wanted in zip(joined, given.goes_on, strict=True)
         ]
         return torch.cat(kept), ends
 
-    out = by_segment(rows, (layer, CONVOLUTION), [whole[..., 0]], compute)
-    return to_own_rows(out[..., None], hidden_states.shape[2], rows, group)[..., 0].t()[None]
+    out = heads.run((layer, CONVOLUTION), [hidden_states[0].t()[..., None]], compute)
+    return out[..., 0].t()[None]
 
 
 def _delta_rule(
@@ -153,54 +167,33 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """A gated delta rule: [1, rows, heads, width], with decays ``g`` by head or by channel."""
-    rows, group = _rows("the gated delta rule")
-    if not rows.tokens:
-        return value * 0, None
-    every = (query, key, value, g, beta)
-    mine, join = _heads_of(every, value.shape[2], group, current_run().groups.tensor)
-    inputs = to_all_rows([x[0] for x in mine], rows, group)
+    at_once = takes_segments(value)
 
-    def at_once(
-        inputs: Sequence[Tensor],
-        tokens: Sequence[int],
-        before: Sequence[State | None],
-        goes_on: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[State | None]]:
-        q, k, v, decay, rate = (x[None] for x in inputs)
-        none = v.new_zeros(v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-        states = [none if state is None else state[0] for state in before]
-        ends = torch.tensor([0, *accumulate(tokens)], device=v.device)
-        out, after = theirs(
-            *(q, k, v),
-            g=decay,
-            beta=rate,
-            initial_state=torch.stack(states) if any(each is not None for each in before) else None,
-            output_final_state=any(goes_on),
-            cu_seqlens=ends,
-            **options,
-        )
-        # Copies, lest a state that is left keeps those of all segments.
-        left = [(after[n].clone(),) if wanted else None for n, wanted in enumerate(goes_on)]
-        return out[0], left
-
-    def compute(
-        parts: list[Tensor], state: State | None, goes_on: bool
-    ) -> tuple[Tensor, State | None]:
-        q, k, v, decay, rate = (x[None] for x in parts)
-        first = None if state is None else state[0][None]
+    def compute(given: SegmentRows) -> Computed:
+        v, q, k, decay, rate = (x[None] for x in given.inputs)
+        first, more = None, {}
+        if any(each is not None for each in given.before):
+            none = v.new_zeros(v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+            first = torch.stack([none if state is None else state[0] for state in given.before])
+        if at_once:
+            more["cu_seqlens"] = torch.tensor([0, *accumulate(given.tokens)], device=v.device)
         out, after = theirs(
             *(q, k, v),
             g=decay,
             beta=rate,
             initial_state=first,
-            output_final_state=goes_on,
+            output_final_state=any(given.goes_on),
+            **more,
             **options,
         )
-        return out[0], (after[0],) if goes_on else None
+        # Copies, lest a state that is left keeps those of all segments.
+        left = [(after[n].clone(),) if wanted else None for n, wanted in enumerate(given.goes_on)]
+        return out[0], left
 
-    way = at_once if takes_segments(value) else one_by_one(compute)
-    out = by_segment(rows, (layer, "delta"), inputs, way)
-    return join(to_own_rows(out, value.shape[1], rows, group)[None]), None
+    every = [x[0] for x in (value, query, key, g, beta)]
+    heads = _heads("the gated delta rule", value.shape[2])
+    out = heads.run((layer, "delta"), every, compute if at_once else one_by_one(compute))
+    return out[None], None
 
 
 def _scan(
@@ -219,21 +212,15 @@ def _scan(
     **options: Any,
 ) -> Tensor:
     """Mamba 2: hidden [1, rows, heads, width], dt [1, rows, heads], B, C [1, rows, groups, n]."""
-    rows, group = _rows("a Mamba 2 scan")
-    if not rows.tokens:
-        return hidden_states * 0
-    tensor = current_run().groups.tensor
-    mine, join = _heads_of((hidden_states, dt, B, C), hidden_states.shape[2], group, tensor)
-    inputs = to_all_rows([x[0] for x in mine], rows, group)
+    heads = _heads("a Mamba 2 scan", hidden_states.shape[2])
     by_head = {
-        name: None if each is None else _own(_own(each, tensor), group)
+        name: None if each is None else heads.own(each)
         for name, each in {"A": A, "D": D, "dt_bias": dt_bias}.items()
     }
 
-    def compute(
-        parts: list[Tensor], state: State | None, goes_on: bool
-    ) -> tuple[Tensor, State | None]:
-        x, step, b, c = (each[None] for each in parts)
+    def compute(given: SegmentRows) -> Computed:
+        x, step, b, c = (each[None] for each in given.inputs)
+        (state,), (wanted,) = given.before, given.goes_on
         out = theirs(
             x,
             step,
@@ -241,14 +228,15 @@ def _scan(
             C=c,
             chunk_size=chunk_size,
             initial_states=None if state is None else state[0],
-            return_final_states=goes_on,
+            return_final_states=wanted,
             **by_head,
             **options,
         )
-        return (out[0][0], (out[1],)) if goes_on else (out[0], None)
+        # A copy, since the state is a part of what the scan has of all chunks.
+        return (out[0][0], [(out[1].clone(),)]) if wanted else (out[0], [None])
 
-    out = by_segment(rows, (layer, "scan"), inputs, one_by_one(compute))
-    return join(to_own_rows(out, hidden_states.shape[1], rows, group)[None])
+    every = [x[0] for x in (hidden_states, dt, B, C)]
+    return heads.run((layer, "scan"), every, one_by_one(compute))[None]
 
 
 def _not_fused(*_: Any, **__: Any) -> None:

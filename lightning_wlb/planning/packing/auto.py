@@ -45,7 +45,13 @@ from typing import ClassVar, NamedTuple
 from lightning_wlb.cost.flops import PassWork
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
-from lightning_wlb.planning.dp_merge import Merged, merge_pieces, own_work, slice_shared
+from lightning_wlb.planning.dp_merge import (
+    Merged,
+    merge_pieces,
+    most_sharers,
+    own_work,
+    slice_shared,
+)
 from lightning_wlb.planning.micro_batch_search import (
     FEWEST,
     Chosen,
@@ -94,7 +100,8 @@ class AutoPacker(Packer):
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         scorer = place.scorer or self.work_scorer(place.mesh)
         (pieces,) = micro_batches
-        first = _Dealing(pieces, place.mesh.data, self.rules.work.total)
+        work, mesh = self.rules.work, place.mesh
+        first = _Dealing(pieces, mesh.data, work.total, sharers=most_sharers(work, mesh))
         # A schedule with virtual stages or without slices cannot run shared pieces.
         if place.mesh.virtual_stages > 1 or not place.slices:
             return self._evened(self._made(first, place, scorer), place, scorer).plans
@@ -220,11 +227,12 @@ class _Dealing:
     per_capacity: int = 0
     most_tokens: int = sys.maxsize
     begun: Sequence[int] = ()
+    sharers: int = sys.maxsize
 
     @cached_property
     def merged(self) -> Merged:
         given = self.pieces, self.replicas, self.work, self.per_capacity
-        return merge_pieces(*given, self.most_tokens, self.begun)
+        return merge_pieces(*given, self.most_tokens, self.begun, self.sharers)
 
     def again(self, ends: Sequence[int]) -> _Dealing:
         """A new dealing that gives less work to the replicas that ended late."""
