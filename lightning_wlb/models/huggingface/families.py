@@ -91,6 +91,13 @@ _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that the ker
 _ROW_BY_ROW = {"mlp", "moe"}  # that compute nothing across rows
 _RECURRENT = {"linear_attention", "conv"}  # of the families in recurrent.FAMILIES
 
+_TERMS = {
+    "output_router_logits": "a load-balancing loss (a product of sums over all layers of a"
+    " document, which no stage or slice of it has when its backward begins)",
+    "z_loss_coefficient": "a loss of the size of the logits",
+}
+"""Fields of a config that add a term to transformers' own loss."""
+
 
 def check_config(config: Any) -> None:
     """Refuse a transformers config that cannot be trained exactly, before anything is built.
@@ -135,11 +142,12 @@ def check_config(config: Any) -> None:
             " be trained. Give a folder with weights in bfloat16 or float32; without weights, the"
             " config without quantization_config."
         )
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"{name}: output_router_logits=True asks for a load-balancing loss, which this package"
-            " does not add to the loss. Set output_router_logits=False."
-        )
+    for field, term in _TERMS.items():
+        if value := getattr(config, field, 0):
+            raise ValueError(
+                f"{name}: {field}={value} asks for {term}, which is not added to the loss here. Set"
+                f" {field}={type(value)(0)}."
+            )
     for rope in _rope_types(config):
         if rope == "dynamic":
             raise ValueError(

@@ -103,8 +103,18 @@ class HuggingFaceModule(LanguageModule):
         self.model.initialise_adapters(self.initial_seed)
 
     def on_train_start(self) -> None:
-        """Warn where documents are longer than the model's positions."""
+        """Warn of experts without a loss that balances them, and of unknown positions."""
         super().on_train_start()
+        coefficient = getattr(self.config, "router_aux_loss_coef", 0)
+        mixture = any(layer.idle_parameters for layer in self.model_shape.kinds)
+        if coefficient and mixture and self.lora is None:
+            rank_zero_warn(
+                f"Experts are trained without the load-balancing loss of router_aux_loss_coef="
+                f"{coefficient:g}, as transformers trains them unless output_router_logits is set:"
+                " it multiplies sums over all layers of a document, which no stage or slice of it"
+                " has when its backward begins. From random values experts may fall out of use."
+                " Set router_aux_loss_coef=0.0 in the config if that is meant."
+            )
         known = getattr(self.config, "max_position_embeddings", None)
         data = getattr(self.trainer, "datamodule", None)
         if known and isinstance(data, WLBDataModule) and data.settings.context_window > known:

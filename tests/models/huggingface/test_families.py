@@ -148,6 +148,7 @@ LONGROPE = {
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'llama' is quantised"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "'dynamic'.*Use 'yarn'"),
         ("qwen2_moe", {"output_router_logits": True}, "Set output_router_logits=False"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "Set z_loss_coefficient=0.0"),
         ("minimax", {}, "linear_attention"),
         ("deepseek_v32", {}, "indexed_attention"),
         ("gemma3n_text", {}, "num_kv_shared_layers"),

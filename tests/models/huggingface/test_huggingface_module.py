@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 
@@ -215,11 +216,20 @@ def test_without_peft_the_error_names_the_extra(monkeypatch):
         HuggingFaceDecoder(tiny("llama"), lora={"r": 2})
 
 
-def test_documents_beyond_the_models_positions_are_said():
-    module = wlb.HuggingFaceModule(tiny("llama", max_position_embeddings=31))
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("llama", {"max_position_embeddings": 31}, "context_window=32.*max_position_embeddings=31"),
+        ("mixtral", {}, "without the load-balancing loss of router_aux_loss_coef=0.001"),
+        ("mixtral", {"router_aux_loss_coef": 0.0}, None),
+    ],
+)
+def test_what_a_run_does_otherwise_than_its_config_may_mean_is_said(family, fields, said, recwarn):
+    module = wlb.HuggingFaceModule(tiny(family, **fields))
     runner = trainer("auto", 1, precision="32-true", max_steps=1)
-    with pytest.warns(UserWarning, match="context_window=32.*max_position_embeddings=31"):
-        runner.fit(module, data(Run("llama").case))
+    runner.fit(module, data(Run(family).case))
+    found = [str(each.message) for each in recwarn]
+    assert any(re.search(said or "load-balancing", each) for each in found) == (said is not None)
 
 
 def test_of_a_multimodal_model_the_language_model_is_read(tmp_path):
