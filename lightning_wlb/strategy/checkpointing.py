@@ -212,8 +212,9 @@ class Checkpointer:
         """Why nothing is saved on an exception: initial values would be the newest checkpoint."""
         return None if self._begun or not self.run_failed else "training had not begun"
 
-    def train_begins(self) -> None:
+    def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
+        resuming.begin_next_epoch(trainer.fit_loop)
         self._begun, self._training, NOTICES.save_failed = True, True, False
         self._read_to_evaluate = False
 

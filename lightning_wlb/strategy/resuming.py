@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -240,6 +241,25 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
         elif isinstance(each, OnExceptionCheckpoint):
             found.append(each.dirpath)
     return [Path(each).expanduser() for each in found if "://" not in str(each)]
+
+
+def begin_next_epoch(loop: _FitLoop) -> None:
+    """Let a run that resumes from an epoch's last step begin the next epoch as an unbroken run.
+
+    Lightning goes on inside the old one: with its number of batches, by which it validates, and
+    under the old epoch's count, so that a run that is resumed again trains an epoch more. With
+    ``max_steps`` it counts the epoch twice, and ends an epoch too soon.
+    """
+    steps, epochs = loop.epoch_loop, loop.epoch_progress
+    over = loop.is_resuming and steps.batch_progress.is_last_batch
+    if over and epochs.current.processed == epochs.current.started:
+        for each in (epochs.total, epochs.current):
+            each.completed = each.processed
+        steps.reset()  # counts the step that was saved
+        for each in (loop, steps):
+            each.reset_restart_stage()
+        # Not the outer loop's own setter, which holds on to it under max_steps.
+        loop._restarting = steps.restarting = False
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -387,7 +387,7 @@ class WLBStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """From here on saves may be written in the background."""
-        self.checkpoints.train_begins()
+        self.checkpoints.train_begins(self._module.trainer)
 
     def on_train_end(self) -> None:
         """Wait for saves in the background; every callback has made its last."""
