@@ -139,6 +139,8 @@ class LanguageModule(L.LightningModule):
         self.model = None
         self.executor: Callable[[StepBatch], Tensor] | None = None
         self.tokens_seen = 0
+        # The step that was counted last: its tokens, its Trainer and the steps taken before it.
+        self._counted = 0, 0, 0
 
     def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
         """What ``config`` stands for, and the same in plain types, which the checkpoint keeps."""
@@ -248,6 +250,7 @@ class LanguageModule(L.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
+        self.tokens_seen = self._tokens_taken()
         loss = self.step(batch)
         if not batch.target_tokens:
             rank_zero_warn(
@@ -255,6 +258,8 @@ class LanguageModule(L.LightningModule):
                 " momentum and weight decay change weights. Is the mask of targets right?"
             )
         self.tokens_seen += batch.tokens
+        if self._trainer is not None:
+            self._counted = batch.tokens, id(self._trainer), self._trainer.global_step
         self.log("train_loss", loss.detach(), prog_bar=True)
         # Filled in on the device: Lightning would copy a number to it, and wait for the device.
         self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
@@ -331,13 +336,19 @@ class LanguageModule(L.LightningModule):
         least = self.min_learning_rate_ratio
         return least + (1 - least) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
+    def _tokens_taken(self) -> int:
+        """``tokens_seen`` without a step that failed before its optimizer's step: it comes again."""
+        tokens, *since = self._counted
+        failed = self._trainer and since == [id(self._trainer), self._trainer.global_step]
+        return self.tokens_seen - (tokens if failed else 0)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save ``tokens_seen``."""
-        checkpoint["tokens_seen"] = self.tokens_seen
+        checkpoint["tokens_seen"] = self._tokens_taken()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore ``tokens_seen``, and number the parameters of optimizer state that has names."""
-        self.tokens_seen = checkpoint.get("tokens_seen", 0)
+        self.tokens_seen, self._counted = checkpoint.get("tokens_seen", 0), (0, 0, 0)
         states = checkpoint.get("optimizer_states")
         if states and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             checkpoint["optimizer_states"] = numbered(self, states)

@@ -243,15 +243,20 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
     return [Path(each).expanduser() for each in found if "://" not in str(each)]
 
 
-def begin_next_epoch(loop: _FitLoop) -> None:
-    """Let a run that resumes from an epoch's last step begin the next epoch as an unbroken run.
+def count_as_unbroken(loop: _FitLoop) -> None:
+    """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
 
-    Lightning goes on inside the old one: with its number of batches, by which it validates, and
-    under the old epoch's count, so that a run that is resumed again trains an epoch more. With
-    ``max_steps`` it counts the epoch twice, and ends an epoch too soon.
+    From an epoch's last step Lightning goes on inside the old epoch: with its number of batches, by
+    which it validates, and under its count, so that a run that is resumed again trains an epoch
+    more. With ``max_steps`` it counts the epoch twice, and ends an epoch too soon. A step that
+    failed before it was saved on an exception it counts too, and validates a step too soon.
     """
     steps, epochs = loop.epoch_loop, loop.epoch_progress
-    over = loop.is_resuming and steps.batch_progress.is_last_batch
+    if not loop.is_resuming:
+        return
+    total = steps.batch_progress.total
+    total.ready = total.started = total.processed
+    over = steps.batch_progress.is_last_batch
     if over and epochs.current.processed == epochs.current.started:
         for each in (epochs.total, epochs.current):
             each.completed = each.processed

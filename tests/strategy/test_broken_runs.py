@@ -1,0 +1,95 @@
+"""A run that breaks off and is resumed counts as one that nothing broke."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.ranks import run_ranks
+from tests.strategy.harness import SMALL, data, module, trainer
+
+
+class Broken(Exception):
+    """What ends an attempt."""
+
+
+class Breaks(L.Callback):
+    """Ends the run once so many steps have been taken, where it says; notes what ran."""
+
+    def __init__(self, steps: int | None, where: str) -> None:
+        self.steps = steps
+        self.ran: dict[int, tuple[Any, ...]] = {}
+        self.validated: list[int] = []
+        setattr(self, where, self._break)
+
+    def _break(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.steps:
+            raise Broken
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        loss = float(outputs["loss"]).hex()
+        self.ran[trainer.global_step] = trainer.current_epoch, batch_idx, loss, rate
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        self.validated.append(trainer.global_step)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of the keeper and of the Trainer; after which steps it breaks, and where."""
+
+    keeper: dict[str, Any]
+    options: dict[str, Any]
+    breaks: tuple[int, ...]
+    where: str = "on_train_batch_start"
+
+
+# An epoch has two steps.
+CASES = {
+    "saved after every step": Case({"every_n_train_steps": 1}, {}, (2, 3)),
+    "saved after epochs, max_steps": Case({"save_on_train_epoch_end": True}, {"max_steps": 9}, (3,)),
+    "saved on exceptions in backward": Case(
+        {"every_n_train_steps": 99, "save_on_exception": True},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+        (1, 2, 4),
+        "on_after_backward",
+    ),
+}
+
+
+def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], list[int]]]:
+    """What an unbroken run took and validated, and what the broken ones did together."""
+    results = []
+    for breaks in ((), case.breaks):
+        ran: dict[int, Any] = {}
+        validated: list[int] = []
+        folder = home / str(len(breaks))
+        for steps in (*breaks, None):
+            watch = Breaks(steps, case.where)
+            keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)
+            given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
+            run = trainer(
+                WLBStrategy(), 1, callbacks=[watch, keeper], enable_checkpointing=True, **given
+            )
+            documents = data(SMALL, micro_batches=8, validation_documents=2)
+            learner = module(SMALL, warmup_tokens=400, decay_tokens=2000)
+            try:
+                run.fit(learner, documents, ckpt_path="last" if ran else None)
+            except Broken:
+                assert steps is not None
+            ran |= watch.ran
+            validated += watch.validated
+        results.append((ran, validated))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_epochs_rates_and_validations_are_those_of_an_unbroken_run(case, tmp_path):
+    [[unbroken, broken]] = run_ranks(attempts, 1, tmp_path, case, process_group=False)
+    assert {epoch for epoch, *_ in unbroken[0].values()} == {0, 1, 2}
+    assert broken == unbroken
