@@ -214,7 +214,7 @@ class Checkpointer:
 
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
-        resuming.count_as_unbroken(trainer.fit_loop)
+        resuming.count_as_unbroken(trainer)
         self._begun, self._training, NOTICES.save_failed = True, True, False
         self._read_to_evaluate = False
 

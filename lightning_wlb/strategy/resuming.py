@@ -40,7 +40,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -243,7 +242,7 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
     return [Path(each).expanduser() for each in found if "://" not in str(each)]
 
 
-def count_as_unbroken(loop: _FitLoop) -> None:
+def count_as_unbroken(trainer: pl.Trainer) -> None:
     """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
 
     From an epoch's last step Lightning goes on inside the old epoch: with its number of batches, by
@@ -251,6 +250,7 @@ def count_as_unbroken(loop: _FitLoop) -> None:
     more. With ``max_steps`` it counts the epoch twice, and ends an epoch too soon. A step that
     failed before it was saved on an exception it counts too, and validates a step too soon.
     """
+    loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress
     if not loop.is_resuming:
         return
@@ -258,11 +258,11 @@ def count_as_unbroken(loop: _FitLoop) -> None:
     total.ready = total.started = total.processed
     over = steps.batch_progress.is_last_batch
     if over and epochs.current.processed == epochs.current.started:
-        for each in (epochs.total, epochs.current):
-            each.completed = each.processed
+        for count in (epochs.total, epochs.current):
+            count.completed = count.processed
         steps.reset()  # counts the step that was saved
-        for each in (loop, steps):
-            each.reset_restart_stage()
+        loop.reset_restart_stage()
+        steps.reset_restart_stage()
         # Not the outer loop's own setter, which holds on to it under max_steps.
         loop._restarting = steps.restarting = False
 

@@ -52,7 +52,9 @@ class Case:
 # An epoch has two steps.
 CASES = {
     "saved after every step": Case({"every_n_train_steps": 1}, {}, (2, 3)),
-    "saved after epochs, max_steps": Case({"save_on_train_epoch_end": True}, {"max_steps": 9}, (3,)),
+    "saved after epochs, max_steps": Case(
+        {"save_on_train_epoch_end": True}, {"max_steps": 9}, (3,)
+    ),
     "saved on exceptions in backward": Case(
         {"every_n_train_steps": 99, "save_on_exception": True},
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
