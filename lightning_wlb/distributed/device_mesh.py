@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -32,11 +31,6 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
-
-
-def is_cuda_over_gloo(device: torch.device, group: ProcessGroup) -> bool:
-    """Whether a group sends a GPU's tensors by gloo."""
-    return device.type == "cuda" and group._get_backend(device).name() == "gloo"
 
 
 def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:

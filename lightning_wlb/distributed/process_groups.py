@@ -27,12 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.distributed.collectives import all_gather_into
-from lightning_wlb.distributed.device_mesh import (
-    data_context,
-    device_mesh,
-    is_cuda_over_gloo,
-    set_timeout,
-)
+from lightning_wlb.distributed.device_mesh import data_context, device_mesh, set_timeout
 from lightning_wlb.mesh import AXES, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
@@ -314,7 +309,8 @@ def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.devi
     for the device: for tests of several ranks on one GPU, not for training. Read in torch 2.13, not
     run on CUDA.
     """
-    return torch.device("cpu") if is_cuda_over_gloo(device, group) else device
+    over_gloo = device.type == "cuda" and group._get_backend(device).name() == "gloo"
+    return torch.device("cpu") if over_gloo else device
 
 
 def gather_from_all_ranks(mine: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 The error gets a note, which Python prints below its message. Its bytes are those of the memory
 model (``cost/memory_model.py``) if all micro-batches were like the rank's largest, the account by
 which ``lightning-wlb plan`` says what fits. So they are an upper bound of what is modelled, without
-fragmentation and communication buffers. A step on heterogeneous pipelines is taken for one on a
-mesh of pipelines like the rank's, as in planning.
+fragmentation and communication buffers. Of a step that left the mesh the note names the pipeline.
 
 Cost: nothing until there is an error.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import get_args
 
 from lightning_wlb.cost.memory_model import MemoryModel
@@ -39,14 +37,7 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
     except Exception as error:
         batch = PROGRESS.batch
         if is_out_of_memory(error) and batch is not None:
-            pipeline, model = executor.pipeline, memory()
-            if batch.plan.schemes:
-                # Not from the executor, which might have to make it, together with other ranks.
-                own = batch.plan.schemes[batch.replica]
-                rank = batch.plan.place(pipeline.rank)
-                pipeline = replace(pipeline, rank=rank, stages=own.layers)
-                model = replace(model, mesh=own.mesh(max(model.mesh.devices // own.size, 1)))
-            error.add_note(note(PROGRESS.action, batch, pipeline, model))
+            error.add_note(note(PROGRESS.action, batch, executor.pipeline, memory()))
         raise
 
 
@@ -57,12 +48,11 @@ def note(
 
     Args:
         action: what ran; None if no action had begun.
-        pipeline: the one that the rank is in, in this step.
-        model: memory of the model on the mesh, or on one of pipelines like this one.
+        pipeline: the rank's on the mesh.
+        model: memory of the model on the mesh.
     """
-    schemes = batch.plan.schemes
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
-    if schemes:
+    if schemes := batch.plan.schemes:
         said += f", which left the mesh, in the pipeline on {schemes[batch.replica]}"
     own = batch.own_plan
     if action is not None:
@@ -74,6 +64,8 @@ def note(
             f" tokens, {running.rows} rows on this rank,"
             f" {' '.join(map(str, slices[:_SHOWN]))}{more}"
         )
+    if schemes:
+        return f"{said}. Give WLBStrategy(dynamic=...) without these pipelines, or 'off'."
     if not own.forward:
         return f"{said}."
     place = pipeline.rank.pipeline
@@ -97,9 +89,7 @@ def note(
     less = sorted(((held - each, option) for option, each in choices.items()), reverse=True)
     options = [f"{option}: {_megabytes(saved)} less" for saved, option in less if saved > 0]
     options.append(
-        "WLBStrategy(dynamic=...) without these pipelines, or 'off'"
-        if schemes
-        else "a mesh of more ranks for each replica, of which lightning-wlb plan --mesh says more"
+        "a mesh of more ranks for each replica, of which lightning-wlb plan --mesh says more"
     )
     gaps = ""
     if pipeline.device.type == "cuda" and not has_expandable_segments():
