@@ -79,7 +79,8 @@ def count_activations(executor: Executor) -> ActivationCount:
     class CountedStep(Step):
         def run(self, action: Action) -> None:
             if not count.held_bytes:
-                executor.step_parameters.wait()  # parameters are no activations
+                for each in executor.step_parameters._in_step:  # parameters are no activations
+                    each.wait()
             with count if action.kind == FORWARD else nullcontext():
                 super().run(action)
             # What a backward leaves for other micro-batches and ranks: the gradients of earlier

@@ -66,7 +66,8 @@ class AtOnce(ParameterBuckets):
         self.exposed = 0.0
         with super().step(program, shared):
             if self.at_once:
-                self.wait()
+                for each in self._in_step:
+                    each.wait()
             self.holds_back = self.at_once
             yield
             self.holds_back = False

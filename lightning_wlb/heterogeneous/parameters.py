@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, StageSettings
+from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage
 from lightning_wlb.heterogeneous.planning.exchanges import ExchangedPiece, TurnExchange
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.training.sharded_parameters import refuse_hooks, set_gradient
@@ -48,10 +48,10 @@ class ExchangedParameters(StepParameters):
         stage: HeterogeneousStage,
         model: Decoder,
         group: dist.ProcessGroup,
-        settings: StageSettings,
+        sum_dtype: torch.dtype,
     ) -> None:
-        super().__init__(stage.waiting, settings.dtype, settings.sum_dtype)
-        self.stage, self.group, self.device = stage, group, settings.device
+        super().__init__(stage.waiting, stage.pipeline.dtype, sum_dtype)
+        self.stage, self.group, self.device = stage, group, stage.pipeline.device
         tied = model.tied
         self._sharded = [
             (model.get_submodule(path), attribute, tied.get(name, name))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,15 +46,12 @@ class StageSettings:
 
     Args:
         build: makes the whole model, on the meta device.
-        hidden_size: elements per row of a boundary tensor.
+        pipeline: the rank's on the mesh.
     """
 
     build: Callable[[], Decoder]
-    hidden_size: int
-    schedule: str
-    dtype: torch.dtype
+    pipeline: PipelineRank
     sum_dtype: torch.dtype
-    device: torch.device
     timeout: timedelta | None = None
 
 
@@ -90,18 +86,6 @@ def exchange_group(
     return kept(("exchanges", device.type), make, timeout).group
 
 
-@dataclass(frozen=True)
-class _SchemeRank(PipelineRank):
-    """A rank of a pipeline on the ranks of its scheme."""
-
-    scheme: Scheme
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Global rank at each place of the pipeline."""
-        return _chain(self.scheme, self.rank)
-
-
 class HeterogeneousStage:
     """A rank's stage, without values, and its process groups, for steps on some pipelines.
 
@@ -115,16 +99,19 @@ class HeterogeneousStage:
         self.redistribution = redistribution
         schemes, number = redistribution.schemes, redistribution.rank
         rank = rank_in(schemes, number)
-        scheme = schemes[rank.data]
-        self._groups = _groups_of(schemes, number, settings.device, settings.timeout)
-        channels, given = self._groups.channels, (settings.hidden_size, settings.dtype)
-        self.pipeline = _SchemeRank(
-            rank, scheme.layers, settings.schedule, channels, *given, settings.device, scheme
+        scheme, device = schemes[rank.data], settings.pipeline.device
+        self._groups = _groups_of(schemes, number, device, settings.timeout)
+        self.pipeline = replace(
+            settings.pipeline,
+            rank=rank,
+            stages=scheme.layers,
+            groups=self._groups.channels,
+            ranks=_chain(scheme, rank),
         )
         self.model = settings.build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
         # Parameters have no values yet, buffers do.
-        convert_tensors(self.model, lambda each: each if each.is_meta else each.to(settings.device))
+        convert_tensors(self.model, lambda each: each if each.is_meta else each.to(device))
         self.waiting: dict[nn.Module, set[int]] = {}
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         turns = {

@@ -157,15 +157,7 @@ def attach_pipelines(
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
     Ranks().each(lambda: check_rebuilt(module, whole))
-    settings = StageSettings(
-        module.build_blank_model,
-        pipeline.hidden_size,
-        pipeline.schedule,
-        pipeline.dtype,
-        sum_dtype,
-        pipeline.device,
-        timeout,
-    )
+    settings = StageSettings(module.build_blank_model, pipeline, sum_dtype, timeout)
     for number, schemes in enumerate(choices, 1):
         rank_zero_info(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
@@ -219,7 +211,7 @@ class HeterogeneousPipelines:
         """
         if plan.schemes not in self._made:
             stage = HeterogeneousStage(self._redistribute(plan.schemes), self._settings)
-            own = ExchangedParameters(stage, self._model, self._group, self._settings)
+            own = ExchangedParameters(stage, self._model, self._group, self._settings.sum_dtype)
             self._made[plan.schemes] = stage, own
         stage, own = self._made[plan.schemes]
         return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ class PipelineRank:
         schedule: its name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         groups: the process group of each channel; empty for a single rank.
         hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
+        ranks: global rank at each place of the pipeline; () for those of the mesh.
     """
 
     rank: Rank
@@ -50,17 +50,15 @@ class PipelineRank:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    ranks: tuple[int, ...] = ()
 
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Global rank at each place of the pipeline."""
-        return self.rank.group("pipeline")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.ranks or self.rank.group("pipeline"))
 
     def programs(self, replicas: Sequence[ReplicaPlan], number: int) -> dict[int, list[Action]]:
         """The actions of this rank and its neighbours in a step, by place in the pipeline.
 
-        ``replicas`` are all replicas' plans, ``number`` is this rank's
-        replica.
+        ``replicas`` are all replicas' plans, ``number`` is this rank's replica.
         """
         ranks, virtual_stages = self.rank.mesh.pipeline, self.rank.mesh.virtual_stages
         return {
@@ -81,11 +79,6 @@ class Messages:
         self._sends: dict[Action, tuple[dist.Work, Tensor]] = {}
         # Tensors between two stages of this rank, by the action that receives them.
         self._local: dict[Action, Tensor] = {}
-
-    @property
-    def held(self) -> list[Tensor]:
-        """Tensors that have been sent and may not have been received yet."""
-        return [*(tensor for _, tensor in self._sends.values()), *self._local.values()]
 
     def send(self, action: Action, stage: int, tensor: Tensor) -> None:
         """Send the contiguous result of ``action`` to the rank of the neighbouring ``stage``."""

@@ -117,11 +117,6 @@ class StepParameters(ABC):
             self._held_by = None
         self.advance()
 
-    def wait(self) -> None:
-        """Wait for everything that is being gathered."""
-        for each in self._in_step:
-            each.wait()
-
     def advance(self) -> None:
         """Post the reductions whose turn has come."""
         while self._held_by is None and self._to_reduce and self._to_reduce[-1].closed:

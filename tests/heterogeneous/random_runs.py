@@ -263,7 +263,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> Executor:
     made = Executor(model, pipeline, groups, gathering)
     redistribute = partial(Redistribution, weights, run.of_mesh, rank=number)
     exchanging = exchange_group(number, run.mesh.devices, CPU, None)
-    settings = StageSettings(build, run.config.dim, "1f1b", dtype, wide, CPU)
+    settings = StageSettings(build, pipeline, wide)
     made.heterogeneous = HeterogeneousPipelines(model, redistribute, exchanging, settings)
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,16 @@ from lightning_wlb.heterogeneous.pipelines import (
 )
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.setup import weights_of
+from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import Scheme
+from lightning_wlb.training.pipeline_messages import PipelineRank
+
+
+def settings(build: Callable[[], Transformer], device: torch.device) -> StageSettings:
+    pipeline = PipelineRank(Rank(), (), "1f1b", {}, 8, torch.float32, device)
+    return StageSettings(build, pipeline, torch.float32)
 
 
 def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
@@ -34,9 +42,7 @@ def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
     device = torch.device("meta")
     one = (Scheme(0, (TransformerConfig.preset("tiny").layers,)),)
     link = Redistribution(weights_of(build(), (1,)), one, one, 0)
-    own = HeterogeneousStage(
-        link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, device)
-    )
+    own = HeterogeneousStage(link, settings(build, device))
     assert own.model.layers["0"].table.device == device
     assert all(parameter.is_meta for parameter in own.model.parameters())
 
@@ -66,9 +72,7 @@ def calls_of(rank: int, patch: pytest.MonkeyPatch) -> tuple[list, list]:
             return Transformer(TransformerConfig.preset("tiny"))
 
     link = Redistribution(weights_of(build(), (1, 2)), strategy, strategy, rank)
-    own = HeterogeneousStage(
-        link, StageSettings(build, 8, "1f1b", torch.float32, torch.float32, torch.device("cpu"))
-    )
+    own = HeterogeneousStage(link, settings(build, torch.device("cpu")))
     assert len(own.pipeline.groups) == (2 if rank > 1 else 0)
     return split, messages
 

@@ -32,7 +32,8 @@ def alone(rank: int) -> list[bool]:
         buckets = gathered(model, dtype)
         sharded = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
         with torch.no_grad(), buckets.step([Action(0, FORWARD, 0)]):
-            buckets.wait()
+            for each in buckets._in_step:
+                each.wait()
             live = {name: p.data_ptr() for name, p in model.named_parameters()}
         found.append(live == sharded)
     run(model, buckets, inputs(0, 1, torch.bfloat16))
