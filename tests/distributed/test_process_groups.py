@@ -46,7 +46,7 @@ def several_trainers_elsewhere() -> None:
     assert strategy.executor is not None
     for plan_strategy in map(tuple, ELSEWHERE):
         own, linked = strategy.executor.heterogeneous._made[plan_strategy]
-        groups = [*linked._groups.made.values(), own._groups.of_pipeline.context]
+        groups = [linked.group, own._groups.of_pipeline.context]
         for group in filter(None, groups):
             assert group._get_backend(torch.device("cpu")).options._timeout == seconds
 

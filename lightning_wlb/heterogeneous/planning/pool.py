@@ -66,12 +66,11 @@ class Pool:
             sharding: as for :class:`.PipelineKind`.
 
         Raises:
-            ValueError: a choice is the mesh's own, has a pipeline across nodes as no mesh has, or
-                has context ranks over which the sharding cannot spread the model's heads.
+            ValueError: a choice is the mesh's own, or has a pipeline across nodes as no mesh has.
         """
         made: dict[Schemes, Kinds] = {}
         for schemes in choices:
-            _check(schemes, base, sharding)
+            _check(schemes, base)
             traffic = exchange_traffic(base, schemes)
             kinds: dict[Shape, PipelineKind] = {}
             for shape, numbers in alike(schemes).items():
@@ -151,7 +150,7 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
     return best
 
 
-def _check(schemes: Schemes, base: Predictor, sharding: str) -> None:
+def _check(schemes: Schemes, base: Predictor) -> None:
     """Refuse what :meth:`Pool.of` refuses."""
     per_node = base.latency.profile.devices_per_node
     if schemes == schemes_of(base.latency.mesh, base.stages):
