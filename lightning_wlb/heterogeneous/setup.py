@@ -3,7 +3,7 @@
 Parameters and optimizer state stay where the mesh has them. For a step whose plan has schemes,
 :class:`HeterogeneousPipelines` tells the executor what this rank runs: the stage of its pipeline's
 scheme (:mod:`.pipelines`), whose parameters are pulled from the shards and whose gradients are
-pushed back (:mod:`.parameters`, :mod:`.parameter_transfer`).
+pushed back (:mod:`.parameters`).
 
 That stage is made by ``build_model`` once more, since a rank has only its mesh's part of the model.
 Changes to the model after it was built, and buffers read with its weights, would silently be

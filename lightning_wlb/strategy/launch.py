@@ -261,12 +261,8 @@ class Processes:
 
     def barrier(self, device: torch.device) -> None:
         """Wait for all ranks, if they can still wait for each other."""
-        if not self.may_wait:
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[device.index])
-        else:
-            dist.barrier()
+        if self.may_wait:
+            dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, item: Any, source: int) -> Any:
         """An object of rank ``source`` on every rank, if ranks can wait for each other."""

@@ -176,13 +176,6 @@ class SplitModel:
         """Names in checkpoints by names in the module: a tied copy has the embedding's name."""
         return {f"model.{own}": f"model.{other}" for own, other in self.tied_copies.items()}
 
-    def add_tied_gradients(self) -> None:
-        """Add the gradients of tied weights whose ends are on two stages; collective over both."""
-        rank, peer = self.executor.pipeline.rank, None
-        if rank.first_stage != rank.last_stage:
-            peer = rank.group("pipeline")[-1 if rank.first_stage else 0]
-        add_tied_gradients(self.executor.model, peer, self.groups.pipeline)
-
     def memory_model(self, module: LanguageModule, reduce_dtype: str) -> MemoryModel:
         """The memory model of this rank's parts."""
         pipeline, precision = self.executor.pipeline, WLBPrecision(self.precision)
@@ -275,7 +268,8 @@ class StepRunner:
         batch, loss = ran
         executor.finish()
         if not executor.left_mesh:
-            self._split.add_tied_gradients()
+            place, groups = executor.pipeline.rank, self._split.groups
+            add_tied_gradients(executor.model, place, groups.pipeline)
         executor.read()
         if not executor.settings_agree:
             compare_ranks(lambda: training_of(self._module, executor))

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_wlb.distributed.device_mesh import data_context
 from lightning_wlb.distributed.process_groups import message_device
+from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.training.gather_and_reduce import ParameterBuckets
@@ -198,14 +199,14 @@ def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> No
                     kind[name] = done[id(tensor)]  # type: ignore[assignment]
 
 
-def add_tied_gradients(model: Decoder, peer: int | None, group: dist.ProcessGroup | None) -> None:
-    """Add the other stage's gradient shard to this stage's, for every tied weight.
+def add_tied_gradients(model: Decoder, rank: Rank, group: dist.ProcessGroup | None) -> None:
+    """Add the other end's gradient shard to this one's, for every tied weight of two stages.
 
-    ``peer`` is the global rank of the same shard on the other end; None on stages without a tied
-    end and where both ends are on one stage. Gradients have been reduced already.
+    Collective over the two ends; gradients have been reduced already. ``group`` is the pipeline's.
     """
-    if peer is None:
+    if rank.first_stage == rank.last_stage:
         return
+    peer = rank.group("pipeline")[-1 if rank.first_stage else 0]
     parameters = dict(model.named_parameters())
     for head, embedding in model.tied.items():
         mine = parameters[embedding if embedding in parameters else head]

@@ -290,10 +290,8 @@ def train(
         )
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
-        if not runner.left_mesh and rank.first_stage != rank.last_stage:
-            ends = rank.group("pipeline")
-            peer = ends[-1] if rank.first_stage else ends[0] if rank.last_stage else None
-            add_tied_gradients(model, peer, runner.groups.pipeline)
+        if not runner.left_mesh:
+            add_tied_gradients(model, rank, runner.groups.pipeline)
         runner.read()
         trained = {n: each for n, each in model.named_parameters() if each.requires_grad}
         gradients.append({name: whole(each.grad) for name, each in trained.items()})

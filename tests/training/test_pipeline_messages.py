@@ -70,7 +70,7 @@ def crossing(rank: int) -> tuple[list[float], list[float], list[type]]:
         model = nn.Module()
         model.embed, model.tied = weight, {"head": "embed"}
         weight.grad = on_device([5.0 + rank, 6.0])
-        add_tied_gradients(model, 1 - rank, next(iter(channels.values())))
+        add_tied_gradients(model, place, next(iter(channels.values())))
     return arrived.flatten().tolist(), weight.grad.tolist(), sent
 
 

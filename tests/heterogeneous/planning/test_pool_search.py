@@ -100,9 +100,6 @@ def test_a_choice_is_kept_as_text() -> None:
     staged = replace(CHOICE, schemes=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
     for choice in (CHOICE, staged):
         assert PoolChoice.from_json(choice.to_json()) == choice
-    for text in ("", "[]", CHOICE.to_json().replace('"first": 2', '"first": -2'), "{}"):
-        with pytest.raises(ValueError, match="not the choice of a pool"):
-            PoolChoice.from_json(text)
 
 
 def test_the_figure_is_said_either_way() -> None:
