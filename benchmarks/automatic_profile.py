@@ -37,7 +37,6 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.ranks import run_ranks
-from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.stores.document_store import DocumentSubset
@@ -45,6 +44,7 @@ from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
+from lightning_wlb.profiling.device_profile import measure
 
 VOCABULARY = 1024
 CONFIG = TransformerConfig.preset("tiny", layers=4, heads=1, kv_heads=1, vocab_size=VOCABULARY)
@@ -156,7 +156,8 @@ def main(argv: list[str] | None = None) -> None:
         profile = Profile.load(arguments.profile)
     else:
         cpu = torch.device("cpu")
-        profile = measured_profile(CONFIG, name="here", device=cpu, dtype=torch.float32)
+        torch.set_num_threads(1)
+        profile = measure(CONFIG, name="here", device=cpu, dtype=torch.float32)
     runs = {name: measured(mesh, profile, options) for name, mesh in MESHES.items()}
     rows = [
         [f"{run}: {label.strip()}", *(f"{runs[run][each][name]:,.4g}" for each in PACKINGS)]

@@ -39,7 +39,7 @@ from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
+from lightning_wlb.mesh_search.search import choose_mesh, legal_meshes
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import DataSettings
@@ -136,7 +136,7 @@ def measured(ranks: int, profile: Profile, settings: DataSettings, options: Any)
     """The chosen mesh of so many ranks and all others, measured."""
     request = request_of(ranks, profile, settings)
     chosen = choose_mesh(request).best.mesh
-    meshes = legal_meshes(request, Reasons())
+    meshes = legal_meshes(request)
     rows = {mesh: evaluate(request, mesh).row for mesh in meshes}
     predicted = {mesh: row.steps_ns / 1e3 / row.tokens for mesh, row in rows.items()}
     arguments = meshes, request, options.rounds, options.steps

@@ -39,7 +39,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
@@ -118,7 +118,7 @@ class Sample:
 def meshes(request: MeshRequest) -> list[Mesh]:
     """The legal ones, or the best of them by the closed form."""
     form = ClosedForm(request)
-    legal = legal_meshes(request, Reasons())
+    legal = legal_meshes(request)
     fit = {mesh: each for mesh in legal if (each := form.estimate(mesh).step_ns)}
     return sorted(fit, key=fit.__getitem__)[:MANY]
 

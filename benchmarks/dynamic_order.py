@@ -43,7 +43,6 @@ from benchmarks import report
 from benchmarks.measured import RankStep, replayed, train
 from benchmarks.paper_speedups import without_communication
 from benchmarks.ranks import run_ranks
-from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -56,6 +55,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.profiling.device_profile import measure
 
 CONFIG = TransformerConfig.preset("tiny", dim=128, layers=4, ffn_dim=352)
 CLEARLY = 0.97
@@ -223,7 +223,8 @@ def main(argv: list[str] | None = None) -> None:
         profile = Profile.load(arguments.profile)
     else:
         cpu = torch.device("cpu")
-        profile = measured_profile(CONFIG, name="here", device=cpu, dtype=torch.float32)
+        torch.set_num_threads(1)
+        profile = measure(CONFIG, name="here", device=cpu, dtype=torch.float32)
     runs = {name: measured(name, profile, options) for name in arguments.settings}
     for name, run in runs.items():
         pairs = run["processor"]["of_all"]

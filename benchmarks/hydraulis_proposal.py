@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from lightning_wlb.heterogeneous.planning.dealing import document_ns
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import Scheme, Schemes, piece_counts, schemes_of
 
 DEVICE_STEPS = 64
@@ -107,7 +107,7 @@ def proposed_meshes(request: MeshRequest) -> list[Mesh]:
     Each comes with every number of virtual stages that is legal, about which the programme is
     silent.
     """
-    legal = legal_meshes(request, Reasons())
+    legal = legal_meshes(request)
     meshes, strategies = _proposed(request, legal)
     chosen = {meshes[part.scheme].shape for parts in strategies for part in parts}
     return [mesh for mesh in legal if mesh.shape in chosen]
@@ -122,7 +122,7 @@ def proposed_strategies(request: MeshRequest) -> list[Schemes]:
     """
     fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}
     request = replace(request, fixed=fixed, virtual_stages=1)
-    meshes, strategies = _proposed(request, legal_meshes(request, Reasons()))
+    meshes, strategies = _proposed(request, legal_meshes(request))
     steps = min(request.devices, DEVICE_STEPS)
     found: dict[Schemes, None] = {}
     for parts in filter(None, strategies):  # there is none for what no scheme can hold

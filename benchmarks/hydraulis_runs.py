@@ -42,7 +42,7 @@ from lightning_wlb.heterogeneous.planning.pool_search import PROPOSED, described
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
+from lightning_wlb.mesh_search.search import choose_mesh, legal_meshes
 from lightning_wlb.plan import (
     ActivationCheckpointing,
     Piece,
@@ -288,7 +288,7 @@ def static(setting: Setting, profile: Profile, steps: int, flops: int) -> dict[s
         setting.request(packing, profile, steps) for packing in ("best_fit", "hydraulis")
     )
     spaces = [in_papers_space(dealt, mode) for mode in MODES]
-    without = legal_meshes(in_papers_space(dealt, "auto"), Reasons())
+    without = legal_meshes(in_papers_space(dealt, "auto"))
     alone = two_stage(dealt, without, flops)
     choice = choose_mesh(packed)
     meshes = [row.mesh for row in choice.rows + choice.others if row.mesh.virtual_stages == 1]
@@ -354,7 +354,7 @@ def paper_strategies(sample: Sample) -> Iterator[Schemes]:
         if all(scheme.context == 1 for scheme in each):
             yield each
     large, own = sample.own[0], len(sample.own)
-    for mesh in legal_meshes(request, Reasons()):
+    for mesh in legal_meshes(request):
         (small, *_) = strategy = schemes_of(mesh, request.predictor(mesh).stages)
         yield strategy
         number = 1

@@ -185,7 +185,7 @@ def searched(request: MeshRequest) -> dict[str, Any]:
         "step_ms": round(row.step_ms, 2),
         "recomputed": round(row.recomputed, 3),
         "bound_by": row.bound_by,
-        "simulated": len(choice.rows) + len(choice.others),
+        "simulated": len(choice.rows),
         "cpu": round(time.process_time() - begin, 2),
     }
 

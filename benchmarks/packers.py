@@ -61,6 +61,8 @@ from lightning_wlb.mesh_search.evaluate import evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.plan_scoring import ProfileScorer
+from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 
@@ -174,13 +176,18 @@ def ours(request: MeshRequest, *, by_profile: bool = True) -> tuple[Mesh, None, 
         mesh = choose_mesh(replace(request, steps=2)).best.mesh
     except ValueError:
         return None
-    made = evaluate(request, mesh, by_profile=by_profile)
     predictor = request.predictor(mesh)
+    plans = None
+    if not by_profile:  # and then with the recomputation that fits, which exact work does not know
+        scorer = ProfileScorer(predictor, request.activation_checkpointing)
+        by_work = plan_steps(request.planner(predictor, None), request.steps)
+        plans = [replace(each, replicas=tuple(scorer.settled(each.replicas))) for each in by_work]
+    made = evaluate(request, mesh, plans)
     busy = np.sum([busy_ns(predictor, own) for step in made.steps for own in step.costs], axis=0)
     row = made.row
     shares = busy / (row.steps_ns * mesh.data * mesh.pipeline)
-    plans = [own for step in made.steps for own in step.plan.replicas]
-    modes = {each.recompute for own in plans for each in own.forward}
+    own_plans = [own for step in made.steps for own in step.plan.replicas]
+    modes = {each.recompute for own in own_plans for each in own.forward}
     return mesh, None, Outcome(
         row.steps_ns, row.flops, row.tokens, 1 - shares[0], *shares[1:].tolist(), row.peak_bytes,
         "+".join(mode for mode in MODES if mode in modes),

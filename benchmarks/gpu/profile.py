@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.recording import Figures, Row, Run, machine
-from lightning_wlb.cli.profile import measured_profile
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import shipped_profile
+from lightning_wlb.profiling.device_profile import measure
 from lightning_wlb.profiling.measured_points import Grid
 
 LAYERS = ("7b", "llama3-8b")
@@ -50,10 +50,11 @@ def measured(run: Run, name: str, config: TransformerConfig) -> Profile:
     if path.exists():
         kept = Profile.load(str(path))
         here = machine(run.device)["device"] if run.device.type == "cuda" else kept.device
-        if (kept.device, kept.versions["torch"]) == (here, torch.__version__):
+        if kept.device == here and f"torch {torch.__version__} " in kept.sources[0]:
             return kept
         path.unlink()
-    profile = measured_profile(
+    torch.set_num_threads(1)
+    profile = measure(
         config,
         name=f"measured-{name}",
         device=run.device,

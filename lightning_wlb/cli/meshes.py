@@ -228,9 +228,6 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
     request, found = searched.request, searched.found
     profile = request.profile
 
-    def figures(rows: Sequence[MeshRow]) -> list[dict[str, Any]]:
-        return [row.figures for row in rows]
-
     return report_head(arguments, profile, request.lengths) | {
         "devices": request.devices,
         "devices_per_node": profile.devices_per_node,
@@ -239,8 +236,7 @@ def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]
         "packing": request.data.packing_choice.method,
         "steps": request.steps,
         "digest": found.digest,
-        "rows": figures(found.rows),
-        "planned_by_work": figures(found.others),
+        "rows": [row.figures for row in found.rows],
         "left_out": [dict(vars(each)) for each in found.left_out],
         **{name: row and row.figures for name, row in searched.others.items()},
         "verdict": searched.verdict.figures

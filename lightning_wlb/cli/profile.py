@@ -11,8 +11,6 @@ leave the machine alone meanwhile.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,11 +19,7 @@ from rich.console import Console
 from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.cli.shared_options import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device_profile import measure
-from lightning_wlb.profiling.measured_points import Grid
-from lightning_wlb.training.action_overhead import measure_overhead
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +75,12 @@ def run(arguments: argparse.Namespace) -> None:
     def report(text: str) -> None:
         console.print(f"Measuring: {text}", highlight=False)
 
-    profile = measured_profile(
+    torch.set_num_threads(arguments.threads)
+    profile = measure(
         config,
         name=arguments.name or arguments.output.stem,
         device=torch.device(arguments.device),
         dtype=getattr(torch, dtype),
-        threads=arguments.threads,
         links=not arguments.no_links,
         backend=arguments.attention_backend,
         report=report,
@@ -103,48 +97,3 @@ def run(arguments: argparse.Namespace) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def measured_profile(
-    config: TransformerConfig,
-    *,
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    threads: int = 1,
-    grid: Grid | None = None,
-    links: bool = True,
-    backend: str = "auto",
-    report: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """The profile of a device, with what actions of a run cost beside the model.
-
-    Args:
-        config: the decoder whose layers and head are run.
-        name: the profile's name.
-        device: the device to measure.
-        dtype: the dtype to compute in.
-        threads: threads of a CPU rank.
-        grid: where to measure; by default the grid for the kind of device.
-        links: whether to measure the link between two processes of this node.
-        backend: of attention.
-        report: called with what is being measured.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        profile = measure(
-            config,
-            name=name,
-            device=device,
-            dtype=dtype,
-            grid=grid,
-            links=links,
-            backend=backend,
-            report=report,
-        )
-        report("what actions take beside the model")
-        beside = measure_overhead(config, device, dtype, backend)
-    finally:
-        torch.set_num_threads(before)
-    return replace(profile, action=profile.action + beside)

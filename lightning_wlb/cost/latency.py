@@ -25,6 +25,7 @@ Segments are rounded one by one, to picoseconds, so that a sum does not depend o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -106,45 +107,50 @@ class LatencyModel:
         """
         if len(queries) == 0:
             return 0, 0
-        tile = self.attention_tile
-        if tile == 1:
-            total = self.segments_ps(queries, keys).sum(axis=1)
-        else:
-            # Behind the segments the longest tile of queries and the longest tile of keys.
-            last = (max(int(keys.max()), tile), max(int(queries.max()), tile))
-            every = self.segments_ps(np.append(queries, (tile, tile)), np.append(keys, last))
-            total = self.calls_ps(
-                every[:, :-2].sum(axis=1),
-                np.array([int((-(-each // tile)).sum()) for each in (queries, keys)]),
-                every[(0, 1), (-2, -1)],
-            )
-        forward, backward = (total // 1000 + self.call_ns).tolist()
+        longest = np.array([[keys.max()], [queries.max()]])
+        times = self.calls_ns(
+            queries, keys, longest, lambda values: values.sum(axis=1, keepdims=True)
+        )
+        forward, backward = times[:, 0].tolist()
         return forward, backward
 
-    def calls_ps(self, busy: Integers, tiles: Integers, longest: Integers) -> Integers:
-        """Picoseconds of calls until :func:`.last_tiles_end`, int64 [2 (forward, backward), ...].
+    def calls_ns(
+        self,
+        queries: Integers,
+        keys: Integers,
+        longest: Integers,
+        totals: Callable[[Integers], Integers],
+    ) -> Integers:
+        """Forward and backward of calls of the attention kernel, int64 [2, calls].
 
         Args:
-            busy: what the segments take together on a busy device, int64 [2, ...].
-            tiles: tiles of queries and tiles of keys of one head, int64 [2, ...].
-            longest: what :meth:`segments_ps` says of the tile of queries that sees the most keys,
-                and of the tile of keys that the most queries see, int64 [2, ...].
+            queries: of the segments of all calls, int64 [segments].
+            keys: of the same segments.
+            longest: most keys and most queries of a segment of each call, int64 [2, calls].
+            totals: adds up values of segments, int64 [2, segments], for each call.
         """
-        once = np.array(self._table.at_once).reshape(2, *[1] * (busy.ndim - 1))
-        heads = max(self.layer.heads // self.mesh.tensor, 1)
-        alone = longest * once // heads
-        return last_tiles_end(busy, tiles * heads, alone, once)
-
-    @property
-    def attention_tile(self) -> int:
-        """Rows of the kernel's tiles; 1 where a call takes as long as its segments together."""
-        return 1 if self._table.at_once == (1, 1) else self._table.tile
-
-    @property
-    def call_ns(self) -> tuple[int, int]:
-        """Forward and backward time of a call of the attention kernel besides its segments."""
-        forward, backward = self._table.call_ns
-        return round(forward), round(backward)
+        table = self._table
+        if not self.layer.attends:
+            return np.zeros_like(longest)
+        if table.at_once == (1, 1):  # A call takes as long as its segments together.
+            busy = totals(self.segments_ps(queries, keys))
+        else:
+            # Behind the segments, of each call the tile of queries that sees the most keys, and
+            # the tile of keys that the most queries see.
+            last = np.maximum(longest, table.tile).ravel()
+            every = self.segments_ps(
+                np.append(queries, np.full_like(last, table.tile)), np.append(keys, last)
+            )
+            split = every[:, len(queries) :].reshape(2, 2, -1)
+            heads = max(self.layer.heads // self.mesh.tensor, 1)
+            once = np.array(table.at_once)[:, None]
+            busy = last_tiles_end(
+                totals(every[:, : len(queries)]),
+                heads * totals(-(-np.array((queries, keys)) // table.tile)),
+                split[(0, 1), (0, 1)] * once // heads,
+                once,
+            )
+        return busy // 1000 + np.rint(table.call_ns).astype(np.int64)[:, None]
 
     def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
         """Picoseconds of forward and backward of each segment, int64 [2, segments].
@@ -283,6 +289,13 @@ class LatencyModel:
         ranks = self.mesh.context * replicas
         result = self.communication.exchange_ns(axis, ranks, size, summed=backward)
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
+
+    def exchange_recurrence_ns(self, rows: int, *, replicas: int) -> int:
+        """All-to-alls of what goes into a recurrence and comes out of it, from rows to heads."""
+        assert self.layer.recurrence is not None
+        axis, ranks = "context" if replicas == 1 else "data", self.mesh.context * replicas
+        own = rows * self.layer.recurrence.moved // self.mesh.tensor * self._width
+        return self.communication.exchange_ns(axis, ranks, own * (ranks - 1) // ranks)
 
     def pipeline_ns(self, rows: int, source: int) -> int:
         """The message of a micro-batch between stages ``source`` and ``source + 1``."""

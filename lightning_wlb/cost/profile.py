@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from lightning_wlb.cost.rates import AttentionTable, LinearTable, check_positive
 from lightning_wlb.file_checks import parse_json, read_bytes
 
-FORMAT = 1
+FORMAT = 2
 _FOLDER = "profiles"
 
 
@@ -38,13 +38,6 @@ class ActionOverhead:
     ns: tuple[float, float] = (0.0, 0.0)
     row_ns: tuple[float, float] = (0.0, 0.0)
     parameter_ns: float = 0.0
-
-    def __add__(self, other: ActionOverhead) -> ActionOverhead:
-        def add(one: tuple[float, float], two: tuple[float, float]) -> tuple[float, float]:
-            return one[0] + two[0], one[1] + two[1]
-
-        parameter_ns = self.parameter_ns + other.parameter_ns
-        return ActionOverhead(add(self.ns, other.ns), add(self.row_ns, other.row_ns), parameter_ns)
 
 
 @dataclass(frozen=True)
@@ -107,14 +100,12 @@ class Profile:
         action: overhead of a pass through a stage.
         slowed_beside: how much longer products take while a collective runs beside them.
         links: ``"node"`` (between devices of one node) and ``"network"`` (between nodes).
-        versions: of the software that was measured.
         shape: sizes of the layers that were measured; others are extrapolated from them.
         errors: relative errors of predictions of work that no fit used: of a measured profile
             those of its own device, else the median of what others published of such devices, by
             kind of work (docs/accuracy.md).
         kernel: the attention kernel whose rates ``attention`` has, by the names of
-            ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...;
-            empty in files of older versions, which did not say.
+            ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ....
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -135,14 +126,13 @@ class Profile:
     layer: LinearTable
     head: LinearTable
     links: Mapping[str, Link]
-    action: ActionOverhead = field(default_factory=ActionOverhead)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    shape: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, float] = field(default_factory=dict)
-    kernel: str = ""
-    eager_factor: float = 1.0
-    sustained: float = 1.0
-    slowed_beside: float = 1.0
+    action: ActionOverhead
+    shape: Mapping[str, int]
+    errors: Mapping[str, float]
+    kernel: str
+    eager_factor: float
+    sustained: float
+    slowed_beside: float
 
     def __post_init__(self) -> None:
         sizes = ("peak_flops", "memory_bytes", "devices_per_node")
@@ -159,8 +149,8 @@ class Profile:
     def provenance(self) -> str:
         """Measured or analytic, in words that stand beside every figure predicted from it."""
         kind = "measured" if self.measured else "analytic (published figures, not measured)"
-        attention = f", attention by {self.kernel}" if self.kernel else ""
-        return f"profile {self.name}: {self.device}, {self.dtype}{attention}, {kind}, {self.date}"
+        on = f"{self.device}, {self.dtype}, attention by {self.kernel}"
+        return f"profile {self.name}: {on}, {kind}, {self.date}"
 
     @property
     def accuracy(self) -> str:
@@ -225,7 +215,7 @@ class Profile:
             values["layer"] = _record(LinearTable, values["layer"])
             values["head"] = _record(LinearTable, values["head"])
             values["links"] = {name: _record(Link, v) for name, v in values["links"].items()}
-            values["action"] = _record(ActionOverhead, values.get("action", {}))
+            values["action"] = _record(ActionOverhead, values["action"])
             return Profile(**values | {"sources": tuple(values["sources"])})
         except KeyError as error:
             raise ValueError(f"{origin}: the entry {error} is missing.") from error

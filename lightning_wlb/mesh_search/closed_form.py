@@ -33,19 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.memory_model import StageParts
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.planner import arrivals_of
-from lightning_wlb.prediction.micro_batch import (
-    KeyExchange,
-    MicroBatchCost,
-    over_layers,
-    times_by_mode,
-)
+from lightning_wlb.prediction.micro_batch import MicroBatchCost, exchange_ns, times_by_mode
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.programs import SCHEDULES
+from lightning_wlb.sharding.integer_ranges import Integers
 
 MULTIPLES = (1, 2, 4, 8)
 """Numbers of micro-batches that are tried, over the least."""
@@ -143,104 +138,89 @@ class ClosedForm:
         )
 
     def _step_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
-        latency, mesh = predictor.latency, predictor.latency.mesh
-        cost = self._cost(predictor, rows, count, mode)
-        stages = _stage_ns(predictor, cost)
-        ranks, slices = mesh.pipeline, self._slices(mesh)
-        busy, filling = count * _busiest(stages, ranks), _filling(stages, mesh)
+        mesh, slices = predictor.latency.mesh, self._slices(predictor.latency.mesh)
+        stages = self._even_ns(predictor, rows, count, mode)
+        busy, filling = count * _busiest(stages, mesh), _filling(stages, mesh)
         if not (slices and mesh.virtual_stages == 1):
             # The longest piece runs on one replica, in one micro-batch where it is not sliced.
-            longest = _stage_ns(predictor, self._longest(predictor))
-            busy = max(busy, _busiest(longest, ranks))
-            filling = filling if slices else max(filling, _filling(longest, mesh))
-        messages = 2 * (ranks - 1) * latency.pipeline_ns(rows, 0)
-        return busy + filling + messages
+            stages = self._longest_ns(predictor)
+            busy = max(busy, _busiest(stages, mesh))
+            filling = filling if slices else max(filling, _filling(stages, mesh))
+        return busy + filling + 2 * (mesh.pipeline - 1) * predictor.latency.pipeline_ns(rows, 0)
 
-    def _cost(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> MicroBatchCost:
-        """The cost of a micro-batch with an even share of everything."""
+    def _even_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> list[int]:
+        """Time on each stage of a micro-batch with an even share of everything."""
         latency, context = predictor.latency, predictor.latency.mesh.context
         # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
         spread = int(self._all[self._all > rows].sum()) // len(self._pieces)
-        travelling = (context - 1) * rows * spread // self._step_tokens
+        received = (context - 1) * rows * spread // self._step_tokens
         share = len(self._pieces) * latency.mesh.data * count * context
-        attention = [
-            (first // share + waits, again // share + wait_again)
-            for kind, (first, again) in zip(latency.kinds, self._attention(latency), strict=True)
-            for waits, wait_again in [self._waiting(kind, rows)]
-        ]
-        keys = travelling, rows + travelling if context > 1 else 0
-        return _cost_of(latency, rows, attention, keys, mode)
+        attention = self._attention(latency) // share + self._waits(latency, rows)
+        read = rows + received if context > 1 else 0
+        return _stage_ns(predictor, rows, attention, (received, read), mode)
 
-    def _waiting(self, kind: LatencyModel, rows: int) -> tuple[int, int]:
-        """How long a call on pieces of the mean length, over tokens, waits for its last tiles."""
+    def _waits(self, latency: LatencyModel, rows: int) -> Integers:
+        """What a call on pieces of the mean length, over tokens, takes beside its segments."""
         length = int((self._all * self._all).sum() // self._all.sum())
-        part = -(-length // kind.mesh.context)
+        part = -(-length // latency.mesh.context)
         queries = np.full(max(rows // part, 1), part)
         keys = np.full_like(queries, length)
-        busy = kind.segments_ps(queries, keys).sum(axis=1) // 1000
-        forward, backward = np.array(kind.attention_ns(queries, keys)) - kind.call_ns - busy
-        return int(forward), int(backward)
+        calls = np.array([kind.attention_ns(queries, keys) for kind in latency.kinds]).T
+        busy = [kind.segments_ps(queries, keys).sum(axis=1) // 1000 for kind in latency.kinds]
+        waits: Integers = np.maximum(calls - np.array(busy).T, 0)
+        return waits
 
-    def _longest(self, predictor: Predictor) -> MicroBatchCost:
-        """The cost of the longest piece as a micro-batch."""
+    def _longest_ns(self, predictor: Predictor) -> list[int]:
+        """Time on each stage of the longest piece as a micro-batch."""
         latency, longest = predictor.latency, self._all[-1:]
         ranks = latency.mesh.context
-        attention = [
-            (first // ranks, second // ranks)
-            for first, second in (kind.attention_ns(longest, longest) for kind in latency.kinds)
-        ]
-        return _cost_of(latency, -(-int(longest[0]) // ranks), attention, (0, 0), "none")
+        attention = [kind.attention_ns(longest, longest) for kind in latency.kinds]
+        rows = -(-int(longest[0]) // ranks)
+        return _stage_ns(predictor, rows, np.array(attention).T // ranks, (0, 0), "none")
 
     @cached_property
-    def _by_tensor(self) -> dict[int, list[tuple[int, int]]]:
+    def _by_tensor(self) -> dict[int, Integers]:
         return {}
 
-    def _attention(self, latency: LatencyModel) -> list[tuple[int, int]]:
-        """Attention of all pieces on one rank in ns, (forward, backward) of each kind of layer."""
+    def _attention(self, latency: LatencyModel) -> Integers:
+        """Attention of all pieces on one rank in ns, int64 [2 (pass), kinds of layers]."""
         tensor = latency.mesh.tensor
         if tensor not in self._by_tensor:
             pieces = self._all
-            self._by_tensor[tensor] = [kind.attention_ns(pieces, pieces) for kind in latency.kinds]
+            times = [kind.attention_ns(pieces, pieces) for kind in latency.kinds]
+            self._by_tensor[tensor] = np.array(times).T
         return self._by_tensor[tensor]
 
 
-def _cost_of(
-    latency: LatencyModel,
+def _stage_ns(
+    predictor: Predictor,
     rows: int,
-    attention: list[tuple[int, int]],
+    attention: Integers,
     keys: tuple[int, int],
     mode: Recompute,
-) -> MicroBatchCost:
-    """The cost of a micro-batch, with what :meth:`.Predictor.action_ns` reads of it.
+) -> list[int]:
+    """Forward and backward of a micro-batch on each stage, virtual ones in order.
 
     Args:
-        latency: times of a layer on the mesh.
+        predictor: of the mesh.
         rows: tokens on each rank.
-        attention: forward and backward of each kind of layer on a rank, in ns.
+        attention: of each kind of layer on a rank, int64 [2 (pass), kinds].
         keys: rows of keys that a rank receives from others, and rows that it puts in order.
         mode: what the micro-batch recomputes.
     """
-    received, read = keys
-    exchange = KeyExchange(received, latency.mesh.context, earlier=read, replicas=1)
-    kinds = [
-        times_by_mode(kind, rows, [kernel], [exchange.ns(kind, read)])
-        for kind, kernel in zip(latency.kinds, attention, strict=True)
+    exchange = exchange_ns(predictor.latency, rows, keys[0], [keys[1]], 1)
+    (by_mode,) = times_by_mode(
+        predictor.latency, [rows], attention[:, :, None, None], exchange[:, :, None]
+    )
+    cost = MicroBatchCost(rows, rows, 0, 0, by_mode, mode)
+    return [
+        sum(there + back) for there, back in zip(*predictor.stage_durations([cost]), strict=True)
     ]
-    return MicroBatchCost(rows, rows, 0, 0, over_layers(latency, kinds), mode)
 
 
-def _stage_ns(predictor: Predictor, cost: MicroBatchCost) -> list[int]:
-    """Forward and backward of a micro-batch on each stage, virtual ones in order."""
-    of_parts: dict[StageParts, int] = {}
-    for stage, parts in enumerate(predictor.memory.parts):
-        if parts not in of_parts:
-            of_parts[parts] = sum(predictor.action_ns(stage, cost))
-    return [of_parts[parts] for parts in predictor.memory.parts]
-
-
-def _busiest(stage_ns: list[int], ranks: int) -> int:
-    """The time of the busiest rank, which has every ``ranks``-th stage."""
-    return max(sum(stage_ns[rank::ranks]) for rank in range(ranks))
+def _busiest(stage_ns: list[int], mesh: Mesh) -> int:
+    """The time of the busiest rank, which has every ``pipeline``-th stage."""
+    return max(sum(stage_ns[rank :: mesh.pipeline]) for rank in range(mesh.pipeline))
 
 
 def _filling(stage_ns: list[int], mesh: Mesh) -> int:

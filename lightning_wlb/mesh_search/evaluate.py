@@ -2,19 +2,17 @@
 
 The planner of training plans the first steps of the run, from the same documents in the same order.
 The pieces of a step do not depend on the mesh, so all meshes train on the same pieces. Plans are
-chosen by the device profile, as in training with a profile, or by exact work, which is faster and
-knows neither memory nor the time that keys take between ranks. Either way the profile predicts the
-steps.
+chosen by the device profile, as in training with a profile.
 
-Cost: that of planning ``request.steps`` steps and of simulating each once; by profile ``auto``
-simulates five to ten plans of each step.
+Cost: that of planning ``request.steps`` steps and of simulating each once; ``auto`` simulates five
+to ten plans of each step.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_wlb.mesh import Mesh
@@ -41,7 +39,6 @@ class MeshRow:
         activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
             micro-batch has its own.
         recomputed: share of the tokens whose micro-batches compute anything again.
-        by_profile: whether plans were chosen by the device profile; else by exact work.
         steps_ns: time of all simulated steps.
         steps: number of simulated steps.
         tokens: how many tokens they train on.
@@ -54,7 +51,6 @@ class MeshRow:
     schedule: str
     activation_checkpointing: str
     recomputed: float
-    by_profile: bool
     steps_ns: int
     steps: int
     tokens: int
@@ -128,15 +124,13 @@ class MeshChoice:
     """Which mesh to take.
 
     Args:
-        rows: meshes planned by the device profile, best first; at least one. The first has least
-            communication of those within :data:`~.search.CLOSE` of the fastest.
-        others: meshes planned by exact work only, best first; perhaps on fewer steps.
+        rows: simulated meshes, best first; at least one. The first has least communication of those
+            within :data:`~.search.CLOSE` of the fastest.
         left_out: meshes that were not simulated, or whose simulation does not fit in memory.
         digest: :attr:`.MeshRequest.digest` of the request.
     """
 
     rows: tuple[MeshRow, ...]
-    others: tuple[MeshRow, ...]
     left_out: tuple[LeftOut, ...]
     digest: str
 
@@ -158,12 +152,9 @@ class MeshChoice:
         """
         try:
             made = json.loads(text)
-            rows, others = (
-                tuple(MeshRow(**{**row, "mesh": Mesh(**row["mesh"])}) for row in made[name])
-                for name in ("rows", "others")
-            )
+            rows = tuple(MeshRow(**row | {"mesh": Mesh(**row["mesh"])}) for row in made["rows"])
             left_out = tuple(LeftOut(**each) for each in made["left_out"])
-            return MeshChoice(rows, others, left_out, made["digest"])
+            return MeshChoice(rows, left_out, made["digest"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the answer of a mesh search: {error!r}.") from error
 
@@ -189,34 +180,31 @@ class Evaluation:
     steps: tuple[StepPrediction, ...]
 
     @property
-    def order(self) -> tuple[bool, int, tuple[int, ...]]:
-        """For sorting: meshes that fit first, by time; of equals those with most replicas.
+    def order(self) -> tuple[int, tuple[int, ...]]:
+        """For sorting: by time, of equals those with most replicas first.
 
         All meshes of a request train on the same pieces, so times compare as they are.
         """
         mesh = self.row.mesh
-        sizes = tuple(-size for size in mesh.shape)
-        return not self.fits, self.row.steps_ns, (*sizes, mesh.virtual_stages)
+        return self.row.steps_ns, (*(-size for size in mesh.shape), mesh.virtual_stages)
 
 
-def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Evaluation:
+def evaluate(
+    request: MeshRequest, mesh: Mesh, plans: Sequence[StepPlan] | None = None
+) -> Evaluation:
     """Plan and simulate the first steps of the run on a mesh.
 
     Args:
         request: documents, model, settings and device.
         mesh: with its virtual stages.
-        by_profile: whether plans are chosen by the device profile; else by exact work.
+        plans: of the steps; by default those that training would make by the profile.
 
     Raises:
         ValueError: a mesh that the model or the schedule cannot run on.
     """
     predictor = request.predictor(mesh)
     scorer = ProfileScorer(predictor, request.activation_checkpointing)
-    planner = request.planner(predictor, scorer if by_profile else None)
-    plans = plan_steps(planner, request.steps)
-    if not by_profile:
-        # Exact work knows no memory.
-        plans = [replace(plan, replicas=tuple(scorer.settled(plan.replicas))) for plan in plans]
+    plans = plans or plan_steps(request.planner(predictor, scorer), request.steps)
     steps = tuple(map(predictor.predict, plans))
     tokens = sum(plan.tokens for plan in plans)
     peak = max(step.peak_bytes for step in steps)
@@ -225,7 +213,6 @@ def evaluate(request: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Ev
         schedule=predictor.schedule,
         activation_checkpointing=request.activation_checkpointing,
         recomputed=recomputed_share(plans, "selective", "full"),
-        by_profile=by_profile,
         steps_ns=sum(step.total_ns for step in steps),
         steps=len(steps),
         tokens=tokens,

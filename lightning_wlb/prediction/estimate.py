@@ -28,11 +28,9 @@ from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import (
-    KeyExchange,
     MicroBatchCost,
-    over_layers,
+    exchange_ns,
     reach_of,
-    recurrent_times,
     times_by_mode,
 )
 from lightning_wlb.sharding.hybrid import LEAST_TILES
@@ -117,44 +115,31 @@ def estimated_costs(
         np.array((np.minimum(every.near, seen), ones)),
         np.array((np.minimum(every.far, seen), ones)),
     )
-    exchanges = [
-        KeyExchange(*numbers)
-        for numbers in zip(
-            received.tolist(),
-            ranks.tolist(),
-            earlier.tolist(),
-            (each.replicas for each in micro_batches),
-            strict=True,
+    together = np.where((ranks > 1) | (earlier > 0), keys, 0)
+    exchange = [
+        exchange_ns(latency, of_rank, moved_rows, [copied], each.replicas)
+        for of_rank, moved_rows, copied, each in zip(
+            rows.tolist(), received.tolist(), together.tolist(), micro_batches, strict=True
         )
     ]
-    attention = [every.attention_ns(kind) for kind in latency.kinds]
+    attention = np.stack([every.attention_ns(kind) for kind in latency.kinds], axis=1)
+    by_mode = times_by_mode(
+        latency, rows.tolist(), attention[..., None], np.stack(exchange, axis=2)
+    )
+    sizes = rows, keys, np.where(ranks > 1, keys, 0), np.where(kept, rows, 0), counts, ranks
     return [
         MicroBatchCost(
-            rows=of_rank,
-            keys=read,
-            indexed=read if exchange.ranks > 1 else 0,
-            kept_rows=of_rank if micro_batch.going_on else 0,
-            by_mode=over_layers(
-                latency,
-                [
-                    times_by_mode(kind, of_rank, [of_kind], [exchange.ns(kind, read)])
-                    if kind.layer.attends
-                    else recurrent_times(kind, of_rank, micro_batch.replicas)
-                    for kind, of_kind in zip(latency.kinds, of_kinds, strict=True)
-                ],
-            ),
+            of_rank,
+            read,
+            indexed,
+            kept_rows,
+            modes,
             segments=segments,
-            going_on=micro_batch.going_on,
-            ranks=exchange.ranks,
+            going_on=each.going_on,
+            ranks=group,
         )
-        for micro_batch, of_rank, read, segments, exchange, of_kinds in zip(
-            micro_batches,
-            rows.tolist(),
-            keys.tolist(),
-            counts.tolist(),
-            exchanges,
-            zip(*attention, strict=True),
-            strict=True,
+        for each, of_rank, read, indexed, kept_rows, segments, group, modes in zip(
+            micro_batches, *(column.tolist() for column in sizes), by_mode, strict=True
         )
     ]
 
@@ -215,37 +200,17 @@ class _Slices:
         mean: Integers = self.sums_of(*(both * self.parts)) // self.ranks
         return mean
 
-    def attention_ns(self, kind: LatencyModel) -> list[tuple[int, int]]:
-        """Forward and backward of a layer's attention kernel on the mean rank, per micro-batch."""
-        if not kind.layer.attends:
-            return [(0, 0)] * len(self.ranks)
+    def attention_ns(self, kind: LatencyModel) -> Integers:
+        """A layer's attention kernel on the mean rank, int64 [2 (pass), micro-batches]."""
         cut = self.parts > 1
         queries = np.concatenate((self.queries, self.queries[cut]))
         keys = np.concatenate((self.near, self.far[cut]))
-        tile = kind.attention_tile
-        if tile == 1:
-            busy = self._of_chunks(kind.segments_ps(queries, keys), cut)
-        else:
-            # The longest tiles of each micro-batch behind the chunks: the one that sees the most
-            # keys, and the one of keys that the most queries see.
-            padded = np.zeros((2, len(self.far) + 1), dtype=np.int64)
-            padded[:, :-1] = self.far, self.queries
-            longest = np.maximum.reduceat(padded, self._first[:-1], axis=1).ravel()
-            longest = np.maximum(longest, tile)
-            every = kind.segments_ps(
-                np.concatenate((queries, np.full_like(longest, tile))),
-                np.concatenate((keys, longest)),
-            )
-            chunks, calls = len(queries), len(self.ranks)
-            tiles = -(-np.array((queries, keys)) // tile)
-            alone = np.array((every[0, chunks : chunks + calls], every[1, chunks + calls :]))
-            busy = kind.calls_ps(
-                self._of_chunks(every[:, :chunks], cut), self._of_chunks(tiles, cut), alone
-            )
-        filled = np.diff(self._first) > 0
-        times = (busy // 1000 + np.array(kind.call_ns)[:, np.newaxis]) * filled
-        forward, backward = times.tolist()
-        return list(zip(forward, backward, strict=True))
+        longest = np.maximum.reduceat(
+            np.array((np.append(self.far, 0), np.append(self.queries, 0))), self._first[:-1], axis=1
+        )
+        times = kind.calls_ns(queries, keys, longest, lambda each: self._of_chunks(each, cut))
+        filled: Integers = times * (np.diff(self._first) > 0)
+        return filled
 
     def _of_chunks(self, values: Integers, cut: npt.NDArray[np.bool_]) -> Integers:
         """:meth:`on_a_rank` of int64 [2, chunks]: of all first chunks, then the second ones."""

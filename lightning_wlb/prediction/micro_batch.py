@@ -15,17 +15,16 @@ Cost: about 0.1 ms per context rank and kind of layer. While a packing still sea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from operator import add
 from typing import NamedTuple, get_args
 
 import numpy as np
 
-from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.sharding import Layout, layout, traffic, uses_all_to_all
-from lightning_wlb.sharding.integer_ranges import offsets
+from lightning_wlb.sharding.integer_ranges import Integers, offsets
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 """What a micro-batch may recompute, the least first."""
@@ -133,29 +132,32 @@ def micro_batch_cost(
     else:
         received = _received_rows(placed, window)
 
-    exchange = KeyExchange(received, placed.ranks, earlier, replicas)
     _, document, start, stop = placed.table.T
-    every_query, every_key = stop - start, stop + before[document]
-    read = np.diff(offsets(np.minimum(every_key, every_query + reach))[placed.first]).tolist()
-    segments = [
-        (every_query[first:end], every_key[first:end])
-        for first, end in pairwise(placed.first.tolist())
+    queries, keys = stop - start, stop + before[document]
+    read = np.diff(offsets(np.minimum(keys, queries + reach))[placed.first])
+    attention = [
+        [
+            kind.attention_ns(queries[first:end], keys[first:end])
+            for first, end in pairwise(placed.first.tolist())
+        ]
+        for kind in latency.kinds
     ]
-    costs = []
-    for kind in latency.kinds:
-        if not kind.layer.attends:
-            costs.append(recurrent_times(kind, placed.rows, replicas))
-            continue
-        attention = [kind.attention_ns(queries, keys) for queries, keys in segments]
-        exchanges = [exchange.ns(kind, keys) for keys in read]
-        costs.append(times_by_mode(kind, placed.rows, attention, exchanges))
+    together = read if placed.ranks > 1 or earlier else 0 * read
+    exchange = exchange_ns(latency, placed.rows, received, together.tolist(), replicas)
+    (by_mode,) = times_by_mode(
+        latency,
+        [placed.rows],
+        np.array(attention).transpose(2, 0, 1)[:, :, None],
+        exchange[:, :, None],
+    )
+    most = int(read.max())
     return MicroBatchCost(
         rows=placed.rows,
-        keys=max(read),
-        indexed=max(read) if placed.ranks > 1 else 0,
+        keys=most,
+        indexed=most if placed.ranks > 1 else 0,
         kept_rows=placed.rows if going_on else 0,
-        by_mode=over_layers(latency, costs),
-        segments=max(len(queries) for queries, _ in segments),
+        by_mode=by_mode,
+        segments=int(np.diff(placed.first).max()),
         going_on=going_on,
         ranks=placed.ranks,
     )
@@ -170,30 +172,35 @@ def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) ->
     return int(np.diff(read).max())
 
 
-class KeyExchange(NamedTuple):
-    """How the ranks of a micro-batch put together the keys and values that their segments read.
+def exchange_ns(
+    latency: LatencyModel, rows: int, received: int, keys: Sequence[int], replicas: int
+) -> Integers:
+    """Time in which ranks put together keys and values, int64 [2 (pass), kinds, ranks].
 
-    Attributes:
+    In a layer without attention, what goes into a recurrence and comes out of it is exchanged.
+
+    Args:
+        latency: the latency model on the mesh.
+        rows: of each rank.
         received: rows that the busiest rank receives or sends.
-        ranks: number of ranks that exchange keys, over all replicas that share the micro-batch.
-        earlier: keys of earlier slices that queries see.
+        keys: rows that each rank puts in order.
         replicas: how many replicas share the micro-batch.
     """
-
-    received: int
-    ranks: int
-    earlier: int
-    replicas: int
-
-    def ns(self, kind: LatencyModel, keys: int) -> tuple[int, int]:
-        """Forward and backward time on a rank that reads so many keys, for one layer."""
-        if self.ranks == 1 and not self.earlier:
-            return 0, 0
-        forward, backward = (
-            kind.exchange_keys_ns(self.received, keys, backward=each, replicas=self.replicas)
-            for each in PASSES
-        )
-        return forward, backward
+    return np.array(
+        [
+            [
+                [
+                    kind.exchange_keys_ns(received, each, backward=backward, replicas=replicas)
+                    if kind.layer.attends
+                    else kind.exchange_recurrence_ns(rows, replicas=replicas)
+                    for each in keys
+                ]
+                for kind in latency.kinds
+            ]
+            for backward in PASSES
+        ],
+        dtype=np.int64,
+    )
 
 
 def reach_of(sliding_window: int | None) -> int:
@@ -202,87 +209,43 @@ def reach_of(sliding_window: int | None) -> int:
 
 
 def times_by_mode(
-    kind: LatencyModel,
-    rows: int,
-    attention: Sequence[tuple[int, int]],
-    exchange: Sequence[tuple[int, int]],
-) -> list[PassTimes]:
-    """Times of a layer of one kind with each recomputation, in the order of :data:`MODES`.
-
-    Args:
-        kind: the latency model of the layer.
-        rows: rows of each rank.
-        attention: forward and backward of the kernel on each rank.
-        exchange: forward and backward of the exchange of keys on each rank.
-    """
-    forward, backward, again = kind.rows_ns(rows)
-    first, second = zip(*attention, strict=True)
-    fetches, gathers = zip(*exchange, strict=True)
-    mean, there = sum(first) / len(first), forward + max(map(add, first, fetches))
-
-    def times(attends_again: bool) -> tuple[tuple[int, int], tuple[float, float], int]:
-        """Attention on the slowest and on the mean rank; backward of the layer."""
-        attends = list(map(add, second, first)) if attends_again else second
-        back = backward + max(map(sum, zip(attends, gathers, fetches, strict=True)))
-        return (max(first), max(attends)), (mean, sum(attends) / len(attends)), back
-
-    once = times(False)
-    kernel = {"none": once, "selective": once, "full": times(True)}
-    result = []
-    for mode, added in zip(MODES, again, strict=True):
-        slowest, average, back = kernel[mode]
-        result.append(PassTimes(slowest, average, ((there, back + added),)))
-    return result
-
-
-def recurrent_times(kind: LatencyModel, rows: int, replicas: int) -> list[PassTimes]:
-    """:func:`times_by_mode` of a layer without attention.
-
-    What goes into its recurrence and comes out of it travels from rows to heads and back in
-    all-to-alls, whose backward has the same of gradients.
-    """
-    assert kind.layer.recurrence is not None
-    axis, ranks = "context" if replicas == 1 else "data", kind.mesh.context * replicas
-    own = rows * kind.layer.recurrence.moved // kind.mesh.tensor * DTYPE_BYTES[kind.profile.dtype]
-    exchange = kind.communication.exchange_ns(axis, ranks, own * (ranks - 1) // ranks)
-    forward, backward, again = kind.rows_ns(rows)
-    there, back = forward + exchange, backward + exchange
-    return [
-        PassTimes((0, 0), (0.0, 0.0), ((there, back + added + (mode == "full") * exchange),))
-        for mode, added in zip(MODES, again, strict=True)
-    ]
-
-
-def over_layers(
-    latency: LatencyModel, costs: Sequence[Sequence[PassTimes]]
-) -> tuple[PassTimes, ...]:
-    """Times of a whole model for each mode, from those of each kind of layer and each mode.
+    latency: LatencyModel,
+    rows: Sequence[int],
+    attention: Integers,
+    exchange: Integers,
+) -> list[tuple[PassTimes, ...]]:
+    """Times of micro-batches with each recomputation, in the order of :data:`MODES`.
 
     Args:
         latency: the latency model of the whole model.
-        costs: [kinds of layers][modes], from :func:`times_by_mode`.
+        rows: rows of each rank, for each micro-batch.
+        attention: of the kernel, int64 [2 (pass), kinds of layers, micro-batches, ranks].
+        exchange: of the keys, as ``attention``.
     """
-    if len(costs) == 1:
-        return tuple(costs[0])
-    counts, layers = latency.shape.kinds.values(), latency.shape.layers
-
-    def mean(of_kinds: Iterable[float]) -> float:
-        return sum(count * each for count, each in zip(counts, of_kinds, strict=True)) / layers
-
-    result = []
-    for of_kinds in zip(*costs, strict=True):
-        slowest, average, layer_ns = zip(*of_kinds, strict=True)
-        attention, means = (
-            tuple(map(mean, zip(*each, strict=True))) for each in (slowest, average)
+    counts = np.array(list(latency.shape.kinds.values()))
+    of_kinds = [[(*each[:2], *each.again) for each in map(k.rows_ns, rows)] for k in latency.kinds]
+    forward, backward, *again = np.array(of_kinds, np.int64).transpose(2, 0, 1)
+    (first, second), (fetches, gathers) = attention, exchange
+    # A backward puts keys together again; what a recurrence reads is gathered if it is recomputed.
+    attends_at_all = np.array([kind.layer.attends for kind in latency.kinds])[:, None, None]
+    modes = []
+    for mode, added in zip(MODES, again, strict=True):
+        whole = mode == "full"
+        attends = np.array((first, second + whole * first))
+        moves = np.array((fetches, gathers + (attends_at_all | whole) * fetches))
+        layer_ns = np.array((forward, backward + added)) + (attends + moves).max(axis=-1)
+        slowest = np.einsum("k,pkm->mp", counts, attends.max(axis=-1)) / counts.sum()
+        mean = np.einsum("k,pkmr->mp", counts, attends) / (counts.sum() * attends.shape[-1])
+        each = zip(
+            slowest.tolist(), mean.tolist(), layer_ns.transpose(2, 1, 0).tolist(), strict=True
         )
-        result.append(
-            PassTimes(
-                (round(attention[0]), round(attention[1])),
-                (means[0], means[1]),
-                tuple(each for (each,) in layer_ns),
-            )
+        modes.append(
+            [
+                PassTimes((round(slow), round(back)), tuple(means), tuple(map(tuple, layers)))
+                for (slow, back), means, layers in each
+            ]
         )
-    return tuple(result)
+    return list(zip(*modes, strict=True))
 
 
 def _received_rows(placed: Layout, sliding_window: int | None) -> int:

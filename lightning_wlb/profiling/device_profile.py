@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -110,9 +109,12 @@ def measure(
         head=head,
         action=stages.overhead,
         links={"node": link},
-        versions={"torch": torch.__version__, "python": platform.python_version()},
         shape=asdict(config.shape),
+        errors={},
         kernel=kernel_name(backend, device),
+        eager_factor=1.0,
+        sustained=1.0,
+        slowed_beside=1.0,
     )
     report("micro-batches held out of the fit")
     return replace(profile, errors=bench.errors(profile))
@@ -126,7 +128,8 @@ def _what_was_measured(config: TransformerConfig, device: torch.device, grid: Gr
         where = f" on {threads} thread(s)"
         clock = "the thread's own CPU time" if threads == 1 else "wall-clock time"
     return (
-        f"Measured{where} by lightning-wlb profile, medians of {grid.repeats} by {clock}: the"
-        f" attention kernel with {shape.heads} heads of {shape.head_dim}, and decoder layers of"
-        f" dim {shape.dim}, feed-forward {shape.ffn_dim}, vocabulary {shape.vocab_size}."
+        f"Measured{where} with torch {torch.__version__} by lightning-wlb profile, medians of"
+        f" {grid.repeats} by {clock}: the attention kernel with {shape.heads} heads of"
+        f" {shape.head_dim}, and decoder layers of dim {shape.dim}, feed-forward"
+        f" {shape.ffn_dim}, vocabulary {shape.vocab_size}."
     )

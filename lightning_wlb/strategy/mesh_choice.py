@@ -288,14 +288,15 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     found = _recalled(request)
     best, profile = found.best, request.profile
     rank_zero_info(
-        f"WLBStrategy: chose {_shown(best)}, of {len(found.rows) + len(found.others)} meshes"
-        f" simulated with the {'measured' if profile.measured else 'analytic'} profile"
+        f"WLBStrategy: chose {_shown(best)}, of {len(found.rows)} meshes simulated"
+        f" with the {'measured' if profile.measured else 'analytic'} profile"
         f" {profile.name}."
     )
-    if others := (*found.rows[1:], *found.others):
-        faster = others[0].tokens_per_second > best.tokens_per_second
+    if len(found.rows) > 1:
+        second = found.rows[1]
+        faster = second.tokens_per_second > best.tokens_per_second
         why = ": within 1 %, and with more communication" if faster else ""
-        rank_zero_info(f"WLBStrategy: runner-up {_shown(others[0])}{why}.")
+        rank_zero_info(f"WLBStrategy: runner-up {_shown(second)}{why}.")
     else:
         rank_zero_info("WLBStrategy: no other mesh was simulated that fits in memory.")
     rank_zero_info(

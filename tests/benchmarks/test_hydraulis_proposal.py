@@ -18,7 +18,7 @@ from benchmarks.hydraulis_proposal import (
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.planning import DataSettings
 
 
@@ -83,7 +83,7 @@ def test_lengths_decide_the_schemes() -> None:
             lengths, shape, DataSettings(longest, 4), Profile.load("h100"), devices=8
         )
         meshes = proposed_meshes(request)
-        assert set(meshes) <= set(legal_meshes(request, Reasons()))
+        assert set(meshes) <= set(legal_meshes(request))
         return {mesh.devices // mesh.data for mesh in meshes}
 
     assert min(proposed(2_000)) == max(proposed(2_000)) == 1

@@ -71,8 +71,6 @@ def test_queries_are_padded_to_the_tile() -> None:
 def test_a_call_waits_for_its_longest_tile() -> None:
     (table,) = FLAT.attention
     model = LatencyModel(replace(FLAT, attention=(replace(table, at_once=(50, 20)),)), SHAPE)
-    assert model.attention_tile == 128
-    assert LatencyModel(FLAT, SHAPE).attention_tile == 1
 
     def ns(*segments: tuple[int, int], ranks: int = 1) -> tuple[int, int]:
         return replace(model, mesh=Mesh(tensor=ranks)).attention_ns(*arrays(*segments))

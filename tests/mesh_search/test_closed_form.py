@@ -10,7 +10,7 @@ import pytest
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import evaluate
-from lightning_wlb.mesh_search.search import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import legal_meshes
 from tests.cost.devices import with_usable
 from tests.mesh_search.requests import request
 
@@ -18,10 +18,10 @@ EVEN = request(lengths=[4096] * 40, micro_batches=8, packing="best_fit", steps=1
 """Documents that fill the window: whatever the mesh, micro-batches are alike."""
 
 
-@pytest.mark.parametrize("mesh", legal_meshes(EVEN, Reasons()), ids=str)
+@pytest.mark.parametrize("mesh", legal_meshes(EVEN), ids=str)
 def test_on_even_documents_it_is_near_the_simulation(mesh: Mesh) -> None:
     step = ClosedForm(EVEN).estimate(mesh).step_ns
-    simulated = evaluate(EVEN, mesh, by_profile=False).row.steps_ns / EVEN.steps
+    simulated = evaluate(EVEN, mesh).row.steps_ns / EVEN.steps
     assert 0.9 < step / simulated < 1.1
 
 

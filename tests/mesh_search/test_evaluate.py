@@ -19,6 +19,7 @@ from lightning_wlb.mesh_search.evaluate import (
     name_of,
 )
 from lightning_wlb.planning.mixture import StoreShare
+from lightning_wlb.planning.planner import plan_steps
 from tests.mesh_search.requests import request
 
 PIPELINE = Mesh(2, 2)
@@ -26,19 +27,19 @@ PIPELINE = Mesh(2, 2)
 
 def test_the_steps_are_those_of_the_run() -> None:
     asked = request()
-    by_profile, by_work = (
-        evaluate(asked, PIPELINE, by_profile=by_profile) for by_profile in (True, False)
-    )
-    for made in (by_profile, by_work):
-        row = made.row
-        assert made.fits
-        assert row.steps == len(made.steps) == 2
-        assert row.steps_ns == sum(step.total_ns for step in made.steps)
-        assert row.peak_bytes == max(step.peak_bytes for step in made.steps)
-    pieces = [[step.plan.pieces for step in made.steps] for made in (by_profile, by_work)]
-    assert pieces[0] == pieces[1]  # what enters a step is not the mesh's
-    assert by_profile.row.steps_ns <= by_work.row.steps_ns
-    assert by_profile.row.tokens == evaluate(asked, Mesh(1, 1, 2, 2)).row.tokens
+    made = evaluate(asked, PIPELINE)
+    row = made.row
+    assert made.fits
+    assert row.steps == len(made.steps) == 2
+    assert row.steps_ns == sum(step.total_ns for step in made.steps)
+    assert row.peak_bytes == max(step.peak_bytes for step in made.steps)
+    assert row.tokens == evaluate(asked, Mesh(1, 1, 2, 2)).row.tokens
+    by_work = plan_steps(asked.planner(asked.predictor(PIPELINE), None), 2)
+    given = evaluate(asked, PIPELINE, by_work)
+    assert [step.plan for step in given.steps] == by_work
+    assert row.steps_ns <= given.row.steps_ns
+    # What enters a step is not the mesh's, nor the plan's.
+    assert [plan.pieces for plan in by_work] == [step.plan.pieces for step in made.steps]
 
 
 @pytest.mark.parametrize(
@@ -67,32 +68,17 @@ def test_what_a_mesh_loses_by_is_named(mesh: Mesh, loss: str) -> None:
 
 def test_recomputation_is_what_memory_asks_for() -> None:
     asked = request(devices=1, micro_batches=2, lengths=[4096] * 12)
-    # By work each micro-batch is one document: with less memory nothing fits but by recomputing.
-    plenty = evaluate(asked, Mesh(), by_profile=False)
+    plenty = evaluate(asked, Mesh())
     assert plenty.row.recomputed == 0
-    for by_profile in (True, False):
-        percent = 100 * (plenty.row.peak_bytes - 1) // 92
-        tight = replace(asked, profile=replace(asked.profile, memory_bytes=percent))
-        made = evaluate(tight, Mesh(), by_profile=by_profile)
-        assert made.fits
-        assert made.row.recomputed > 0
-        assert made.row.steps_ns > plenty.row.steps_ns
-        assert made.row.shares["recomputation"] > 0
-    asked = replace(asked, activation_checkpointing="full")
-    full = evaluate(asked, Mesh(), by_profile=False)
+    percent = 100 * (plenty.row.peak_bytes - 1) // 92
+    tight = replace(asked, profile=replace(asked.profile, memory_bytes=percent))
+    full = evaluate(replace(asked, activation_checkpointing="full"), Mesh())
     assert full.row.recomputed == 1
     assert full.row.peak_bytes < plenty.row.peak_bytes
-
-
-def test_meshes_that_fit_come_first() -> None:
-    made = evaluate(request(), Mesh(4))
-    slower = replace(made, row=replace(made.row, steps_ns=made.row.steps_ns + 1))
-    too_large = replace(made, fits=False)
-    assert sorted([too_large, slower, made], key=lambda each: each.order) == [
-        made,
-        slower,
-        too_large,
-    ]
+    assert full.row.shares["recomputation"] > 0
+    made = evaluate(tight, Mesh())
+    assert made.fits
+    assert plenty.row.steps_ns < made.row.steps_ns < full.row.steps_ns
 
 
 def test_a_mixture_takes_its_shares() -> None:
@@ -110,12 +96,11 @@ def test_a_mixture_takes_its_shares() -> None:
 
 def row(mesh: Mesh, time: int) -> MeshRow:
     shares = {IDLE: 0.1, "exchange of keys": 0.2}
-    return MeshRow(mesh, "1f1b", "auto", 0.25, True, time, 2, 8000, 10**15, 70, shares)
+    return MeshRow(mesh, "1f1b", "auto", 0.25, time, 2, 8000, 10**15, 70, shares)
 
 
 CHOICE = MeshChoice(
     (row(Mesh(2, 2), 4_000_000), row(Mesh(1, 2, 2, virtual_stages=2), 5_000_000)),
-    (row(Mesh(4), 6_000_000),),
     (LeftOut("too slow", 3, "1,1,4,1"),),
     "abc",
 )

@@ -13,7 +13,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search import search
 from lightning_wlb.mesh_search.evaluate import Evaluation, MeshChoice, evaluate
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, choose_mesh, legal_meshes
+from lightning_wlb.mesh_search.search import choose_mesh, legal_meshes
 from tests.mesh_search.requests import SMALL, request
 
 ASKED = request(micro_batches=2, steps=1, schedule="1f1b")
@@ -25,7 +25,7 @@ def found() -> MeshChoice:
 
 
 def test_it_finds_the_best_of_all_meshes(found: MeshChoice) -> None:
-    every = [evaluate(ASKED, mesh) for mesh in legal_meshes(ASKED, Reasons())]
+    every = [evaluate(ASKED, mesh) for mesh in legal_meshes(ASKED)]
     best = min(each.row.steps_ns for each in every if each.fits)
     assert found.best.steps_ns == best
 
@@ -36,16 +36,14 @@ def test_rows_come_out_the_same_when_their_mesh_is_given(found: MeshChoice) -> N
 
 
 def test_rows_are_ordered_and_every_mesh_is_accounted_for(found: MeshChoice) -> None:
-    for rows in (found.rows, found.others):
-        times = [row.steps_ns for row in rows]
-        assert times == sorted(times)
+    times = [row.steps_ns for row in found.rows]
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= search.CLOSE * min(times)
     left = sum(each.count for each in found.left_out)
-    reasons = Reasons()
+    reasons: search.LeftOutMeshes = {}
     legal = legal_meshes(ASKED, reasons)
-    illegal = sum(each.count for each in reasons.left_out)
-    assert len(found.rows) + len(found.others) + left == len(legal) + illegal
-    assert all(row.by_profile for row in found.rows)
-    assert not any(row.by_profile for row in found.others)
+    illegal = sum(map(len, reasons.values()))
+    assert len(found.rows) + left == len(legal) + illegal
     assert found.digest == ASKED.digest
 
 
@@ -54,41 +52,20 @@ def test_progress_is_told(found: MeshChoice) -> None:
     again = choose_mesh(ASKED, progress=lambda *each: told.append(each))
     assert again == found
     assert list(dict.fromkeys(what for what, _, _ in told)) == [
-        "estimating meshes", "simulating meshes", "planning by profile",
+        "estimating meshes", "simulating meshes",
     ]  # fmt: skip
     assert all(0 <= done < whole for _, done, whole in told)
 
 
-def test_the_closed_form_keeps_few_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "KEPT", 3)
+@pytest.mark.parametrize(("limit", "large"), [("SIMULATED", 256), ("SIMULATED_LARGE", 3)])
+def test_few_meshes_are_simulated(monkeypatch: pytest.MonkeyPatch, limit: str, large: int) -> None:
+    monkeypatch.setattr(search, limit, 3)
+    monkeypatch.setattr(search, "LARGE", large)
     found = choose_mesh(ASKED)
-    assert len(found.rows + found.others) == 3
+    assert len(found.rows) == 3
     (slower,) = found.left_out
     assert "closed form" in slower.reason
-    assert slower.count == len(legal_meshes(ASKED, Reasons())) - 3 > 0
-
-
-def test_a_mesh_that_only_planning_by_profile_makes_fit_is_found() -> None:
-    asked = replace(ASKED, fixed={"data": 1, "pipeline": 4}, schedule="1f1b")
-    (mesh,) = legal_meshes(asked, Reasons())
-    by_profile = evaluate(asked, mesh)
-    by_work = evaluate(asked, mesh, by_profile=False)
-    too_large = replace(by_work, fits=False)
-    assert search._worth_planning([too_large], large=False) == [mesh]
-    faster, slower = (
-        replace(too_large, row=replace(by_work.row, mesh=Mesh(size), steps_ns=time))
-        for size, time in ((2, 1), (3, 10**15))
-    )
-    made = search._worth_planning([slower, by_profile, faster], large=False)
-    assert made == [mesh, Mesh(2)]
-
-
-def test_on_many_devices_less_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "LARGE", 3)
-    found = choose_mesh(replace(ASKED, steps=2))
-    assert len(found.rows) == search.SHOWN_LARGE
-    assert {row.steps for row in found.rows} == {2}
-    assert {row.steps for row in found.others} == {1}
+    assert slower.count == len(legal_meshes(ASKED)) - 3 > 0
 
 
 def with_memory(gigabytes: float) -> Profile:
@@ -122,24 +99,9 @@ def test_a_profile_without_network_says_so() -> None:
 
 def test_given_sizes_are_kept() -> None:
     found = choose_mesh(replace(ASKED, fixed={"pipeline": 2, "tensor": 1}))
-    assert {row.mesh.shape for row in found.rows + found.others} == {(2, 2, 1, 1), (1, 2, 2, 1)}
+    assert {row.mesh.shape for row in found.rows} == {(2, 2, 1, 1), (1, 2, 2, 1)}
     (one,) = choose_mesh(replace(ASKED, fixed={"data": 1, "context": 4})).rows
     assert one.mesh == Mesh(1, 1, 4)
-
-
-def test_packings_that_try_one_plan_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
-
-    def counted(asked: MeshRequest, mesh: Mesh, **options: bool) -> Evaluation:
-        planned.append(mesh)
-        return evaluate(asked, mesh, **options)
-
-    monkeypatch.setattr(search, "evaluate", counted)
-    asked = replace(ASKED, data=replace(ASKED.data, packing="best_fit"))
-    found = choose_mesh(asked)
-    assert len(planned) == len(set(planned)) == len(found.rows)
-    by_work = evaluate(asked, found.best.mesh, by_profile=False).row
-    assert replace(by_work, by_profile=True) == found.best
 
 
 def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
@@ -147,17 +109,16 @@ def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
 ) -> None:
     only = found.rows[-1].mesh
 
-    def fits(asked: MeshRequest, mesh: Mesh, *, by_profile: bool = True) -> Evaluation:
-        made = evaluate(asked, mesh, by_profile=by_profile)
-        return replace(made, fits=not by_profile or mesh == only)
+    def fits(asked: MeshRequest, mesh: Mesh) -> Evaluation:
+        return replace(evaluate(asked, mesh), fits=mesh == only)
 
-    for name, value in (("SHOWN", 1), ("FIRST", 0), ("evaluate", fits)):
+    for name, value in (("SIMULATED", 1), ("evaluate", fits)):
         monkeypatch.setattr(search, name, value)
     assert choose_mesh(ASKED).best.mesh == only
 
 
 def meshes(**changes) -> set[tuple[int, ...]]:
-    found = legal_meshes(request(**changes), Reasons())
+    found = legal_meshes(request(**changes))
     assert len(set(found)) == len(found)
     return {(*mesh.shape, mesh.virtual_stages) for mesh in found}
 
@@ -194,13 +155,12 @@ def test_given_sizes_stay() -> None:
 
 
 def reason(mesh: Mesh, **changes) -> str:
-    reasons = Reasons()
+    reasons: search.LeftOutMeshes = {}
     fixed = dict(zip(("data", "pipeline", "context", "tensor"), mesh.shape, strict=True))
     assert not legal_meshes(request(mesh.devices, fixed=fixed, **changes), reasons)
-    (left,) = reasons.left_out
-    assert left.count == 1
-    assert left.example.startswith(",".join(map(str, mesh.shape)))
-    return left.reason
+    (((words, (left,)),)) = reasons.items()
+    assert left.shape == mesh.shape
+    return words
 
 
 def test_each_objection_has_its_words() -> None:
@@ -215,7 +175,7 @@ def test_each_objection_has_its_words() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 8))
 def test_every_mesh_uses_all_devices_and_keeps_tensors_in_a_node(devices: int, node: int) -> None:
-    for mesh in legal_meshes(request(devices, devices_per_node=node), Reasons()):
+    for mesh in legal_meshes(request(devices, devices_per_node=node)):
         assert mesh.devices == devices
         assert mesh.stages <= SMALL.layers
         groups = mesh.groups("tensor") // node
@@ -224,9 +184,9 @@ def test_every_mesh_uses_all_devices_and_keeps_tensors_in_a_node(devices: int, n
 
 @pytest.mark.parametrize("devices", [1024, 16_384])
 def test_counts_add_up(devices: int) -> None:
-    reasons = Reasons()
+    reasons: search.LeftOutMeshes = {}
     found = legal_meshes(request(devices), reasons)
-    left = sum(each.count for each in reasons.left_out)
+    left = sum(map(len, reasons.values()))
     powers = devices.bit_length() - 1
     flat = (powers + 1) * (powers + 2) * (powers + 3) // 6
     without_pipeline = (powers + 1) * (powers + 2) // 2

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.heterogeneous.planning.dealing import PipelineKind
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Reasons, legal_meshes
+from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import Piece, Scheme, Schemes, schemes_of
 
 SHORTEST = 9
@@ -101,7 +101,7 @@ class _Kinds:
     @cached_property
     def legal(self) -> list[PipelineKind]:
         request, made = self.request, []
-        for mesh in legal_meshes(request, Reasons()):
+        for mesh in legal_meshes(request):
             predictor = request.predictor(mesh)
             (scheme, *_) = schemes_of(mesh, predictor.stages)
             given = request.activation_checkpointing, request.sharding, mesh.data
