@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from reprlib import repr  # which ends, whatever is made up of itself
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 import torch
 
@@ -231,8 +231,7 @@ class _DryRun(_Records):
         return Record(pid)
 
     def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
-        first: Any = arguments[0] if arguments else ""
-        path = called.name
+        path, first = called.name, cast(Any, arguments[0] if arguments else "")
         name = path.rpartition(".")[2]
         bounded = {
             "encode": type(first) is str and arguments[1:] == ("latin1",),
@@ -242,6 +241,8 @@ class _DryRun(_Records):
         }
         if path not in self._allowed and not (_CALLS.fullmatch(name) and bounded.get(name, True)):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
+        if name == "_rebuild_from_type_v2":
+            self._check_call(first, arguments[2])
         if name.startswith("_rebuild_tensor") and math.prod(arguments[2]) > _MOST_REPEATED:
             *_, held = first.arguments[0]  # of the storage, whose bytes are there
             if math.prod(arguments[2]) > held:
