@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.strategy.resuming import candidates_in, load_first
 
 DTYPES = ("bfloat16", "float32")

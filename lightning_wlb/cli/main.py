@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-COMMANDS = ("consolidate", "export", "plan", "profile", "tokenize")
+COMMANDS = ("export", "plan", "profile", "tokenize")
 """Subcommands, each a module of this package, which is imported when it is asked for."""
 
 TRAINING = {

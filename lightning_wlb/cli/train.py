@@ -127,7 +127,8 @@ class WLBCLI(LightningCLI):
         if reads_files and path.exists() and not zipfile.is_zipfile(path):
             raise ValueError(
                 f"{path} is no file that torch.save has written, or is damaged. A folder is what"
-                " trainer.strategy: wlb goes on from; lightning-wlb consolidate makes it a file."
+                " trainer.strategy: wlb goes on from; Lightning's consolidate_checkpoint makes it a"
+                " file (docs/guide/resuming.md)."
             )
         return given
 

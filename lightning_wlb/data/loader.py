@@ -394,5 +394,5 @@ def refuse_prediction() -> NoReturn:
         "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
         " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
         " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
-        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a consolidated file."
+        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a folder."
     )

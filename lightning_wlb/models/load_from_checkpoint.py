@@ -1,8 +1,8 @@
 """``LanguageModule.load_from_checkpoint``, and optimizer state from another strategy's checkpoint.
 
 A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Optimizer state that is
-keyed by the names of parameters, as in the file that ``lightning-wlb consolidate`` makes of a
-folder, is numbered in the order of the module's own optimizers, as Lightning restores it.
+keyed by the names of parameters, as in the file that Lightning's ``consolidate_checkpoint`` makes
+of a folder, is numbered in the order of the module's own optimizers, as Lightning restores it.
 
 The checkpoint of a run of LightningCLI says which class the module is of, and that LightningCLI is
 to make it, which would import and make whatever other classes the arguments name. Here only a
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint, consolidated
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 
 _Module = TypeVar("_Module", bound=L.LightningModule)
 
@@ -85,7 +85,8 @@ def load_module(
 def _load_stored(
     cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
 ) -> _Module:
-    checkpoint = consolidated(StoredCheckpoint(path), optimizers=False)
+    stored = StoredCheckpoint(path)
+    checkpoint = stored.rest | {"state_dict": stored.read(stored.names)}
     given = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     # Only a class that is imported already, and a subclass, takes the place of the one asked for.
     module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")

@@ -7,6 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import nn
 
 from lightning_wlb.checkpoints import manifest, sharded, writing
@@ -92,6 +94,11 @@ def load(path: Path, width: int = 2, **options: Any) -> float:
         for name, each in state.items():
             assert torch.equal(mine["state"][index][name], each), name
     return value
+
+
+def as_one_file(folder: Path, file: Path) -> None:
+    """What Lightning's ``consolidate_checkpoint`` makes of a folder."""
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(folder)), file)
 
 
 def write(path: Path, step: int, time: float, **rest: object) -> Path:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_wlb.checkpoints import safe_metadata
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.checkpoints.pickle_checks import load_plain, load_records
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import list_anew, load, save
 
 pytestmark = pytest.mark.timeout(60)  # some of these would never end

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.checkpoints import manifest, sharded
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import load, model, poison, save
 from tests.ranks import run_ranks
 

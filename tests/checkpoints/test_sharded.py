@@ -15,12 +15,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints import atomic_folders, sharded, writing
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
-from lightning_wlb.cli.main import main
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.small_checkpoints import Hostile, list_anew, list_wrongly
+from tests.checkpoints.small_checkpoints import Hostile, as_one_file, list_anew, list_wrongly
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -274,7 +273,7 @@ def test_a_checkpoint_is_whole_and_of_plain_types(folder, results):
 @pytest.mark.parametrize("case", [UNTIED, TIED], ids=["untied", "tied"])
 def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, tmp_path):
     source, file = folder / name_of((1, 2, 1, 1), case) / "mine.ckpt", tmp_path / "whole.ckpt"
-    assert main(["consolidate", str(source), "--output", str(file)]) == 0
+    as_one_file(source, file)
     want = unbroken(case)
     for path in (source, file):
         loaded = LanguageModule.load_from_checkpoint(path)

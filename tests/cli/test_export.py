@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.checkpoints import manifest
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.cli.main import main
 from lightning_wlb.models.huggingface import load_and_export

@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
-from lightning_wlb.cli.main import main
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import list_anew, poison
@@ -53,11 +52,6 @@ def validate(path: Path) -> None:
     run_ranks(validate_in_a_rank, 1, path, process_group=False)
 
 
-def consolidate(path: Path) -> None:
-    if main(["consolidate", str(path), "--output", str(path.parent / "whole.ckpt")]):
-        raise RuntimeError("refused")
-
-
 def load(path: Path) -> None:
     LanguageModule.load_from_checkpoint(path)
 
@@ -68,7 +62,7 @@ def export(path: Path) -> None:
     stored.read(stored.names)
 
 
-READERS = (fit, validate, consolidate, load, export)
+READERS = (fit, validate, load, export)
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
-from lightning_wlb.checkpoints.consolidate import write_file
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.checkpoints.small_checkpoints import as_one_file
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, Recorder, data, module, trainer
 
@@ -73,7 +73,7 @@ def before_the_first_step(rank: int, folder: Path) -> list[float]:
 
 def test_a_save_or_a_search_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     unbroken, _ = run_ranks(before_the_first_step, 2, tmp_path, process_group=False)
-    write_file(tmp_path / "first.ckpt", tmp_path / "file.ckpt")
+    as_one_file(tmp_path / "first.ckpt", tmp_path / "file.ckpt")
     recorder = Recorder()
     alone = trainer("auto", 1, max_steps=STEPS, callbacks=[recorder])
     alone.fit(module(SMALL), data(SMALL), ckpt_path=tmp_path / "file.ckpt")

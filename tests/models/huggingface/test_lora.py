@@ -16,7 +16,7 @@ from peft import PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_wlb.checkpoints.consolidate import StoredCheckpoint
+from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule

@@ -1,0 +1,86 @@
+"""The weights of a checkpoint by name, in one process, without process groups.
+
+:class:`StoredCheckpoint` reads both kinds of checkpoint a few weights at a time: the folder of
+:class:`.WLBStrategy`, whose shards are put together as they are read, and the single file of any
+other strategy, which is mapped into memory. (Lightning's ``consolidate_checkpoint`` makes such a
+file of a folder, and runs whatever its pickles name.)
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_wlb.checkpoints import manifest, safe_metadata
+from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.checkpoints.reading import read_shards
+from lightning_wlb.checkpoints.sharded import WEIGHTS
+from lightning_wlb.checkpoints.writing import OWN, REST
+from lightning_wlb.distributed.collective_errors import Ranks
+
+_PREFIX = f"{WEIGHTS}."
+
+
+class StoredCheckpoint:
+    """A checkpoint's hyperparameters, and its weights by name.
+
+    Args:
+        path: a folder, whose files are compared with its manifest first, or a file.
+
+    Attributes:
+        hyper_parameters: the module's.
+        rest: the state of a folder that is not in shards, or all that a file holds.
+        names: of the module's parameters and buffers.
+
+    Raises:
+        ValueError: it is not a checkpoint, is damaged, or holds more than tensors and plain types.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, folder = path, path.is_dir()
+        file = path / REST if folder else path
+        if not file.is_file():
+            raise ValueError(
+                f"{path} is not a checkpoint: it should be the folder that WLBStrategy wrote, with"
+                f" {REST} in it, or the file that another strategy wrote."
+            )
+        if folder:
+            manifest.check(path)
+        try:
+            rest = load_plain(file, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+        if not isinstance(rest, dict):
+            raise ValueError(
+                f"{path} is not a checkpoint: it holds a {type(rest).__name__}, not what a Trainer"
+                " saves."
+            )
+        rest.pop(OWN, None)
+        self.rest: dict[str, Any] = rest
+        self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
+        self._metadata = safe_metadata.read(path) if folder else None
+        entries = {} if self._metadata is None else self._metadata.state_dict_metadata
+        self._tensors = {
+            name.removeprefix(_PREFIX): entry
+            for name, entry in entries.items()
+            if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+        self.names = frozenset(self._tensors if folder else rest.get("state_dict", {}))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read whole tensors to the CPU, in the dtype in which they are stored."""
+        if self._metadata is None:
+            return {name: self.rest["state_dict"][name] for name in names}
+        there = {name: self._tensors[name] for name in names}
+        state: dict[str, Any] = {
+            _PREFIX + name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in there.items()
+        }
+        read_shards(state, self._path, self._metadata, Ranks(alone=True))
+        return {name: state[_PREFIX + name] for name in there}
