@@ -8,8 +8,7 @@ copied (:mod:`lightning_wlb.checkpoints.async_saving`). A run that ends does not
 so a save outside of training, one on an exception, and Slurm's before a requeue block.
 
 What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
-since it may be the last good checkpoint, until a later save of the same kind succeeds: weights
-alone do not take the place of a checkpoint to resume from. Only checkpoints are removed.
+since it may be the last good checkpoint. Only checkpoints are removed.
 
 A save that fails fails on all ranks, and ends the run. In the background each rank finds out at
 another moment: so it tells the others in the exchange that ends a step
@@ -51,7 +50,6 @@ from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.strategy.resuming import (
     JOB,
     RESUMABLE,
-    can_resume,
     older_requeues,
     requeue_number,
 )
@@ -81,10 +79,7 @@ class Checkpointer:
         self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
         self._stager: Stager | None = None
-        # What is to be removed when a save has succeeded; and of which kind, those to resume from
-        # (True) and weights alone (False), the last save has failed.
-        self._outdated: dict[Path, None] = {}
-        self._failing: set[bool] = set()
+        self._save_failed = False  # the last one
         self._last_good: tuple[Path, float] | None = None
         self._run = SavingRun()
 
@@ -239,29 +234,21 @@ class Checkpointer:
         self, path: Path, parts: CheckpointContent, group: dist.ProcessGroup | None = None
     ) -> None:
         """Write a checkpoint now, and remove what it has made superfluous."""
-        kind = RESUMABLE in parts.rest
-        self._failing.add(kind)
+        self._save_failed = True
         write(path, parts, group, self._run)
-        self._failing.remove(kind)
+        self._save_failed = False
         self._last_good = path, time.monotonic()
         if Ranks(group).leads:
-            self._outdated.pop(path, None)
-            self._outdated.update(dict.fromkeys(older_requeues(path)))
-            self._prune()
+            for each in older_requeues(path):
+                self._remove(each)
 
     def _remove(self, path: Path) -> None:
-        self._outdated[path] = None
-        self._prune()
-
-    def _prune(self) -> None:
-        for path in list(self._outdated):
-            if can_resume(path) in self._failing:
-                continue
-            del self._outdated[path]
-            try:
-                atomic_folders.remove(path)
-            except (OSError, ValueError) as error:
-                rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
+        if self._save_failed:
+            return
+        try:
+            atomic_folders.remove(path)
+        except (OSError, ValueError) as error:
+            rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
 
     def _not_saved(self, path: Path, error: BaseException, interrupted: bool) -> None:
         """End the run on all ranks; one that ends by an exception says so in a warning."""

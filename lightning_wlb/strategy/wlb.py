@@ -382,7 +382,8 @@ class WLBStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""
-        if self.is_global_zero and self.processes.alone is None:
+        unsaved = self.processes.alone or self.checkpoints.refusal
+        if self.is_global_zero and unsaved is None:
             self.checkpoints.remove(filepath)
 
     def on_train_start(self) -> None:
