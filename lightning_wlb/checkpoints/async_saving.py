@@ -49,12 +49,7 @@ class Stager:
         self._used = 0
 
     def stage(self, content: CheckpointContent, busy: bool) -> CheckpointContent:
-        """Copy the content of a checkpoint.
-
-        Args:
-            content: with tensors on the device.
-            busy: whether the last copy is still needed; at most one may be.
-        """
+        """Copy the content of a checkpoint; ``busy``: the last copy (at most one) is needed yet."""
         self._used = (self._used + 1) % COPIES if busy else 0
         if SERVES_ONCE:
             self._stagers[self._used] = DefaultStager(self._options)
@@ -64,10 +59,8 @@ class Stager:
 
 
 class _SaveJob(NamedTuple):
-    """The save or the removal of ``path`` by a thread, which holds ``copies`` until it ends."""
-
-    path: Path
-    copies: int
+    path: Path  # that a thread saves or removes
+    copies: int  # that it holds until it ends
     future: Future[None]
 
 

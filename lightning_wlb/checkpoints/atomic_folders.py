@@ -83,9 +83,7 @@ class PartialFolder:
 def begin(path: Path, kind: str) -> PartialFolder:
     """Make an empty folder, to be filled and given to :func:`finish` or :func:`discard`.
 
-    Args:
-        path: the final name.
-        kind: what may be replaced there: ``manifest.CHECKPOINT`` or ``manifest.EXPORT``.
+    At ``path`` one of the same kind (``manifest.CHECKPOINT`` or ``EXPORT``) may be replaced.
 
     Raises:
         ValueError: there is something else at ``path`` or in ``.old``, or a link or somebody else's
@@ -108,11 +106,7 @@ def begin(path: Path, kind: str) -> PartialFolder:
 
 
 def refuse_foreign(path: Path, kind: str) -> None:
-    """Refuse to replace anything but an empty folder, or one of this kind that this package wrote.
-
-    Raises:
-        ValueError: something would be lost, which the message names.
-    """
+    """Refuse (ValueError) to replace what is no empty folder, nor one of this kind written here."""
     if path.exists() and not path.is_dir():
         raise ValueError(
             f"{path} is a file, which a folder cannot replace. Give another name, or remove it."
@@ -191,11 +185,7 @@ def wait_for(path: Path, size: int | None = None) -> bool:
 
 
 def require_shared(folder: Path) -> None:
-    """Check that this node sees a folder that rank 0 sees.
-
-    Raises:
-        ValueError: the folder's file system is not shared with this node.
-    """
+    """Check that this node sees a folder that rank 0 sees; a ValueError says what to do."""
     if not wait_for(folder):
         raise ValueError(
             f"{folder} is there on rank 0, and not on {socket.gethostname()}. Checkpoints go to a"

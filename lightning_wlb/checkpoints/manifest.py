@@ -1,29 +1,26 @@
-"""``manifest.json``: the size and CRC-32 of every file of a folder; and the durable files it lists.
+"""``manifest.json``: the size and CRC-32 of every file of a folder; and durable files and folders.
 
-:class:`DurableFile` computes both while it writes, and is on the disk, not only in the memory of
-the operating system, when it is closed (``fsync`` of the file, then of its folder). The manifest is
-written last. A folder that has one is whole if all files are there with their sizes, and undamaged
-if their checksums agree. The manifest holds a checksum of itself too.
+:func:`durable` waits until a file is on the disk, not only in the memory of the operating system,
+and computes both. The manifest is written last. A folder that has one is whole if all files are
+there with their sizes, and undamaged if their checksums agree. It holds a checksum of itself too.
 
 CRC-32 is the fastest checksum in Python's library. It finds what disks, networks and hands do by
 mistake: flipped bits, files cut short, a file of another save. It does not show who wrote a folder:
 whoever can change a file can change the manifest. Files that others add are not looked at.
 
-Cost: writing takes as long as the disk does; :func:`check` reads all files once, as many at a time
-as there are processors.
+Cost: writing takes as long as the disk does, and what was written is read once more, from the
+memory of the operating system; :func:`check` reads as many files at a time as there are processors.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ FORMAT = 2
 """1 is the same without ``by``."""
 CHECKPOINT, EXPORT = "lightning_wlb checkpoint", "lightning_wlb export"
 BLOCK_BYTES = 1 << 20
-"""Bytes that are read or written at a time."""
+"""Bytes that are read at a time."""
 
 
 class Damaged(ValueError):
@@ -48,58 +45,6 @@ class File:
 
     size: int
     crc32: str
-
-
-class DurableFile(io.BufferedWriter):
-    """A new file; when it is closed it is on the disk, and its size and checksum are known.
-
-    Raises:
-        FileExistsError: the file exists.
-        OSError: a write failed; the error names the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "x"), BLOCK_BYTES)
-        self.path = path
-        self._size = self._checksum = 0
-
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        with self._named_errors():
-            written = super().write(data)
-        self._checksum = zlib.crc32(data, self._checksum)
-        self._size += written
-        return written
-
-    def flush(self) -> None:
-        """Hand what is buffered to the operating system."""
-        with self._named_errors():
-            super().flush()
-
-    def close(self) -> None:
-        """Write what is buffered, wait for the disk, close."""
-        if self.closed:
-            return
-        try:
-            self.flush()
-            with self._named_errors():
-                os.fsync(self.fileno())
-        finally:
-            super().close()
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Add the path, which the operating system leaves out of the errors of writes."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
-
-    @property
-    def entry(self) -> File:
-        """What the manifest lists of this file."""
-        return File(self._size, f"{self._checksum:08x}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -165,31 +110,22 @@ class Manifest:
 
 
 def write(
-    folder: Path,
-    kind: str,
-    save: str,
-    ranks: int,
-    step: int,
-    files: Mapping[str, File],
-    by: Saver = Saver(),
+    folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File], *by: Saver
 ) -> None:
     """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
-    listed = Manifest(kind, save, ranks, step, float(time.time()), files, by)
+    listed = Manifest(kind, save, ranks, step, float(time.time()), files, *by)
     content = {"format": FORMAT, **asdict(listed)}
-    with DurableFile(folder / NAME) as file:
-        whole = {"content": content, "crc32": _checksum(content)}
-        file.write(json.dumps(whole, indent=1).encode())
+    whole = {"content": content, "crc32": _checksum(content)}
+    (folder / NAME).write_text(json.dumps(whole, indent=1))
+    durable(folder / NAME)
     sync_folder(folder)
 
 
-def synchronised(folder: Path) -> dict[str, File]:
-    """Synchronise the files of a folder that another library has written, and list them."""
-    files = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[path.name] = File(path.stat().st_size, checksum(path))
-    return files
+def durable(path: Path) -> File:
+    """Wait until a file that was written and closed is on the disk, for the manifest to list it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return File(path.stat().st_size, checksum(path))
 
 
 def read(folder: Path) -> Manifest:

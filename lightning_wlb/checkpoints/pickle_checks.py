@@ -149,7 +149,7 @@ def load_records(stored: bytes, names: Collection[str]) -> Any:
 
 
 class _NamedRecords(_Records):
-    _other_keys = (Record,)  # of which each is a key of its own
+    _other_keys = (Record,)  # each is a key of its own
 
     def __init__(self, stored: bytes, names: Collection[str]) -> None:
         super().__init__(stored)

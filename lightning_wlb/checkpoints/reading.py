@@ -18,7 +18,6 @@ import io
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -37,19 +36,9 @@ from lightning_wlb.checkpoints.writing import OWN, REST, torch_errors
 from lightning_wlb.distributed.collective_errors import Ranks
 
 
-@dataclass(frozen=True)
-class OpenedCheckpoint:
-    """A checkpoint of which everything but the shards is read."""
-
-    folder: Path
-    rest: dict[str, Any]  # all state that is not in shards
-    stored: Metadata  # which shards there are, and where
-    listed: Manifest
-
-
 def open_checkpoint(
     path: Path, weights_only: bool | None, verify: bool, ranks: Ranks
-) -> OpenedCheckpoint:
+) -> tuple[Path, dict[str, Any], Metadata, Manifest]:
     """Read everything but the shards; collective over ``ranks``.
 
     Args:
@@ -57,7 +46,9 @@ def open_checkpoint(
             older checkpoint in ``.old`` is read, with a warning.
         weights_only: torch.load's, for ``meta.pt``; None means True.
         verify: compare the checksums of the small files, not only sizes.
-        ranks: who reads.
+
+    Returns:
+        The folder, all state that is not in shards, which shards there are, and the manifest.
 
     Raises:
         FileNotFoundError: ``path`` is not a checkpoint.
@@ -68,55 +59,52 @@ def open_checkpoint(
     ranks.each(lambda: atomic_folders.require_shared(folder))
     listed = ranks.lead(lambda: _read_manifest(folder, verify))
     rest = ranks.each(lambda: _read_rest(folder, weights_only, listed))
-    stored = ranks.each(lambda: safe_metadata.read(folder))
-    return OpenedCheckpoint(folder, rest, stored, listed)
+    return folder, rest, ranks.each(lambda: safe_metadata.read(folder)), listed
 
 
-def fill(state: dict[str, Any], opened: OpenedCheckpoint, verify: bool, ranks: Ranks) -> None:
-    """Fill a state from the shards; collective over ``ranks``.
-
-    If ``verify``, a thread of each rank compares its part of the files with the manifest meanwhile.
-
-    Raises:
-        Damaged: a file is not what was written, whatever else went wrong in reading.
-        ValueError, OSError: as :func:`read_shards`.
-    """
-    names = sorted(name for name in opened.listed.files if safe_metadata.SHARD.fullmatch(name))
-    mine = names[ranks.rank :: ranks.size] if verify else []
-    with ThreadPoolExecutor(1) as pool:
-        compared = pool.submit(manifest.check_files, opened.folder, opened.listed, mine)
-        problem: Exception | None = None
-        try:
-            read_shards(state, opened.folder, opened.stored, ranks)
-        except (OSError, ValueError) as error:
-            problem = error
-        ranks.each(compared.result)
-    if problem is not None:
-        raise problem
-
-
-def read_shards(state: dict[str, Any], folder: Path, stored: Metadata, ranks: Ranks) -> None:
+def fill(
+    state: dict[str, Any],
+    folder: Path,
+    stored: Metadata,
+    ranks: Ranks,
+    listed: Manifest | None = None,
+) -> None:
     """Fill the tensors of a nested state, and replace its other values; collective over ``ranks``.
 
     Args:
         state: under the names that the shards have.
-        folder: of shards.
         stored: the folder's metadata, by :func:`.safe_metadata.read`.
-        ranks: who reads.
+        listed: the folder's manifest, with which a thread of each rank compares its part of the
+            files meanwhile; None: they have been compared.
 
     Raises:
+        Damaged: a file is not what was written, whatever else went wrong in reading.
         OSError: a rank could not read a file.
         ValueError: the folder does not hold what the state asks for, or holds more than tensors
             and plain types.
     """
-    with torch_errors(ValueError, ranks):
-        dcp.load(
-            state,
-            storage_reader=_SafeReader(folder, stored),
-            planner=_SafeLoadPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.alone,
-        )
+    names = sorted(filter(safe_metadata.SHARD.fullmatch, listed.files if listed else ()))
+    with ThreadPoolExecutor(1) as pool:
+        mine = names[ranks.rank :: ranks.size]
+        compared = None
+        if listed is not None:
+            compared = pool.submit(manifest.check_files, folder, listed, mine)
+        problem: Exception | None = None
+        try:
+            with torch_errors(ValueError, ranks):
+                dcp.load(
+                    state,
+                    storage_reader=_SafeReader(folder, stored),
+                    planner=_SafeLoadPlanner(),
+                    process_group=ranks.group,
+                    no_dist=ranks.alone,
+                )
+        except (OSError, ValueError) as error:
+            problem = error
+        if compared is not None:
+            ranks.each(compared.result)
+    if problem is not None:
+        raise problem
 
 
 class _SafeReader(dcp.FileSystemReader):

@@ -97,8 +97,8 @@ def load(
             model, or it was made to run code.
     """
     ranks = Ranks()
-    opened = open_checkpoint(path, weights_only, verify, ranks)
-    path, names = opened.folder, opened.stored.state_dict_metadata
+    path, rest, stored, listed = open_checkpoint(path, weights_only, verify, ranks)
+    names = stored.state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
@@ -123,7 +123,7 @@ def load(
             if f"optimizer_{index}.{name}" in names
             or (_is_state(name) and _has_state(names, index))
         }
-    fill(state, opened, verify, ranks)
+    fill(state, path, stored, ranks, listed if verify else None)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
@@ -133,7 +133,7 @@ def load(
                 set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
-    return opened.rest
+    return rest
 
 
 @contextmanager
@@ -163,9 +163,6 @@ def _check_weights(
     """Refuse a checkpoint of another model; collective over all ranks.
 
     torch itself passes over weights that the model lacks, such as adapters that were not asked for.
-
-    Raises:
-        ValueError: weights, which the message names, are missing, too many or of another shape.
     """
     prefix = f"{WEIGHTS}."
     mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}

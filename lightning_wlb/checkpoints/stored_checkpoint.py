@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_wlb.checkpoints import manifest, safe_metadata
 from lightning_wlb.checkpoints.pickle_checks import load_plain
-from lightning_wlb.checkpoints.reading import read_shards
+from lightning_wlb.checkpoints.reading import fill
 from lightning_wlb.checkpoints.sharded import WEIGHTS
 from lightning_wlb.checkpoints.writing import OWN, REST
 from lightning_wlb.distributed.collective_errors import Ranks
@@ -82,5 +82,5 @@ class StoredCheckpoint:
             _PREFIX + name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in there.items()
         }
-        read_shards(state, self._path, self._metadata, Ranks(alone=True))
+        fill(state, self._path, self._metadata, Ranks(alone=True))
         return {name: state[_PREFIX + name] for name in there}

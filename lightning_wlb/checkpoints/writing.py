@@ -1,9 +1,9 @@
 """All ranks write a checkpoint together, or not at all.
 
 First what could not be read again, or would replace something else, is refused. Then every rank
-writes its shards, and rank 0 all other state, into a folder aside (:mod:`.atomic_folders`), each
-file synchronised with the disk. Rank 0 waits until it sees all files, lists them in the manifest
-and gives the folder its name. If a rank fails, all raise, and what was written is removed.
+writes its shards, and rank 0 all other state, into a folder aside (:mod:`.atomic_folders`). Rank 0
+waits until it sees all files, lists them in the manifest and gives the folder its name. If a rank
+fails, all raise, and what was written is removed.
 
 What can be read again is what ``torch.load(weights_only=True)`` reads: plain types and tensors.
 ``torch.save`` writes any object, and a run would notice only when it resumes. So state is looked
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.manifest import DurableFile, File
+from lightning_wlb.checkpoints.manifest import File, durable
 from lightning_wlb.checkpoints.pickle_checks import KeyCheck, check_archive, load_plain
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.distributed.collective_errors import Ranks
@@ -88,9 +88,10 @@ def write(
     try:
         aside = ranks.lead(lambda: atomic_folders.begin(path, manifest.CHECKPOINT))
         ranks.each(lambda: atomic_folders.require_shared(aside.folder))
-        files = _write_shards(content.state, aside.folder, ranks)
+        shards = _write_shards(content.state, aside.folder, ranks)
 
         def written() -> tuple[str, dict[str, File]]:
+            files = {path.name: durable(path) for path in shards}
             if ranks.leads:
                 files[REST] = _write_rest(content.rest, aside)
             atomic_folders.reached("written")
@@ -109,11 +110,11 @@ def write(
 
 
 def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) -> File:
-    with DurableFile(aside.folder / REST) as file:
-        torch.save({**rest, OWN: {"save": aside.save}}, file)
-    with file.path.open("rb") as written:
+    path = aside.folder / REST
+    torch.save({**rest, OWN: {"save": aside.save}}, path)
+    with path.open("rb") as written:
         check_archive(written)  # what is bounded for the whole file, as tuples that are keys
-    return file.entry
+    return durable(path)
 
 
 def _finish(
@@ -133,9 +134,9 @@ def _finish(
                     " system that all nodes share."
                 )
             listed[name] = file
-    by = manifest.Saver() if run is None else run.next_save(aside.path.parent)
+    by = () if run is None else (run.next_save(aside.path.parent),)
     given = aside.folder, manifest.CHECKPOINT, aside.save, len(everyone), step, listed
-    manifest.write(*given, by)
+    manifest.write(*given, *by)
     atomic_folders.reached("listed")
     atomic_folders.finish(aside)
 
@@ -199,33 +200,28 @@ def _readable(value: Any) -> bool:
     return True
 
 
-class _DurableFiles(FileSystem):
-    """torch's access to files, which synchronises and lists those that it writes."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, File] = {}
+class _NamingFiles(FileSystem):
+    """torch's access to files, whose errors name the file that could not be written."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        assert mode == "wb", "a file of a save is written once, from its beginning"
         atomic_folders.reached("writing")
-        with DurableFile(Path(path)) as file:
-            yield cast(io.IOBase, file)
-        self.written[file.path.name] = file.entry
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
-
-def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, File]:
-    """Write this rank's shards, on rank 0 also ``.metadata``, and list the files; collective."""
-    # Closing a file synchronises it.
+def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> list[Path]:
+    """Write this rank's shards, on rank 0 also ``.metadata``; collective. Returns the files."""
     writer = dcp.FileSystemWriter(folder, sync_files=False)
-    writer.fs = files = _DurableFiles()
+    writer.fs = _NamingFiles()
     with torch_errors(RuntimeError, ranks):
         dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
-    return files.written
+    mine = [*folder.glob(f"__{ranks.rank}_*")]
+    return [*mine, folder / ".metadata"] if ranks.leads else mine
 
 
 @contextmanager

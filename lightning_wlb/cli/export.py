@@ -138,7 +138,7 @@ def export(
             shutil.copyfile(source / name, aside.folder / name)
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
-        files = manifest.synchronised(aside.folder)
+        files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}
         manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
         atomic_folders.finish(aside)
     except BaseException:

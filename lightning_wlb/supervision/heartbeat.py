@@ -89,23 +89,17 @@ class Connection:
 
 @dataclass(eq=False)
 class _RankStatus:
-    """What rank 0 knows of a rank.
-
-    Attributes:
-        place: where the rank has an exception; None: it has none.
-        text: what its exception says.
-        since: when it began what it is doing, in seconds of ``time.monotonic``, as ``heard``.
-    """
+    """What rank 0 knows of a rank."""
 
     link: Connection
     rank: int = -1
-    place: str | None = None
-    text: str = ""
+    place: str | None = None  # where it has an exception
+    text: str = ""  # of the exception
     ended: bool = False
     progress: tuple[int, ...] = (0, 0)
     doing: str = "setting up"
     heard: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # it is doing so
 
 
 class HeartbeatServer(threading.Thread):

@@ -20,19 +20,11 @@ BETWEEN, RUNNING, EXCHANGING, REDUCING, OPTIMISING, CALLBACKS, AFTER, LOADING = 
 
 
 class _Moment(NamedTuple):
-    """What the main thread does, and since when.
-
-    Attributes:
-        runs: how many steps and evaluated batches have begun.
-        batch: the batch of the last one; None before the first.
-        since: when that began, in seconds of ``time.monotonic``.
-    """
-
-    runs: int
-    batch: StepBatch | None
+    runs: int  # how many steps and evaluated batches have begun
+    batch: StepBatch | None  # of the last one
     part: int
     doing: str | Action
-    since: float
+    since: float  # in seconds of ``time.monotonic``
 
 
 class Progress:

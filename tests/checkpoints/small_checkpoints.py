@@ -28,7 +28,7 @@ def list_anew(folder: Path) -> None:
     """Give a changed folder a manifest that fits it, as whoever changed it can."""
     save = manifest.read(folder).save
     (folder / manifest.NAME).unlink()
-    files = manifest.synchronised(folder)
+    files = {each.name: manifest.durable(each) for each in folder.iterdir()}
     manifest.write(folder, manifest.CHECKPOINT, save, 1, 0, files)
 
 

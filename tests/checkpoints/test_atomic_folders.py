@@ -17,7 +17,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> PartialFolder:
     aside = atomic_folders.begin(path, kind)
     (aside.folder / "__0_0.distcp").write_text(text)
-    files = manifest.synchronised(aside.folder)
+    files = {each.name: manifest.durable(each) for each in aside.folder.iterdir()}
     manifest.write(aside.folder, kind, aside.save, 1, 0, files)
     return aside
 

@@ -1,13 +1,13 @@
 """A save ends with the old checkpoint or with the new one, wherever it ends."""
 
 import errno
-import io
 import os
 import re
 import shutil
 import sys
 from collections import OrderedDict, deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_nothing_is_replaced_before_what_replaces_it_is_on_the_disk(tmp_path, mo
         ".partial",
         "<begun>",
         "__0_0.distcp",
-        ".metadata.tmp",
+        ".metadata",
         "meta.pt",
         "<written>",
         "manifest.json",
@@ -107,16 +107,16 @@ def test_nothing_is_replaced_before_what_replaces_it_is_on_the_disk(tmp_path, mo
 
 
 def full_disk(rank: int, scratch: Path) -> None:
-    path, opened = scratch / "run.ckpt", io.FileIO
+    path, opened = scratch / "run.ckpt", Path.open
     if not Path("/dev/full").exists():
         return  # Linux's
     save(path, 1.0)
 
-    def full(file: Path, mode: str) -> io.FileIO:
-        return opened("/dev/full", "w") if file.name == "__1_0.distcp" else opened(file, mode)
+    def full(file: Path, *mode: str) -> Any:
+        return opened(Path("/dev/full") if file.name == "__1_0.distcp" else file, *mode)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io, "FileIO", full)
+        patch.setattr(Path, "open", full)
         with pytest.raises(OSError, match="No space left") as info:
             save(path, 2.0)
     assert info.value.errno == errno.ENOSPC

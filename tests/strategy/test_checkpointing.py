@@ -64,14 +64,14 @@ def slowly(write: Any) -> Any:
 
 def full_disk(at: str) -> Any:
     """Opening a file of a checkpoint of that name fails."""
-    create = writing._DurableFiles.create_stream
+    create = writing._NamingFiles.create_stream
 
     def fails(files: Any, path: Any, mode: str) -> Any:
         if at in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return create(files, path, mode)
 
-    return patch.object(writing._DurableFiles, "create_stream", fails)
+    return patch.object(writing._NamingFiles, "create_stream", fails)
 
 
 def both_ways(scratch: Path) -> list[bool]:
