@@ -79,11 +79,7 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True)
 
 
 def read_json(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True) -> Any:
-    """What a regular file of JSON says.
-
-    Raises:
-        OSError, ValueError: as :func:`check_regular`; ValueError also for what is no JSON.
-    """
+    """What a regular file of JSON says; errors are :func:`check_regular`'s, and ValueError."""
     return parse_json(read_bytes(path, most, links=links))
 
 
@@ -96,11 +92,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_model(path: str | Path) -> None:
-    """Refuse a model's or tokenizer's folder, or its file, that no library gets through.
-
-    Raises:
-        OSError, ValueError: as :func:`check_regular`, of the files in it.
-    """
+    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does."""
     path = Path(path)
     templates = path / "additional_chat_templates"
     files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
@@ -136,12 +128,10 @@ def hub_is_out_of_reach() -> bool:
 
 
 def own_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o700) -> Path:
-    """Make a folder, or check one, into which nobody but its owner can have put anything.
+    """Make a folder and its parents, or check one into which only its owner can have put anything.
 
-    Args:
-        path: the folder. Missing parents are made too.
-        owners: users besides this process's own whose folder it may be.
-        mode: of a new folder; a folder of this user's that lets others do more is narrowed.
+    A new one has this ``mode``; one of this user's that lets others do more is narrowed. It may
+    also belong to one of ``owners``.
 
     Raises:
         OSError: it cannot be made or looked at.

@@ -1,10 +1,9 @@
 """Folders that are written as a whole or not at all, and that survive a power cut.
 
-A folder is written as ``.partial/NAME-SAVE`` and synchronised with the disk. One system call
-(``renameat2``) then exchanges it with the folder that bears the name, so that at any moment a whole
-folder bears it. Where the system or the file system has no such call, there are two renames, and
-between them the replaced folder is ``.old/NAME``. (Neither can lie beside the checkpoint: Lightning
-finds the last checkpoint, and Slurm's, by what the names in a folder contain.)
+A folder is written as ``.partial/NAME-SAVE``. One system call (``renameat2``) then exchanges it
+with the folder that bears the name, so that at any moment a whole folder bears it. Without such a
+call there are two renames, and between them the replaced folder is ``.old/NAME``. (Neither can lie
+beside the checkpoint, where Lightning looks for names.)
 
 A save that dies leaves its folder in ``.partial``. The next save beside it removes folders to which
 nothing has been written for an hour: younger ones may be another run's, even of the same name.
@@ -170,10 +169,7 @@ def discard(aside: PartialFolder) -> None:
 
 
 def wait_for(path: Path, size: int | None = None) -> bool:
-    """Wait, for 10 s at most, until a path (a file of this size) is seen; False if it never is.
-
-    Network file systems may show late what another node has written.
-    """
+    """Wait until a path (a file of this size) is seen; False if it is not in ``_LATE_SECONDS``."""
     end = time.monotonic() + _LATE_SECONDS
     while True:
         with suppress(OSError):
@@ -194,11 +190,7 @@ def require_shared(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, or a link; at no time does part of a checkpoint bear its name.
-
-    Raises:
-        ValueError: there is something else at ``path``.
-    """
+    """Delete a checkpoint, or a link; at no time does part of a checkpoint bear its name."""
     if path.is_symlink():
         path.unlink()
         return

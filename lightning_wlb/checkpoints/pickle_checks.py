@@ -1,11 +1,10 @@
 """Pickles of a checkpoint that can ask for no more memory or time than their bytes are worth.
 
 A pickle calls what it names. In :func:`load_records` each of the few names that a format needs
-becomes a record which only keeps its arguments, so that no function and no class of the process can
-be reached, called or changed. ``torch.load(weights_only=True)`` makes tensors and plain values by a
-list of calls, some of which a few bytes can let grow without bounds: ``bytearray(10**12)``, a text
-encoded in hexadecimal forty times over, a record of the archive that unpacks to a thousand times
-its size. :func:`load_plain` goes through a file as records first, and only then lets torch read it.
+becomes a record which only keeps its arguments. ``torch.load(weights_only=True)`` makes tensors and
+plain values by a list of calls, some of which a few bytes can let grow without bounds:
+``bytearray(10**12)``, hexadecimal of hexadecimal, packed records of the archive.
+:func:`load_plain` goes through a file as records first, and only then lets torch read it.
 
 A dictionary whose keys all have one hash takes quadratic time, and a tuple of the same tuples over
 and over has a hash that takes for ever. So keys are held to what hardly collides
@@ -168,9 +167,7 @@ class _NamedRecords(_Records):
 def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """Read what ``torch.save`` wrote, if it is tensors and plain values, to the CPU.
 
-    Args:
-        source: a regular file, or a stream, which is read from its beginning.
-        mmap: whether to map the tensors of a file into memory.
+    With ``mmap`` the tensors of a file are mapped into memory.
 
     Raises:
         OSError, ValueError: there is no such file, or no regular one.

@@ -79,13 +79,8 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
-    Args:
-        path: the folder, as :func:`.open_checkpoint` takes it.
-        model: this rank's part of the model.
-        optimizers: empty to read weights only.
-        renamed: as in :func:`collect`.
-        weights_only: torch.load's, for ``meta.pt``; None means True.
-        verify: compare the checksums of all files with the manifest, not only their sizes.
+    Arguments are those of :func:`collect` and :func:`.open_checkpoint`. With ``verify`` the
+    checksums of all files are compared with the manifest, not only their sizes.
 
     Returns:
         The ``rest`` that :func:`collect` was given.

@@ -23,9 +23,8 @@ import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,14 +45,11 @@ OWN = "WLBStrategy"
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-@dataclass(frozen=True)
-class CheckpointContent:
+class CheckpointContent(NamedTuple):
     """The content of a checkpoint, as :func:`.sharded.collect` gathers it on a rank.
 
-    Attributes:
-        state: this rank's shards under global names: DTensors, tensors and plain values. They are
-            the parameters and the optimizer state themselves, not copies.
-        rest: all other state, which is the same on every rank and which rank 0 writes.
+    ``state`` has this rank's shards under global names: DTensors, tensors and plain values, not
+    copies. ``rest`` is all other state, the same on every rank, which rank 0 writes.
     """
 
     state: dict[str, Any]
@@ -66,16 +62,11 @@ def write(
     group: dist.ProcessGroup | None = None,
     run: SavingRun | None = None,
 ) -> None:
-    """Write a checkpoint; collective over the ranks of ``group``.
+    """Write a checkpoint; collective over the ranks of ``group`` (None: the default one).
 
     It may run in a thread, if the thread has a process group of its own and nobody changes what
-    ``content`` holds meanwhile.
-
-    Args:
-        path: the folder; replaced if it is a checkpoint.
-        content: the state to write.
-        group: all ranks, on the CPU; None means the default group.
-        run: who saves, if it saves more than once.
+    ``content`` holds meanwhile. A checkpoint at ``path`` is replaced; ``run`` says who saves, if it
+    saves more than once.
 
     Raises:
         ValueError: there is something else at ``path``, or state could not be read again.
@@ -154,11 +145,7 @@ def _unsaved(path: Path, error: OSError) -> OSError:
 
 
 def check_plain(state: Any) -> None:
-    """Refuse nested dictionaries, lists and tuples with a value that could not be read again.
-
-    Raises:
-        ValueError: the message names the keys that lead to the value, and its class.
-    """
+    """Refuse (ValueError) nested state with a value that could not be read again, by its keys."""
     for where, value in _leaves(state, ""):
         if type(value) not in _PLAIN and not _readable(value):
             kind = type(value)

@@ -4,8 +4,8 @@ Lightning hands over what is the same on every rank (loops, callbacks, scheduler
 state), and leaves weights and optimizer state to the strategy, because no rank has all of them.
 
 A save blocks training until it is on the disk, or, with ``async_save``, while the tensors are
-copied (:mod:`lightning_wlb.checkpoints.async_saving`). A run that ends does not wait for threads,
-so a save outside of training, one on an exception, and Slurm's before a requeue block.
+copied (:mod:`lightning_wlb.checkpoints.async_saving`). Saves after which the process may end block:
+outside of training, on an exception, and Slurm's before a requeue.
 
 What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
 since it may be the last good checkpoint. Only checkpoints are removed.
@@ -47,12 +47,6 @@ from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
-from lightning_wlb.strategy.resuming import (
-    JOB,
-    RESUMABLE,
-    older_requeues,
-    requeue_number,
-)
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
 
 END_SECONDS = 30.0
@@ -63,9 +57,6 @@ class Checkpointer:
     """Writes one checkpoint of all ranks together, and reads it on any mesh.
 
     ``timeout`` limits operations between ranks while a checkpoint is written in the background.
-
-    Raises:
-        ValueError: for an argument that is neither True nor False.
     """
 
     def __init__(self, *, async_save: bool, verify: bool, timeout: timedelta | None) -> None:
@@ -86,10 +77,7 @@ class Checkpointer:
     # Before a run
 
     def noting(self, launcher: _Launcher) -> _Launcher:
-        """Let the launcher also note the checkpoint that a run is asked to resume from.
-
-        Lightning would choose one by itself, before there are process groups.
-        """
+        """Let the launcher also note the checkpoint that a run is asked to resume from."""
         launcher.launch = partial(self._launch, launcher.launch)  # type: ignore[method-assign]
         return launcher
 
@@ -116,9 +104,6 @@ class Checkpointer:
         """Refuse, before the first step, folders of checkpoints that are in no file system.
 
         Refused is also a folder that a link would replace before the checkpoint behind it is saved.
-
-        Raises:
-            MisconfigurationException: naming the folder.
         """
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
@@ -144,24 +129,22 @@ class Checkpointer:
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        Args:
-            checkpoint: what Lightning saves, the same on all ranks.
-            module: the module whose parameters and buffers are saved.
-            renamed: names in checkpoints by names of parameters in the module, where they differ.
+        ``checkpoint`` is what Lightning saves, the same on all ranks; ``renamed`` has names in
+        checkpoints by names of parameters in the module, where they differ.
         """
         weights_only = "optimizer_states" not in checkpoint
         if not optimizers or self._read_to_evaluate:
             # Outside of a fit: nothing to resume from, which "last" passes over.
-            checkpoint.pop(RESUMABLE, None)
+            checkpoint.pop(resuming.RESUMABLE, None)
             weights_only = True
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
         _leave_open_epoch(checkpoint)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:
-            checkpoint[JOB] = job
+            checkpoint[resuming.JOB] = job
         interrupted = module.trainer.interrupted
         # A requeue ends the job, and with it the threads.
-        wait = not self._training or interrupted or requeue_number(path) is not None
+        wait = not self._training or interrupted or resuming.requeue_number(path) is not None
         stager = None if wait else self._stager
         self.settle(COPIES - 1 if stager else 0, interrupted=interrupted)
         parts = sharded.collect(module, [] if weights_only else optimizers, checkpoint, renamed)
@@ -186,11 +169,7 @@ class Checkpointer:
             self._remove(path)
 
     def check(self) -> None:
-        """Begin a step: tell the others of a failed save, or act on what they told.
-
-        Raises:
-            Exception: what the save raised, on all ranks.
-        """
+        """Begin a step: tell the others of a failed save, or raise its error where all know it."""
         if NOTICES.seen & SAVE_FAILED:
             NOTICES.save_failed = False
             self.settle()
@@ -221,10 +200,9 @@ class Checkpointer:
     def settle(
         self, copies: int = 0, seconds: float | None = None, *, interrupted: bool = False
     ) -> None:
-        """Wait until at most ``copies`` saves in the background still hold copies; report failures.
+        """Wait until at most ``copies`` saves in the background still hold copies.
 
-        Raises:
-            Exception: what a save raised, unless the run is interrupted: then that is a warning.
+        What a save raised is raised, or, where the run is interrupted, a warning.
         """
         for path, error in self._jobs.settle(copies, seconds):
             error.add_note(f"It was raised while {path} was saved in the background.")
@@ -239,7 +217,7 @@ class Checkpointer:
         self._save_failed = False
         self._last_good = path, time.monotonic()
         if Ranks(group).leads:
-            for each in older_requeues(path):
+            for each in resuming.older_requeues(path):
                 self._remove(each)
 
     def _remove(self, path: Path) -> None:
@@ -271,15 +249,10 @@ class Checkpointer:
         renamed: Mapping[str, str],
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Read a sharded checkpoint folder into model and optimizers; collective.
+        """Read a checkpoint, or one of a folder's, into model and optimizers; collective.
 
-        Args:
-            path: a checkpoint, or a folder with some.
-            renamed: names in checkpoints by names of parameters in the module, where they differ.
-            weights_only: whether to load plain types only, as ``torch.load`` has it.
-
-        Raises:
-            Damaged: it is, and no other may take its place (:mod:`.resuming`).
+        ``renamed`` is as in :meth:`save`, ``weights_only`` torch.load's. Raises Damaged where no
+        other may take the place of a damaged one (:mod:`.resuming`).
         """
         self.settle()
         trainer = module.trainer

@@ -21,7 +21,6 @@ the first ``SAMPLED`` values are read. Of each step some microseconds for a para
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import zlib
@@ -62,14 +61,8 @@ _SAVING = ("save_top_k", "save_last", "save_weights_only", "save_on_exception")
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compare the facts of all ranks; collective.
-
-    Raises:
-        MisconfigurationException: naming each fact that differs, with the ranks that have a value.
-    """
-    # As text: of thousands of ranks most say the same, which is read once.
-    read = cache(json.loads)
-    differ = differences(map(read, Ranks().every(lambda: json.dumps(facts()))))
+    """Compare the facts of all ranks, and name what differs; collective."""
+    differ = differences(Ranks().every(facts))
     if differ:
         more = f" And {len(differ) - 6} more." if len(differ) > 6 else ""
         raise MisconfigurationException(

@@ -19,12 +19,10 @@
 Lightning chooses before there are process groups, each rank for itself. So what was asked for is
 noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
 
-The newest checkpoint is the one saved last, by what manifests say of their runs
-(:mod:`lightning_wlb.checkpoints.save_order`): not the one of the latest step, since a run that was
-set back writes earlier steps later, nor the youngest by clocks, which may be wrong, or in the file
-system, where copies are younger. A checkpoint whose manifest cannot be read, or that vanishes, is
-passed over with a warning, unless there is no other. Other damage is found by whoever reads a
-checkpoint, and then takes the next. Cost: two small files for each.
+The newest checkpoint is the one saved last, by :mod:`lightning_wlb.checkpoints.save_order`. One
+whose manifest cannot be read, or that vanishes, is passed over with a warning, unless there is no
+other. Other damage is found by whoever reads it, and then takes the next. Cost: two small files
+for each.
 """
 
 from __future__ import annotations
@@ -64,11 +62,7 @@ RESUMABLE = "lr_schedulers"
 def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
 
-    Args:
-        fitting: whether optimizer state is needed too.
-
-    Returns:
-        Nothing where Lightning's own choice stands.
+    Nothing where Lightning's own choice stands; ``fitting``: optimizer state is needed too.
     """
     slurm = SLURMEnvironment.detect()
     requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if slurm else []
@@ -135,12 +129,8 @@ def candidates_in(path: Path, fitting: bool) -> list[Path]:
 def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path, _T]:
     """Load the first of several checkpoints that is not damaged, and say which were.
 
-    Args:
-        paths: at least one. A single one is loaded or refused.
-        load: raises Damaged, or OSError where a disk does not give a file out, on all ranks alike.
-
-    Raises:
-        Damaged: all of them are. For a single one, what ``load`` raises.
+    ``load`` raises Damaged, or OSError where a disk does not give a file out, on all ranks alike.
+    Of a single checkpoint its error is raised, and Damaged where all of several are.
     """
     refused: list[str] = []
     for path in paths:
@@ -166,8 +156,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
 def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
     """Newest first; in a fit those to resume from, else the newest alone, to be refused by name.
 
-    Raises:
-        ValueError: a newer version of lightning_wlb wrote one, which must not be passed over.
+    What a newer version wrote is a ValueError: it must not be passed over.
     """
     saved: dict[Path, Manifest] = {}
     unreadable: dict[Path, Exception] = {}
@@ -195,12 +184,8 @@ def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
 def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Take out of a checkpoint what ModelCheckpoint remembers of folders that are not the run's.
 
-    It would remove checkpoints there when better ones come, or take one for the best.
-
-    Args:
-        rest: what was read; changed in place, with a warning.
-        path: the checkpoint.
-        trainer: whose checkpoint callbacks' folders count as the run's, as that of ``path`` does.
+    It would remove checkpoints there when better ones come, or take one for the best. ``rest``,
+    which was read at ``path``, is changed in place, with a warning.
     """
     own = {each.resolve() for each in (path.parent, *_folders(trainer))}
     callbacks = rest.get("callbacks")

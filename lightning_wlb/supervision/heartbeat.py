@@ -1,11 +1,10 @@
 """Heartbeats: each rank tells rank 0 where it stands, and learns whether the ranks can go on.
 
 Process groups cannot carry that: a rank that has failed is not where the others wait for it. So
-rank 0 listens on a port of its own, in a thread (:class:`HeartbeatServer`), and every rank, rank 0
-too, keeps a connection to it. Messages are lines of JSON. A rank writes where it stands every few
-seconds, when its main thread has an exception, and when its run is over. The kernel closes the
-connections of a process that ends, however it ends: so a killed rank is known within milliseconds,
-under any backend.
+rank 0 listens on a port of its own, and every rank keeps a connection to it. Messages are lines of
+JSON. A rank writes where it stands every few seconds, when its main thread has an exception, and
+when its run is over. The kernel closes the connections of a process that ends, however it ends: so
+a killed rank is known within milliseconds, under any backend.
 
 Rank 0 tells all ranks
 
@@ -18,8 +17,7 @@ Rank 0 tells all ranks
 When no rank makes progress for a while rank 0 names the one that is furthest behind, and asks for
 its stack.
 
-torch's TCPStore is not used: a request to a store whose process is stopped waits for ever, and one
-to a store that is gone prints a stack trace of C++ on every rank.
+torch's TCPStore is not used: a request to a store whose process is stopped waits for ever.
 
 Cost: some hundred bytes from each rank every ``heartbeat_seconds``; rank 0 reads at most 100
 messages a second, each in some 10 µs, and has an open file for each rank. Once all ranks are there
@@ -105,10 +103,8 @@ class _RankStatus:
 class HeartbeatServer(threading.Thread):
     """The thread of rank 0 that hears all ranks and tells them whether they can go on.
 
-    Args:
-        token: what a connection must begin with; others are closed.
-        stalled_after: seconds without any progress after which the ranks behind are named.
-        timeout: the time-out of collectives in seconds, for the message.
+    Connections that do not begin with ``token`` are closed. After ``stalled_after`` seconds without
+    any progress the ranks behind are named; ``timeout``, of collectives, is for the message.
     """
 
     def __init__(

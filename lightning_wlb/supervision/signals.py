@@ -1,9 +1,9 @@
 """Signals that end a run: noted when they come, agreed on at a step's end, and obeyed by all ranks.
 
-Lightning acts inside the handler: on Slurm's signal before the time limit it saves, on SIGTERM it
-broadcasts. Both are collectives, and the other ranks are at another place of the step, so that the
-run hangs until it is killed, with nothing saved. Here the handler only sets a flag, which goes
-with the loss into the exchange that ends every step. Then all ranks, in the same place,
+Lightning acts inside the handler, by collectives, while other ranks are at another place of the
+step, so that the run hangs until it is killed, with nothing saved. Here the handler only sets a
+flag, which goes with the loss into the exchange that ends every step. Then all ranks, in the same
+place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
   auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
@@ -14,10 +14,9 @@ with the loss into the exchange that ends every step. Then all ranks, in the sam
 * on SIGINT (Ctrl-C) raise KeyboardInterrupt, which Lightning turns into its shutdown and exit code
   1. A second one ends this process at once.
 
-Outside of fit the requeue signal is only reported: an evaluation has nothing to save, and requeued
-it would begin anew before the same limit. The signal must not end a process either, so a handler is
-set when the Trainer is made, and stays after the run. SIGTERM before the first step and after the
-last one ends the process, as ever.
+Outside of fit the requeue signal is only reported: an evaluation has nothing to save. It must not
+end a process either, so a handler is set when the Trainer is made, and stays after the run. SIGTERM
+before the first step and after the last one ends the process, as ever.
 
 A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
 there were no more data. Lightning has taken one batch ahead, whose step then is the last one.
@@ -56,12 +55,11 @@ class Notices:
     """What this process has to tell all ranks at the end of a step, and what any rank has told.
 
     It is a set of bits: signals that came, a save that failed. They are sent in the exchange that
-    ends every step (``Executor``), so a bit that is set before it is known to all ranks after it,
-    in the same step. Another cause to end a run is another bit, set in ``bits`` and obeyed in
-    ``_end_if_asked``.
+    ends every step (``Executor``), after which all ranks know them. Another cause to end a run is
+    another bit, set in ``bits`` and obeyed in ``_end_if_asked``.
 
     Attributes:
-        mine: bits that this rank has to tell the others.
+        mine: signals that this rank has to tell the others.
         save_failed: whether a save in the background has failed on this rank.
         seen: bits that all ranks know of.
         repeated: interrupts that this process has sent to itself, to end a wait.
@@ -180,12 +178,7 @@ class EndOnSignal(pl.Callback):
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Requeue, or end the run, as agreed; every other callback has seen the step.
-
-        Raises:
-            SIGTERMException: on every rank, when it has saved.
-            KeyboardInterrupt: on every rank.
-        """
+        """Requeue, or end the run, as agreed; every other callback has seen the step."""
         PROGRESS.note(AFTER, "what follows on it")
         if NOTICES.seen & REQUEUE:
             # This comes before any validation that is due: there is not much time.
@@ -197,11 +190,7 @@ class EndOnSignal(pl.Callback):
         _end_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """End all ranks at this batch; report a requeue signal once.
-
-        Within fit the next training step obeys that signal. A fit that follows in the same script
-        does not know of it.
-        """
+        """End all ranks at this batch; a requeue signal is reported, within fit obeyed later."""
         if trainer.state.fn != TrainerFn.FITTING and NOTICES.seen & REQUEUE:
             NOTICES.mine &= ~REQUEUE
             rank_zero_info(

@@ -12,12 +12,11 @@ the process with the stacks of all threads: ``LOCKED`` seconds after the watchdo
 it, or after the time-out of the process groups if nothing else is wrong. The timer is the
 process's only one, so that one which a program has armed itself is lost.
 
-A rank that gives no sign of life, since it or its host is stopped, is only reported: it may come
-back within the time-out of the process groups, which ends that run. The watchdog also ends a
-process after a second Ctrl-C if its main thread cannot heed the first one.
+A rank that gives no sign of life is only reported: it may come back within the time-out of the
+process groups, which ends that run. The watchdog also ends a process after a second Ctrl-C if its
+main thread cannot heed the first one.
 
-The thread touches no device and no process group, and keeps no process alive. Its cost is that of
-the heartbeats, and of a thread of C for each of them, some 50 µs.
+Cost: the heartbeats, and a thread of C for each of them, some 50 µs.
 """
 
 from __future__ import annotations
@@ -74,10 +73,8 @@ os.register_at_fork(before=partial(_at_fork, False), after_in_parent=partial(_at
 class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
-    Args:
-        stalled_after: seconds without a word from rank 0 after which that is reported.
-        timeout: the time-out of collectives in seconds, for which the main thread may hold
-            Python's lock (``GRACE`` at least).
+    After ``stalled_after`` seconds without a word from rank 0 that is reported. The main thread may
+    hold Python's lock for ``timeout`` seconds, that of collectives (``GRACE`` at least).
     """
 
     def __init__(
@@ -120,13 +117,9 @@ class Watchdog(threading.Thread):
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
 
-        Args:
-            place: the same on every rank if all have the exception together.
-            text: what has happened here, for the others.
-            agreed: whether all ranks have said that they will come here.
-
-        Returns:
-            Whether all ranks are at this place and may go on together; if not, the cause.
+        ``place`` is then the same on every rank; ``text`` tells the others what has happened here;
+        ``agreed``: all ranks have said that they will come here. The answer is whether they may go
+        on together, and if not, the cause.
         """
         self._came_out = True
         self._cancel_end()
