@@ -1,6 +1,5 @@
 """What ranks were given otherwise ends the run on all of them before its first step, by name."""
 
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
