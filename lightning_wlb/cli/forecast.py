@@ -26,7 +26,6 @@ import numpy as np
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
 from lightning_wlb.cli.request import BASELINE, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of, recomputed_share
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import piece_counts
@@ -209,20 +208,27 @@ class Verdict:
     """Advice in words: what balancing gains over cutting and concatenating, and over ``best_fit``.
 
     Args:
-        profile: by which all is simulated.
-        attention: attention's part of the documents' FLOPs.
+        request: what was asked; all is simulated by its profile.
         chosen: a packing that keeps documents whole.
         original: cutting and concatenating at its fastest; None where that fits on no mesh.
         reference: ``best_fit`` at its fastest; None likewise.
         searched: whether each is on its own best mesh; else all are on one.
     """
 
-    profile: Profile
-    attention: float
+    request: MeshRequest
     chosen: Speed
     original: Speed | None
     reference: Speed | None
     searched: bool = False
+
+    @cached_property
+    def attention(self) -> float:
+        """Attention's part of the forward FLOPs of all documents, cut at the window."""
+        shape = self.request.shape
+        pieces = piece_counts(self.request.lengths, self.request.data.context_window)
+        attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
+        linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
+        return attention / (attention + linear)
 
     @property
     def gain(self) -> float:
@@ -258,7 +264,8 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The words, each a line."""
-        accuracy, chosen, advised = self.profile.accuracy, self.chosen, self.advised
+        profile, shape = self.request.profile, self.request.shape
+        accuracy, chosen, advised = profile.accuracy, self.chosen, self.advised
         named = accuracy and f", {accuracy}"
         take = f"Take packing {advised.packing} with sharding {advised.sharding}"
         take += f" on mesh {name_of(advised.row.mesh)}."
@@ -269,14 +276,16 @@ class Verdict:
             )
         delay = f"{chosen.delay:.2f}"
         waits = f"; tokens wait {delay} steps on average" if float(delay) else ""
+        without = sum(not layer.attends for layer in shape.each_layer)
+        few = f", as {without} of {shape.layers} layers do not attend" * (without > 0)
         here = (
             "" if self.searched else " All on this mesh: --mesh auto gives each its own best one."
         )
         return [
-            f"Verdict, simulated with profile {self.profile.name}{named}:",
+            f"Verdict, simulated with profile {profile.name}{named}:",
             take,
             *self._comparisons(),
-            f"Attention is {self.attention:.0%} of these documents' model FLOPs{waits}.{here}",
+            f"Attention is {self.attention:.0%} of these documents' model FLOPs{few}{waits}.{here}",
         ]
 
     def _comparisons(self) -> Iterator[str]:
@@ -328,13 +337,4 @@ def judged(comparison: Comparison) -> Verdict:
     assert chosen is not None
     if usual is not None and chosen.over(usual) < WORTH:
         chosen = usual
-    return Verdict(request.profile, attention_of(request), chosen, original, reference)
-
-
-def attention_of(request: MeshRequest) -> float:
-    """Attention's part of the forward FLOPs of all documents, cut at the window."""
-    shape = request.shape
-    pieces = piece_counts(request.lengths, request.data.context_window)
-    attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
-    linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
-    return attention / (attention + linear)
+    return Verdict(request, chosen, original, reference)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.forecast import Speed, Verdict, attention_of
+from lightning_wlb.cli.forecast import Speed, Verdict
 from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE
 from lightning_wlb.cli.shared_options import given_model, report_head
 from lightning_wlb.mesh import AXES
@@ -62,8 +62,7 @@ class Searched:
         chosen = speed(request.data.packing_choice.method, self.found.best)
         assert chosen is not None
         original, reference = (speed(name, self.others[name]) for name in (BASELINE, REFERENCE))
-        share = attention_of(request)
-        return Verdict(request.profile, share, chosen, original, reference, searched=True)
+        return Verdict(request, chosen, original, reference, searched=True)
 
     @property
     def advised(self) -> MeshRow:

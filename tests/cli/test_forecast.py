@@ -86,6 +86,18 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert share.endswith("--mesh auto gives each its own best one.")
 
 
+def test_of_a_hybrid_it_says_why_attention_is_a_small_part(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    recipe = str(Path(__file__).parents[2] / "examples/hybrid.yaml")
+    mesh = ("--mesh", "2,1,1,1", "--context-window", "8192", "--packing", "auto", "--steps", "2")
+    verdict = verdict_of("generator-a", tmp_path, "--model", recipe, *mesh)
+    assert verdict.attention < 0.25
+    assert verdict.lines[-1].startswith(
+        f"Attention is {verdict.attention:.0%} of these documents' model FLOPs, as 6 of 8 layers do"
+        " not attend."
+    )
+
+
 def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(50, 1000, 20_000)
     # With few micro-batches, fewer and longer ones would pay: they hide more communication.
