@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.nn.functional import all_to_all_single
 
 from lightning_wlb.attention.kv_cache import RecurrentStates, State
 from lightning_wlb.distributed.collectives import padded
@@ -163,35 +162,21 @@ def to_own_rows(
     return padded(out, padded_rows)
 
 
-def _sent(x: Tensor, counts: tuple[int, ...], group: ProcessGroup, to_all: bool) -> Tensor:
+def _all_to_all(
+    x: Tensor, counts: tuple[int, ...], group: ProcessGroup | None, to_all: bool
+) -> Tensor:
     """[own rows, ranks, width] of every rank -> [rows of all ranks, width], or the reverse."""
     every, own = list(counts), [counts[group_rank(group)]] * len(counts)
     if to_all:
-        out = x.new_empty(sum(counts), x.shape[2])
-        parts = x.transpose(0, 1).flatten(0, 1)
-        dist.all_to_all_single(out, parts.contiguous(), every, own, group=group)
+        parts = x.transpose(0, 1).flatten(0, 1).contiguous()
+        out: Tensor = all_to_all_single(
+            x.new_empty(sum(every), x.shape[2]), parts, every, own, group=group
+        )
         return out
-    out = x.new_empty(sum(own), x.shape[1])
-    dist.all_to_all_single(out, x.contiguous(), own, every, group=group)
+    out = all_to_all_single(
+        x.new_empty(sum(own), x.shape[1]), x.contiguous(), own, every, group=group
+    )
     return out.view(len(own), own[0], x.shape[1]).transpose(0, 1)
-
-
-class _AllToAll(torch.autograd.Function):
-    """:func:`_sent`, whose backward is the reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        ctx.rest = rest
-        return _sent(x, *rest)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        counts, group, to_all = ctx.rest
-        return _sent(gradient, counts, group, not to_all), None, None, None
-
-
-_all_to_all: Callable[..., Tensor] = _AllToAll.apply
 
 
 class SegmentRows(NamedTuple):

@@ -127,18 +127,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention modules call.
 
-    Args:
-        module: the attention module; it knows its layer as ``layer_idx``.
-        query: [1, heads, rows, head_dim].
-        key: [1, kv_heads, rows, head_dim].
-        value: [1, kv_heads, rows, value_dim], not wider than the keys.
-        attention_mask: must be None.
-        scaling: factor of the scores; 1 / sqrt(head_dim) if None.
-        dropout: must be 0.
-        sliding_window: most keys that a query sees, its own included; all if None.
-        softcap: scores are capped to softcap · tanh(score / softcap).
-        s_aux: [heads], attention sinks: one more logit in each row's softmax, without a value.
-        others: none may be known to change the result.
+    Queries are [1, heads, rows, head_dim], keys [1, kv_heads, rows, head_dim] and values [1,
+    kv_heads, rows, value_dim], not wider than keys; ``s_aux`` are sinks, [heads]. What scores are
+    scaled and capped by, and how many keys a query sees, is as in :class:`.AttentionOptions`.
 
     Returns:
         [1, rows, heads, value_dim], and None in place of attention weights.

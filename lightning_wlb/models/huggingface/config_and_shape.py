@@ -36,7 +36,7 @@ from transformers import (
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
-from lightning_wlb.models.huggingface.recurrent import FAMILIES, note_sizes
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
 
 _COUNTS = re.compile(r"num_.*|n_.*(layer|head|expert)s?|.*layers")
 _MOST_PARTS = 100_000
@@ -165,7 +165,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         ) from error
     base = getattr(model, model.base_model_prefix)
     if config.model_type in FAMILIES:
-        note_sizes([base], seen.recurrent)
+        by_segments([base], config.model_type, seen.recurrent)
     vocab_size, dim = model.get_output_embeddings().weight.shape
     _run_two_tokens(base, dim, seen)
     between = row_by_row(config) if config.model_type in FAMILIES else ()

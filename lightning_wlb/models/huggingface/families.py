@@ -195,21 +195,16 @@ def longrope_window(config: Any) -> int | None:
 
 
 def check_family(model: Any) -> None:
-    """Refuse a built model whose attention cannot be replaced, or whose parts cannot be found.
+    """Refuse a built model whose attention cannot be replaced.
 
     Raises:
         ValueError: with the reason and the remedy.
     """
-    name = type(model).__name__
     if not (model._supports_attention_backend or model.config.model_type in FAMILIES):
         raise ValueError(
-            f"{name} does not take its attention from transformers' attention interface, so packed"
-            " documents would attend to each other. Choose another family (docs/families.md)."
-        )
-    if not (getattr(model.config, "base_model_pp_plan", None) or model.config.model_type in PARTS):
-        raise ValueError(
-            f"{name} does not say which of its modules are embedding, layers and norm"
-            " (base_model_pp_plan). Choose another family (docs/families.md)."
+            f"{type(model).__name__} does not take its attention from transformers' attention"
+            " interface, so packed documents would attend to each other. Choose another family"
+            " (docs/families.md)."
         )
 
 

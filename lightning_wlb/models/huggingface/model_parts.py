@@ -1,9 +1,6 @@
 """A family's model, built without memory and taken apart into the parts of a pipeline stage.
 
-**Building.** transformers builds the model with this package's attention; under the meta device its
-parameters take no memory, and its buffers have values.
-
-**Layers.** A family's base model does more between its layers than call them: it makes rotary
+A family's base model does more between its layers than call them: it makes rotary
 tables, chooses one by the kind of layer, scales the embedding. So its own ``forward`` runs on every
 stage, with :class:`StageLayers` in place of its list of layers. What the family does before its
 first layer (Granite scales the embedding) and behind its last one must happen once in the model,
@@ -13,17 +10,13 @@ passes on what it is given, and the first one keeps it, as the stage's output. I
 family's head runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden` in place of its
 base model.
 
-**Ends.** Under tensor parallelism the embedding's rows (words) lie on the ranks; each looks up its
-own words and the sum is scattered by rows. The head's logits are split by words and never gathered.
 Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. Others scale or cap
 the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,
-which backward makes again. :func:`is_plain` finds out which it is by running the family's code.
+which backward makes again.
 
-**Initial values.** transformers fills a whole model from one stream of random numbers. Here each
-module is filled by transformers' own rule for it, whole, on the CPU, by a generator seeded with a
-hash of the seed and the module's name; a rank keeps its shard. So every mesh begins with the same
-values. Cost: every rank draws the whole of each module of which it holds a shard, and needs memory
-for the largest in float32 (in a mixture of experts, all experts of a layer).
+Initial values are transformers' own by module, whole, from the run's seed and the module's name, so
+that every mesh begins alike. Cost: every rank draws the whole of each module of which it holds a
+shard, in float32 (in a mixture of experts, all experts of a layer).
 """
 
 from __future__ import annotations
@@ -113,12 +106,13 @@ def part_names(base: Any) -> tuple[str, str, str]:
 
     What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
     """
-    plan = list(base.config.base_model_pp_plan or PARTS[base.config.model_type])
+    plan = list(base.config.base_model_pp_plan or PARTS.get(base.config.model_type, ()))
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
     if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(
-            f"{type(base).__name__}'s pipeline plan is {', '.join(plan)}, but a decoder here is an"
-            " embedding, a list of layers and a norm. Choose another family (docs/families.md)."
+            f"{type(base).__name__}'s base_model_pp_plan is {', '.join(plan) or None}, but a"
+            " decoder here is an embedding, a list of layers and a norm. Choose another family"
+            " (docs/families.md)."
         )
     return plan[0], lists[0], plan[-1]
 
@@ -139,7 +133,7 @@ class StageLayers:
         self.layers = layers
         self.count = count
         self.span = range(count)
-        self._absent = (_InPair(_before), _InPair(_behind)) if in_pairs else (_before, _behind)
+        self._before, self._behind = (_Absent(before, in_pairs) for before in (True, False))
 
     def __len__(self) -> int:
         return self.count
@@ -148,50 +142,39 @@ class StageLayers:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(self.count))]
         number = range(self.count)[index]
-        before, behind = self._absent
         if number < self.span.start:
-            return before
-        return self.layers[str(number)] if number in self.span else behind
+            return self._before
+        return self.layers[str(number)] if number in self.span else self._behind
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])
 
 
-class _Before(nn.Module):
-    """Stands for a layer in front of the stage's; returns what the stage has received."""
+class _Absent(nn.Module):
+    """Stands for layers of other stages.
+
+    In front of the stage's own it returns the hidden states that the stage has received; behind
+    them it passes on what it is given, and the first one keeps it, as the stage's output.
+
+    Args:
+        before: whether it stands in front.
+        in_pairs: whether it returns attention weights behind its rows.
+    """
 
     block_type = None  # by which Nemotron-H looks up a mask
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        received = current_run().received
-        assert received is not None
-        return received
-
-
-class _Behind(nn.Module):
-    """Stands for a layer behind the stage's; the first one keeps the stage's output."""
-
-    block_type = None
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        run = current_run()
-        if run.left is None:
-            run.left = hidden_states
-        return hidden_states
-
-
-class _InPair(nn.Module):
-    """Stands for layers that return their rows and attention weights, as Bamba's do."""
-
-    def __init__(self, rows: nn.Module) -> None:
+    def __init__(self, before: bool, in_pairs: bool) -> None:
         super().__init__()
-        self.rows = rows
+        self.before, self.in_pairs = before, in_pairs
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return self.rows(*args, **kwargs), None
-
-
-_before, _behind = _Before(), _Behind()
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = current_run()
+        if self.before:
+            assert run.received is not None
+            hidden_states = run.received
+        elif run.left is None:
+            run.left = hidden_states
+        return (hidden_states, None) if self.in_pairs else hidden_states
 
 
 class GivenHidden(nn.Module):

@@ -51,13 +51,13 @@ class _Layer:
 
     Args:
         number: its global number.
+        sizes: of what it computes; None where a decoder of this package runs the layer.
         called: the functions that it has called.
-        sizes: of what they were given; None where a decoder of this package runs the layer.
     """
 
     number: int
+    sizes: Recurrence | None
     called: set[str] = field(default_factory=set)
-    sizes: Recurrence | None = None
 
 
 _LAYER: ContextVar[_Layer | None] = ContextVar("layer", default=None)
@@ -71,29 +71,21 @@ def recurrent_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-def by_segments(layers: Iterable[nn.Module], family: str) -> None:
+def by_segments(
+    layers: Iterable[nn.Module], family: str, sizes: dict[nn.Module, Recurrence] | None = None
+) -> None:
     """Let the recurrent modules of a family's layers run piece by piece in this package's decoders.
 
-    Other models of the family, and these outside of a decoder, run as they did.
+    Other models of the family, and these outside of a decoder, run as they did. Given ``sizes``,
+    they run as they are, and note there what they compute across rows.
     """
     for module in recurrent_modules(layers):
-        _replace_functions(module)
-        module.forward = _piece_by_piece(module, module.forward, FAMILIES[family])
-
-
-def note_sizes(layers: Iterable[nn.Module], sizes: dict[nn.Module, Recurrence]) -> None:
-    """Let recurrent modules of known families note what they compute across rows when they run."""
-    for module in recurrent_modules(layers):
-        _replace_functions(module)
-        module.forward = _noting(module, module.forward, sizes)
-
-
-def _replace_functions(module: nn.Module) -> None:
-    source = sys.modules[type(module).__module__]
-    for name, ours in FUNCTIONS.items():
-        theirs = getattr(source, name, None)
-        if theirs is not None and not hasattr(theirs, "by_segments"):
-            setattr(source, name, _replaced(name, theirs, ours))
+        source = sys.modules[type(module).__module__]
+        for name, ours in FUNCTIONS.items():
+            theirs = getattr(source, name, None)
+            if theirs is not None and not hasattr(theirs, "by_segments"):
+                setattr(source, name, _replaced(name, theirs, ours))
+        module.forward = _watched(module, module.forward, FAMILIES[family], sizes)
 
 
 def _replaced(
@@ -155,16 +147,19 @@ def _joined(one: Recurrence, other: Recurrence) -> Recurrence:
     return replace(Recurrence(*sums), heads=gcd(one.heads, other.heads))
 
 
-def _piece_by_piece(
-    module: Any, forward: Callable[..., Tensor], wanted: frozenset[str]
+def _watched(
+    module: Any,
+    forward: Callable[..., Tensor],
+    wanted: frozenset[str],
+    sizes: dict[nn.Module, Recurrence] | None,
 ) -> Callable[..., Tensor]:
     """A recurrent module's forward, which must compute across rows by the ``wanted`` functions."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         run = running()
-        if run is None:
+        if run is None and sizes is None:
             return forward(*args, **kwargs)
-        layer = _Layer(module.layer_idx)
+        layer = _Layer(module.layer_idx, None if sizes is None else Recurrence())
         token = _LAYER.set(layer)
         try:
             out = forward(*args, **kwargs)
@@ -176,24 +171,10 @@ def _piece_by_piece(
                 " transformers computes it in another way, which would mix packed documents. Use"
                 " a version that docs/families.md names."
             )
-        run.attended.add(module.layer_idx)
-        return out
-
-    return call
-
-
-def _noting(
-    module: Any, forward: Callable[..., Tensor], sizes: dict[nn.Module, Recurrence]
-) -> Callable[..., Tensor]:
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        layer = _Layer(module.layer_idx, sizes=Recurrence())
-        token = _LAYER.set(layer)
-        try:
-            out = forward(*args, **kwargs)
-        finally:
-            _LAYER.reset(token)
-        assert layer.sizes is not None
-        sizes[module] = layer.sizes
+        if sizes is not None and layer.sizes is not None:
+            sizes[module] = layer.sizes
+        if run is not None:
+            run.attended.add(module.layer_idx)
         return out
 
     return call

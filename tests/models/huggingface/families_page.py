@@ -58,10 +58,11 @@ gradients and parameters of an AdamW step on two tensor-parallel ranks.
 ## Exact, with recurrent layers
 
 Linear attention, Mamba 2 and short convolutions begin anew with every document. The same as above
-holds on data, pipeline, context and tensor parallel ranks (`lfm3` has no plan for the last), for
-whole and sliced documents, and for shared micro-batches. Only transformers' own functions in plain
-torch have run, which are slow. `flash-linear-attention`, `causal-conv1d` and `mamba-ssm` are called
-where they are installed, once for each document; that has not been run.
+holds for three AdamW steps on data, pipeline, context and tensor parallel ranks (`lfm3` has no plan
+for the last), for whole and sliced documents, for micro-batches that replicas share, with every
+recomputation, and for a run that resumes on another mesh. Only transformers' own functions in plain
+torch have run, which are slow and hold much memory. `flash-linear-attention`, `causal-conv1d` and
+`mamba-ssm` are called where they are installed, once for each document; that has not been run.
 
 | Recurrence | Families |
 |---|---|

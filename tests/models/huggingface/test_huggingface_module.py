@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 import lightning_wlb as wlb
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.support import (
@@ -125,9 +126,13 @@ def resume(rank: int, family: str, mesh: tuple[int, ...], folder: str, first: bo
     return named_by_family(recorder.record(), module.model)
 
 
+ON_OTHERS = ((1, 2, 1, 1), (1, 1, 2, 1))
+EVERY = [pytest.param(each, ON_OTHERS, marks=pytest.mark.families) for each in sorted(RECURRENT)]
+
+
 @pytest.mark.parametrize(
     ("family", "meshes"),
-    [(FAMILY, ((1, 1, 1, 2), (1, 2, 1, 1))), ("qwen3_5_text", ((1, 2, 1, 1), (1, 1, 2, 1)))],
+    [(FAMILY, ((1, 1, 1, 2), (1, 2, 1, 1))), ("qwen3_5_text", ON_OTHERS), *EVERY],
 )
 def test_a_checkpoint_resumes_on_another_mesh(family, meshes, tmp_path):
     folder = str(tmp_path / "checkpoint")

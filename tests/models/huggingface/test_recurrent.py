@@ -28,7 +28,6 @@ from tests.models.huggingface.test_meshes import CUT, SLICED, check
 
 # One of each kind: delta rule by head and by channel, convolution alone, Mamba 2.
 KINDS = ("qwen3_next", "kimi_linear", "lfm2", "bamba")
-REST = sorted(FAMILIES.keys() - set(KINDS))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -39,8 +38,8 @@ def test_logits_and_gradients_are_those_of_the_documents(family, recompute):
 
 @pytest.mark.families
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", REST)
-def test_the_other_families(family, recompute):
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_and_recomputation(family, recompute):
     assert max(errors(family, recompute)) < TOLERANCE
 
 
@@ -71,18 +70,17 @@ def test_steps_on_meshes(name):
     check(MESHES[name])
 
 
+TWO = ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))
+FOUR = ((1, 2, 2, 1), (2, 2, 1, 1))  # replicas share sliced micro-batches in the second
+
+
 @pytest.mark.families
-@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("packing", [{}, SLICED], ids=["whole", "sliced"])
-@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)])
-def test_families_on_meshes(family, packing, mesh):
-    check((Run(family, mesh, **packing),))
-
-
-@pytest.mark.families
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"lfm3"}))
-def test_families_under_tensor_parallelism(family):
-    check((Run(family, (1, 1, 1, 2), steps=1),))
+@pytest.mark.parametrize("meshes", [TWO, FOUR], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_three_steps_of_every_family_on_meshes(family, meshes, packing):
+    split = [mesh for mesh in meshes if mesh[3] == 1 or family != "lfm3"]
+    check(tuple(Run(family, mesh, steps=3, **packing) for mesh in split))
 
 
 @cache
