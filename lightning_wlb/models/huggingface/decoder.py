@@ -92,6 +92,9 @@ class HuggingFaceDecoder(Decoder):
         check_config(config)
         causal = build_family_model(config)
         check_family(causal)
+        prefix = causal.base_model_prefix
+        base = getattr(causal, prefix)
+        words_name, layers_name, norm_name = part_names(base)
         check_no_noise(config)
         if config.model_type not in CHECKED | FAMILIES.keys():
             rank_zero_warn(
@@ -99,10 +102,7 @@ class HuggingFaceDecoder(Decoder):
                 " gradients are checked on packed rows and under tensor parallelism"
                 " (docs/families.md). Compare the first losses with those of one process."
             )
-        prefix = causal.base_model_prefix
-        base = getattr(causal, prefix)
         self.config = base.config
-        words_name, layers_name, norm_name = part_names(base)
         self._lora = lora
         if lora is not None:
             with without_memory_on_meta():
