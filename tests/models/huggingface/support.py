@@ -145,6 +145,7 @@ class Run:
     virtual: int = 1
     checkpointing: str = "none"
     steps: int = 2
+    learning_rate: float = 1e-2
     fields: tuple[tuple[str, Any], ...] = ()
     lora: dict[str, Any] | None = field(default=None, compare=False)
 
@@ -164,7 +165,7 @@ def by_document(run: Run) -> dict[str, Any]:
     """The run in one process by transformers alone; names are the family's."""
     recorder = Recorder()
     with KeepDouble():
-        module = ByDocument(run.config, **OPTIONS)
+        module = ByDocument(run.config, learning_rate=run.learning_rate)
         trainer("auto", 1, max_steps=run.steps, callbacks=[recorder]).fit(module, data(run.case))
     return recorder.record()
 
@@ -177,8 +178,8 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
         with KeepDouble():
             # With adapters the values of `Packed` take the place of weights.
             weights = {} if run.lora is None else {"pretrained": "none", "lora": run.lora}
-            given = {"activation_checkpointing": run.checkpointing, **weights, **OPTIONS}
-            module = Packed(run.config, **given)
+            given = {"activation_checkpointing": run.checkpointing, **weights}
+            module = Packed(run.config, learning_rate=run.learning_rate, **given)
             strategy = WLBStrategy(
                 *run.mesh, schedule=run.schedule, virtual_pipeline_size=run.virtual
             )

@@ -73,7 +73,8 @@ def expected(run: Run) -> dict[str, Any]:
 
 def _of_documents(run: Run) -> dict[str, Any]:
     """What the reference computes depends on: the documents and the packing, not the mesh."""
-    return {name: getattr(run, name) for name in ("packing", "steps", "fields")}
+    names = ("packing", "steps", "learning_rate", "fields")
+    return {name: getattr(run, name) for name in names}
 
 
 def check(runs: tuple[Run, ...]) -> None:

@@ -80,7 +80,8 @@ FOUR = ((1, 2, 2, 1), (2, 2, 1, 1))  # replicas share sliced micro-batches in th
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_three_steps_of_every_family_on_meshes(family, meshes, packing):
     split = [mesh for mesh in meshes if mesh[3] == 1 or family != "lfm3"]
-    check(tuple(Run(family, mesh, steps=3, **packing) for mesh in split))
+    # Steps of 1e-2 make errors of rounding a hundred times larger each.
+    check(tuple(Run(family, mesh, steps=3, learning_rate=1e-3, **packing) for mesh in split))
 
 
 @cache
