@@ -1,6 +1,6 @@
-"""What `lightning-wlb plan` finds: predicted steps of every candidate, and a verdict in words.
+"""What `lightning-wlb plan` finds: predicted steps of every packing, and a verdict in words.
 
-A candidate is a packing under a sharding. Figures over steps are given as mean, 99th percentile and
+Figures over steps are given as mean, 99th percentile and
 *aggregate*, the quotient of the sums over all steps: steps differ in tokens, so a mean of quotients
 misleads.
 
@@ -9,7 +9,7 @@ cutting and concatenating (``original``), per token and for equal work, since a 
 and with ``best_fit``, which packs whole documents by their tokens: a gain below :data:`WORTH` over
 that is said to be none.
 
-Cost: planning and predicting every step of every candidate; `auto` plans slowest, as it simulates
+Cost: planning and predicting every step of every packing; `auto` plans slowest, as it simulates
 several plans a step.
 """
 
@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
-from lightning_wlb.cli.request import BASELINE, PRACTICE, REFERENCE
+from lightning_wlb.cli.request import BASELINE, DEFAULT, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
-from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of, recomputed_share
+from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import piece_counts
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -40,12 +39,11 @@ WORTH = 1.03
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """The predicted steps of a packing under a sharding, and their figures together."""
+    """The predicted steps of a packing, and their figures together."""
 
     packing: str
-    sharding: str
     row: MeshRow
-    steps: Sequence[StepPrediction]
+    steps: Sequence[StepPrediction] = ()  # of a search none are kept
 
     @property
     def delay(self) -> float:
@@ -53,13 +51,9 @@ class Forecast:
         held = sum(step.plan.delay * step.plan.tokens for step in self.steps)
         return held / self.row.tokens
 
-    @property
-    def hidden(self) -> float:
-        """The share of tensor-parallel messages' time in which products run; 0 without any."""
-        waited, messages = (
-            sum(each) for each in zip(*(s.waited_ns for s in self.steps), strict=True)
-        )
-        return 1 - waited / messages if messages else 0.0
+    def over(self, other: Forecast) -> float:
+        """Its tokens per second over those of another one."""
+        return self.row.tokens_per_second / other.row.tokens_per_second
 
     @property
     def idle(self) -> float:
@@ -90,7 +84,6 @@ class Forecast:
         tokens = np.array([plan.tokens for plan in plans])
         return {
             "packing": self.packing,
-            "sharding": self.sharding,
             "steps": row.steps,
             "tokens": row.tokens,
             "tokens_per_step": float(tokens.mean()),
@@ -106,34 +99,31 @@ class Forecast:
             "tokens_per_second": row.tokens_per_second,
             "model_flop_utilisation": row.flops_per_second / first.devices / first.peak_flops,
             "peak_gigabytes": row.peak_bytes / 1e9,
-            "recomputed_selective": recomputed_share(plans, "selective"),
-            "recomputed_full": recomputed_share(plans, "full"),
             "recomputed": row.recomputed,
-            "hidden_messages": self.hidden,
-            "speedup_per_token": row.tokens_per_second / base.tokens_per_second,
+            "speedup_per_token": self.over(baseline),
             "speedup_per_flop": base.times(row),
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The candidates that were planned on a mesh; ``request`` is the baseline's."""
+    """The packings that were planned on a mesh; ``request`` is the baseline's."""
 
     request: MeshRequest
-    forecasts: Sequence[Forecast]  # of candidates that fit in memory, the baseline first if it does
+    forecasts: Sequence[Forecast]  # of those that fit in memory, the baseline first if it does
     too_large: Sequence[Forecast]  # of those that do not fit
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The figures of each candidate that fits; speed-ups are over the first."""
+        """The figures of each that fits; speed-ups are over the first."""
         return [forecast.summary(self.forecasts[0]) for forecast in self.forecasts]
 
 
 def compare(requests: Sequence[MeshRequest]) -> Comparison:
-    """Plan and predict every candidate.
+    """Plan and predict every packing.
 
     Args:
-        requests: one for each candidate, with the sizes of one mesh; the baseline first.
+        requests: one for each packing, with the sizes of one mesh; the baseline first.
 
     Raises:
         ValueError: nothing fits in memory; the message says what would.
@@ -148,7 +138,7 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     for each in requests:
         found = evaluate(each, each.mesh)
         packing = each.data.packing_choice.method
-        made = Forecast(packing, each.sharding, found.row, found.steps)
+        made = Forecast(packing, found.row, found.steps)
         (fit if found.fits else too_large).append(made)
     if fit:
         return Comparison(request, fit, too_large)
@@ -186,29 +176,12 @@ def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
     }
 
 
-class Speed(NamedTuple):
-    """A packing under a sharding, on a mesh."""
-
-    packing: str
-    sharding: str
-    row: MeshRow
-    delay: float = 0.0  # steps that a token waits on average
-
-    def over(self, other: Speed) -> float:
-        """Its tokens per second over those of another one."""
-        return self.row.tokens_per_second / other.row.tokens_per_second
-
-    def over_per_flop(self, other: Speed) -> float:
-        """How many times as fast as another one it is for equal work."""
-        return other.row.times(self.row)
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Advice in words: what balancing gains over cutting and concatenating, and over ``best_fit``.
 
     Args:
-        request: what was asked; all is simulated by its profile.
+        request: by whose documents, model and profile all is simulated.
         chosen: a packing that keeps documents whole.
         original: cutting and concatenating at its fastest; None where that fits on no mesh.
         reference: ``best_fit`` at its fastest; None likewise.
@@ -216,19 +189,10 @@ class Verdict:
     """
 
     request: MeshRequest
-    chosen: Speed
-    original: Speed | None
-    reference: Speed | None
+    chosen: Forecast
+    original: Forecast | None
+    reference: Forecast | None
     searched: bool = False
-
-    @cached_property
-    def attention(self) -> float:
-        """Attention's part of the forward FLOPs of all documents, cut at the window."""
-        shape = self.request.shape
-        pieces = piece_counts(self.request.lengths, self.request.data.context_window)
-        attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
-        linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
-        return attention / (attention + linear)
 
     @property
     def gain(self) -> float:
@@ -241,9 +205,18 @@ class Verdict:
         return self.gain >= WORTH
 
     @property
-    def advised(self) -> Speed:
+    def advised(self) -> Forecast:
         """What to take."""
         return self.chosen if self.worth_it or self.reference is None else self.reference
+
+    @cached_property
+    def attention(self) -> float:
+        """Attention's part of the forward FLOPs of all documents, cut at the window."""
+        shape = self.request.shape
+        pieces = piece_counts(self.request.lengths, self.request.data.context_window)
+        attention = sum(count * attention_flops(shape, n) for n, count in pieces.items())
+        linear = sum(count * linear_flops(shape, n) for n, count in pieces.items())
+        return attention / (attention + linear)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -251,11 +224,11 @@ class Verdict:
         mine, cut = self.chosen, self.original
         return {
             "packing": self.advised.packing,
-            "sharding": self.advised.sharding,
+            "sharding": self.request.sharding,
             "mesh": self.advised.row.sizes,
             "worth_it": self.worth_it,
             "times_original": cut and mine.over(cut),
-            "times_original_for_equal_work": cut and mine.over_per_flop(cut),
+            "times_original_for_equal_work": cut and cut.row.times(mine.row),
             "times_best_fit": self.gain if self.reference else None,
             "attention_share": self.attention,
             "text": self.lines,
@@ -264,10 +237,9 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The words, each a line."""
-        profile, shape = self.request.profile, self.request.shape
-        accuracy, chosen, advised = profile.accuracy, self.chosen, self.advised
-        named = accuracy and f", {accuracy}"
-        take = f"Take packing {advised.packing} with sharding {advised.sharding}"
+        profile, chosen, advised = self.request.profile, self.chosen, self.advised
+        named = profile.accuracy and f", {profile.accuracy}"
+        take = f"Take packing {advised.packing} with sharding {self.request.sharding}"
         take += f" on mesh {name_of(advised.row.mesh)}."
         if not self.worth_it and chosen.packing != REFERENCE:
             take = (
@@ -276,8 +248,9 @@ class Verdict:
             )
         delay = f"{chosen.delay:.2f}"
         waits = f"; tokens wait {delay} steps on average" if float(delay) else ""
-        without = sum(not layer.attends for layer in shape.each_layer)
-        few = f", as {without} of {shape.layers} layers do not attend" * (without > 0)
+        layers = self.request.shape.each_layer
+        without = sum(not layer.attends for layer in layers)
+        few = f", as {without} of {len(layers)} layers do not attend" * (without > 0)
         here = (
             "" if self.searched else " All on this mesh: --mesh auto gives each its own best one."
         )
@@ -298,7 +271,7 @@ class Verdict:
             elif mine.packing != packing:
                 where = f" on its own best mesh, {name_of(other.row.mesh)}" * self.searched
                 speeds = f"{mine.row.tokens_per_second:,.0f} to {other.row.tokens_per_second:,.0f}"
-                equal = _times(mine.over_per_flop(other))
+                equal = _times(other.row.times(mine.row))
                 for_work = f", {equal} times for equal work, and cuts no document"
                 yield (
                     f"Beside {how}{where}: {mine.packing} has {_times(mine.over(other))} times its"
@@ -317,24 +290,43 @@ def judged(comparison: Comparison) -> Verdict:
     Of the packings that keep documents whole it is on the one that trains by default, unless
     another one is worth more. So a mesh that is given has the verdict that a search had for it.
     """
-    request, rows = comparison.request, comparison.forecasts
-
-    def fastest(found: Sequence[Forecast]) -> Speed | None:
-        best = max(found, key=lambda each: each.row.tokens_per_second, default=None)
-        if best is None:
-            return None
-        return Speed(best.packing, best.sharding, best.row, best.delay)
-
-    def of(packing: str, among: Sequence[Forecast] = rows) -> Speed | None:
-        return fastest([row for row in among if row.packing == packing])
-
-    # If no row of a reference fits in memory, its speed is still what to compare with.
-    original, reference = (
-        of(name) or of(name, comparison.too_large) for name in (BASELINE, REFERENCE)
-    )
-    usual = of(str(DataSettings.packing))
-    chosen = fastest([row for row in rows if not PACKINGS[row.packing].cuts_stream]) or reference
+    fit = {row.packing: row for row in comparison.forecasts}
+    # If a reference does not fit in memory, its speed is still what to compare with.
+    every = {row.packing: row for row in comparison.too_large} | fit
+    original, reference, usual = every.get(BASELINE), every.get(REFERENCE), fit.get(DEFAULT)
+    whole = [row for name, row in fit.items() if not PACKINGS[name].cuts_stream]
+    chosen = max(whole, key=lambda row: row.row.tokens_per_second, default=reference)
     assert chosen is not None
     if usual is not None and chosen.over(usual) < WORTH:
         chosen = usual
-    return Verdict(request, chosen, original, reference)
+    return Verdict(comparison.request, chosen, original, reference)
+
+
+def provenance(request: MeshRequest) -> str:
+    """The profile in words, with a caution where the model is not like what it was measured on."""
+    measured, asked = request.profile.shape, asdict(request.shape)
+    differs = any(measured[name] != asked[name] for name in measured if name != "layers")
+    where = f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
+    experts = any(layer.idle_parameters for layer in request.shape.kinds)
+    rate = " Experts are taken to compute at the rate of dense layers." if experts else ""
+    return f"{request.profile.provenance}{where}.{rate}"
+
+
+def report_head(request: MeshRequest, source: str, model: str, mesh: str) -> dict[str, Any]:
+    """What every JSON report of ``plan`` begins with; the texts are what was given."""
+    said = ("name", "device", "dtype", "measured", "date")
+    return {
+        "command": "plan",
+        "simulated": True,
+        "profile": {name: getattr(request.profile, name) for name in said},
+        "lengths": source,
+        "documents": len(request.lengths),
+        "mean_length": float(np.mean(request.lengths)),
+        "model": model,
+        "mesh": mesh,
+        "seed": request.data.seed,
+        "context_window": request.data.context_window,
+        "micro_batches": request.data.micro_batches,
+        "sharding": request.sharding,
+        "steps": request.steps,
+    }

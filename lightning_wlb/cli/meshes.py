@@ -13,63 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.forecast import Speed, Verdict
-from lightning_wlb.cli.request import BASELINE, PRECISIONS, REFERENCE
-from lightning_wlb.cli.shared_options import given_model, report_head
+from lightning_wlb.cli.forecast import Forecast, Verdict, provenance, report_head
+from lightning_wlb.cli.request import BASELINE, DEFAULT, PRECISIONS, REFERENCE
+from lightning_wlb.cli.shared_options import given_model
 from lightning_wlb.mesh import AXES
-from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
+from lightning_wlb.mesh_search.evaluate import MeshChoice
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress, choose_mesh, progress_bar
-from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
 
 SHOWN = 5
 """Meshes in the table."""
-
-
-@dataclass(frozen=True)
-class Searched:
-    """A search and its verdict, each packing on its own best mesh.
-
-    Args:
-        request: what was searched for.
-        found: the answer.
-        others: the best mesh of ``original`` and of ``best_fit``; None where they fit on none.
-    """
-
-    request: MeshRequest
-    found: MeshChoice
-    others: Mapping[str, MeshRow | None]
-
-    @cached_property
-    def verdict(self) -> Verdict:
-        """Whether balancing pays, in words."""
-        request = self.request
-
-        def speed(packing: str, row: MeshRow | None) -> Speed | None:
-            return None if row is None else Speed(packing, request.sharding, row)
-
-        chosen = speed(request.data.packing_choice.method, self.found.best)
-        assert chosen is not None
-        original, reference = (speed(name, self.others[name]) for name in (BASELINE, REFERENCE))
-        return Verdict(request, chosen, original, reference, searched=True)
-
-    @property
-    def advised(self) -> MeshRow:
-        """The mesh to take."""
-        if self.verdict.worth_it:
-            return self.found.best
-        return self.others[REFERENCE] or self.found.best
 
 
 def run_search(
@@ -86,36 +48,42 @@ def run_search(
         ValueError: no mesh on which the model fits; the message says what would do.
     """
     by_packing = {each.data.packing_choice.method: each for each in requests}
-    request = by_packing[arguments.packing or str(DataSettings.packing)]
+    packing = arguments.packing or DEFAULT
+    request = by_packing[packing]
     with progress_bar() as tell:
         found = choose_mesh(request, progress=tell)
-        others = {name: _best_of(by_packing[name], tell) for name in (BASELINE, REFERENCE)}
-    searched = Searched(request, found, others)
-    console.print(_table(searched))
+        original, reference = (_best_of(by_packing[name], tell) for name in (BASELINE, REFERENCE))
+    chosen = Forecast(packing, found.best)
+    verdict = Verdict(request, chosen, original, reference, searched=True)
+    console.print(_table(request, found))
     for each in found.left_out:
         console.print(
             f"Left out, {each.count}: {each.reason} (as {each.example}).", highlight=False
         )
-    for line in searched.verdict.lines:
+    for line in verdict.lines:
         console.print(line, highlight=False)
     console.print("\nNext, to train so:", highlight=False)
-    for line in trainer_lines(arguments, searched):
+    training = trainer_lines(arguments, verdict)
+    for line in training:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if arguments.json:
-        print(json.dumps(_report(arguments, searched)))
+        head = report_head(request, arguments.lengths, arguments.model, arguments.mesh)
+        report = _figures(request, found, verdict, training)
+        print(json.dumps(head | report))
 
 
-def _best_of(request: MeshRequest, tell: Progress) -> MeshRow | None:
-    """The best mesh of a packing, if it fits on any."""
+def _best_of(request: MeshRequest, tell: Progress) -> Forecast | None:
+    """The packing of a request on its best mesh, if it fits on any."""
     try:
-        return choose_mesh(request, progress=tell).best
+        found = choose_mesh(request, progress=tell)
     except ValueError:
         return None
+    return Forecast(request.data.packing_choice.method, found.best)
 
 
-def trainer_lines(arguments: argparse.Namespace, searched: Searched) -> list[str]:
+def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
     """What makes a run of it: a command where the model is in a YAML, or else Python to paste."""
-    model, sections = given_model(arguments.model), _sections(arguments, searched)
+    model, sections = given_model(arguments.model), _sections(arguments, verdict)
     if model.file:
         data = arguments.lengths if Path(arguments.lengths).exists() else "DOCUMENTS"
         sections["model"] |= {f"config.{name}": value for name, value in model.changes.items()}
@@ -138,10 +106,10 @@ def trainer_lines(arguments: argparse.Namespace, searched: Searched) -> list[str
     ]
 
 
-def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, dict[str, Any]]:
+def _sections(arguments: argparse.Namespace, verdict: Verdict) -> dict[str, dict[str, Any]]:
     """The arguments of Trainer, strategy, module and data module."""
-    row, request, verdict = searched.advised, searched.request, searched.verdict
-    profile, data, method = request.profile, request.data, verdict.advised.packing
+    row, method = verdict.advised.row, verdict.advised.packing
+    request, profile, data = verdict.request, verdict.request.profile, verdict.request.data
     nodes, rest = divmod(request.devices, profile.devices_per_node)
     trainer: dict[str, Any] = {"devices": request.devices}
     if nodes > 1 and not rest:
@@ -153,15 +121,9 @@ def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, di
     wlb["schedule"] = row.schedule
     if request.reduce_dtype != "float32":
         wlb["reduce_dtype"] = request.reduce_dtype
-    if arguments.overlap == "off":
-        wlb["overlap"] = "off"
     if row.mesh.virtual_stages > 1 or row.schedule == "interleaved":  # which has 2 by default
         wlb["virtual_pipeline_size"] = row.mesh.virtual_stages
     module = {"activation_checkpointing": row.activation_checkpointing}
-    packing: Any = method
-    options = asdict(data.packing_choice.options)
-    if verdict.worth_it and options != asdict(data.packer.Options()):
-        packing = {"method": packing, **options}
     others = {
         "sharding": None if request.sharding == ADAPTIVE else request.sharding,
         "cap": None if PACKINGS[method].cuts_stream else arguments.cap,
@@ -171,7 +133,7 @@ def _sections(arguments: argparse.Namespace, searched: Searched) -> dict[str, di
     given = {
         "context_window": data.context_window,
         "micro_batches": data.micro_batches,
-        "packing": packing,
+        "packing": method,
         **{name: value for name, value in others.items() if value is not None},
         "profile": arguments.profile,
     }
@@ -184,15 +146,14 @@ def _word(value: Any) -> str:
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
-def _table(searched: Searched) -> Table:
-    request, found = searched.request, searched.found
+def _table(request: MeshRequest, found: MeshChoice) -> Table:
     shape = request.shape
     table = Table(
         title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.devices}"
         f" devices, {request.profile.devices_per_node} to a node; packing"
         f" {request.data.packing_choice.method}",
-        caption=f"{request.profile.provenance}.\n{len(request.lengths):,} documents,"
+        caption=f"{provenance(request)}\n{len(request.lengths):,} documents,"
         f" {request.steps} steps of {found.best.tokens // found.best.steps:,} tokens."
         f" {request.usable_bytes / 1e9:.3g} GB of a device may be filled.",
         title_justify="left",
@@ -223,24 +184,18 @@ def _table(searched: Searched) -> Table:
     return table
 
 
-def _report(arguments: argparse.Namespace, searched: Searched) -> dict[str, Any]:
-    request, found = searched.request, searched.found
-    profile = request.profile
-
-    return report_head(arguments, profile, request.lengths) | {
+def _figures(
+    request: MeshRequest, found: MeshChoice, verdict: Verdict, training: list[str]
+) -> dict[str, Any]:
+    """What the JSON report says of the meshes."""
+    references = {BASELINE: verdict.original, REFERENCE: verdict.reference}
+    return {
         "devices": request.devices,
-        "devices_per_node": profile.devices_per_node,
-        "context_window": request.data.context_window,
-        "micro_batches": request.data.micro_batches,
+        "devices_per_node": request.profile.devices_per_node,
         "packing": request.data.packing_choice.method,
-        "steps": request.steps,
         "digest": found.digest,
         "rows": [row.figures for row in found.rows],
         "left_out": [dict(vars(each)) for each in found.left_out],
-        **{name: row and row.figures for name, row in searched.others.items()},
-        "verdict": searched.verdict.figures
-        | {
-            "mesh": searched.advised.sizes,
-            "trainer": trainer_lines(arguments, searched),
-        },
+        **{name: each and each.row.figures for name, each in references.items()},
+        "verdict": verdict.figures | {"trainer": training},
     }

@@ -1,18 +1,16 @@
-"""Pictures of `lightning-wlb plan`: timelines of steps, also as a trace.
+"""Pictures of `lightning-wlb plan`: timelines of steps.
 
 A step has a row for each pipeline rank of each replica; its context and tensor ranks work side by
-side. Timelines are drawn on one time axis, or written for Perfetto or chrome://tracing, and say for
-whom a rank waits: for the pipeline rank that sends what it needs next, for the replicas that share
-its next micro-batch, or at the end for the replica that is last. A picture of more than a few
-thousand actions is better read as a trace.
+side. Timelines are drawn on one time axis, and say for whom a rank waits: for the pipeline rank
+that sends what it needs next, for the replicas that share its next micro-batch, or at the end for
+the replica that is last.
 
 Cost: linear in the number of actions.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,51 +88,6 @@ def rows_of(step: Step) -> list[TimelineRow]:
             idle = replica.idle_ns[rank] / whole if whole else 0.0
             rows.append(TimelineRow(name, tuple(spans), tuple(waits), idle))
     return rows
-
-
-def write_trace(path: Path, timelines: Mapping[str, Step]) -> None:
-    """Write timelines in the Trace Event Format, as one JSON object, making the file's folder.
-
-    Each timeline is a process and each row a thread of it. Actions are named as in a program
-    (``2F0``) and carry stage and micro-batch.
-    """
-    events: list[dict[str, Any]] = []
-    for process, (name, step) in enumerate(timelines.items()):
-        events += _events(process, name, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
-
-
-def _events(process: int, name: str, step: Step) -> Iterator[dict[str, Any]]:
-    yield from _named("process", name, process, {"pid": process})
-    for number, row in enumerate(rows_of(step)):
-        place = {"pid": process, "tid": number}
-        yield from _named("thread", row.name, number, place)
-        for action, begin, end in row.spans:
-            arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
-            kind = "forward" if action.kind == FORWARD else "backward"
-            yield _bar(str(action), kind, begin, end, place, arguments)
-        for begin, end, other in row.waits:
-            yield _bar(f"waits for {other}" if other else "waits", "idle", begin, end, place, {})
-        if step[0].synchronisation_ns:
-            end, kind = step[0].total_ns, "communication"
-            yield _bar("gradient synchronisation", kind, step[0].compute_ns, end, place, {})
-
-
-def _named(kind: str, name: str, number: int, place: dict[str, int]) -> list[dict[str, Any]]:
-    """The events that give a process or a thread its name and its order."""
-    return [
-        {"name": f"{kind}_name", "ph": "M", **place, "args": {"name": name}},
-        {"name": f"{kind}_sort_index", "ph": "M", **place, "args": {"sort_index": number}},
-    ]
-
-
-def _bar(
-    name: str, kind: str, begin: int, end: int, place: dict[str, int], arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """A complete event; the format counts in microseconds."""
-    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-    return {"name": name, "cat": kind, "ph": "X", **times, **place, "args": arguments}
 
 
 def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:

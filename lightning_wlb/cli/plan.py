@@ -19,50 +19,39 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged
+from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged, provenance, report_head
 from lightning_wlb.cli.meshes import run_search
 from lightning_wlb.cli.request import (
     BASELINE,
     COMPARED,
+    DEFAULT,
     MESH_STEPS,
     PRECISIONS,
     REFERENCE,
-    SHARDING_NAMES,
     STEPS,
     is_searched,
     requests_of,
 )
-from lightning_wlb.cli.shared_options import (
-    GENERATOR_A,
-    STORE_FILES,
-    add_model,
-    packing_option_names,
-    report_head,
-)
+from lightning_wlb.cli.shared_options import GENERATOR_A, STORE_FILES, add_model
 from lightning_wlb.cost.profile import shipped_profiles
 from lightning_wlb.mesh import AXES
-from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.plan.plan_files import write_plans
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.settings import LongDocuments
 from lightning_wlb.schedule.programs import SCHEDULES
-from lightning_wlb.schedule.simulator import Simulation
-from lightning_wlb.sharding import ADAPTIVE
+from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "packing": ("packing", str),
-    "sharding": ("sharding", str),
     "imbalance_pipeline_aggregate": ("imbalance\npipeline", "{:.3f}".format),
     "imbalance_data_aggregate": ("imbalance\ndata", "{:.3f}".format),
     "imbalance_context_aggregate": ("imbalance\ncontext", "{:.3f}".format),
@@ -156,12 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compile", action="store_true", help="predict runs of modules with compile=True")
     add(
-        "--overlap",
-        choices=("auto", "off"),
-        default="auto",
-        help="off: predict runs of WLBStrategy(overlap='off'), whose products wait for messages",
-    )
-    add(
         "--activation-checkpointing",
         choices=get_args(ActivationCheckpointing),
         help="auto: each plan chooses for each micro-batch, as little as memory allows (default:"
@@ -174,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"one or several of {', '.join(PACKINGS)}, with commas between them (default"
         f" {COMPARED}); {BASELINE} and {REFERENCE} are always compared. With --mesh auto one"
-        f" (default {DataSettings.packing}), compared with {REFERENCE}",
+        f" (default {DEFAULT}), compared with {REFERENCE}",
     )
     add(
         "--cap",
@@ -182,18 +165,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of a micro-batch (default: the packing's own, C or 1.5·C)",
     )
     add(
-        "--packing-option",
-        action="append",
-        default=[],
-        metavar="METHOD.NAME=VALUE",
-        help="an option of a packing that is compared; may be repeated. Options and defaults:"
-        f" {', '.join(packing_option_names())}",
-    )
-    add(
         "--sharding",
+        choices=(ADAPTIVE, *SHARDINGS),
         default=ADAPTIVE,
-        metavar="NAMES",
-        help=f"one or several of {', '.join(SHARDING_NAMES)} (default {ADAPTIVE})",
+        help=f"how a micro-batch lies on context-parallel ranks (default {ADAPTIVE})",
     )
     add(
         "--schedule",
@@ -212,7 +187,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="PNG: a typical step of each row as a timeline, and who waits for whom",
     )
-    add("--trace", type=Path, help="JSON of the same for Perfetto (ui.perfetto.dev)")
     add(
         "--write",
         type=Path,
@@ -237,49 +211,35 @@ def run(arguments: argparse.Namespace) -> None:
         return
     request = requests[0]
     comparison = compare(requests)
+    verdict = judged(comparison)
     console.print(_table(comparison))
     for row in comparison.too_large:
-        filled = (
-            f"{row.packing}, {row.sharding}, which would fill {row.row.peak_bytes / 1e9:.3g} GB"
-        )
+        filled = f"{row.packing}, which would fill {row.row.peak_bytes / 1e9:.3g} GB"
         console.print(f"Does not fit in memory: {filled}.", highlight=False)
-    verdict = judged(comparison)
     for line in verdict.lines:
         console.print(line, highlight=False)
+    head = report_head(request, arguments.lengths, arguments.model, arguments.mesh)
     if arguments.write is not None:
         row = comparison.forecasts[-1]
-        about = report_head(arguments, request.profile, request.lengths)
-        about |= {"packing": row.packing, "sharding": row.sharding}
+        about = head | {"packing": row.packing}
         write_plans(arguments.write, (step.plan for step in row.steps), about)
         told = f"Plans of {len(row.steps)} steps with packing {row.packing}: {arguments.write}"
         console.print(told, soft_wrap=True, highlight=False)
-    if arguments.picture is not None or arguments.trace is not None:
-        from lightning_wlb.cli.pictures import draw_gantt, write_trace
+    if arguments.picture is not None:
+        from lightning_wlb.cli.pictures import draw_gantt
 
-        shown = _typical_steps(comparison)
-        if arguments.picture is not None:
-            title = f"A typical step, simulated: {arguments.model} on {request.mesh}"
-            draw_gantt(arguments.picture, shown, f"{title}\n{request.profile.provenance}")
-            console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
-        if arguments.trace is not None:
-            write_trace(arguments.trace, shown)
-            console.print(f"Trace: {arguments.trace}", soft_wrap=True, highlight=False)
+        tokens = request.data.micro_batches * request.data.context_window
+        typical = [(row, row.typical_step(tokens)) for row in comparison.forecasts]
+        shown = {f"{row.packing}, {step.plan.tokens:,} tokens": step for row, step in typical}
+        draw_gantt(
+            arguments.picture,
+            {name: step.simulations for name, step in shown.items()},
+            f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
+            f"{request.profile.provenance}",
+        )
+        console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
     if arguments.json:
-        report = _report(arguments, comparison, verdict)
-        print(json.dumps(report))
-
-
-def _typical_steps(comparison: Comparison) -> dict[str, Sequence[Simulation]]:
-    """A step of each row, typical of it and of about as many tokens as those of the others."""
-    data = comparison.request.data
-    steps = [
-        (row, row.typical_step(data.micro_batches * data.context_window))
-        for row in comparison.forecasts
-    ]
-    return {
-        f"{row.packing}, {row.sharding}, {step.plan.tokens:,} tokens": step.simulations
-        for row, step in steps
-    }
+        print(json.dumps(head | _figures(comparison, verdict)))
 
 
 def _table(comparison: Comparison) -> Table:
@@ -287,17 +247,15 @@ def _table(comparison: Comparison) -> Table:
     table = Table(
         title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
-        f" ({request.mesh.devices} devices)"
+        f" ({request.mesh.devices} devices), sharding {request.sharding}"
         f"{f', {request.schedule}' if request.mesh.pipeline > 1 else ''}",
         caption=(
-            f"{request.profile.provenance}{_extrapolated(request)}.{_caution(request)}\n"
+            f"{provenance(request)}\n"
             f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
             f" checkpointing: {request.activation_checkpointing}. Imbalance degrees are aggregates,"
             " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
-            f" Speed-up over {rows[0]['packing']}, {rows[0]['sharding']}: per token, and per model"
-            " FLOP (cutting a document saves attention, so packings that cut differently differ"
-            " here)."
-            f"{_hidden(comparison)}"
+            f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a"
+            " document saves attention, so packings that cut differently differ here)."
         ),
         title_justify="left",
         caption_justify="left",
@@ -306,53 +264,23 @@ def _table(comparison: Comparison) -> Table:
     left_out = {*flat, *(name for name in NEEDS_ONE if not any(row[name] for row in rows))}
     shown = {name: column for name, column in COLUMNS.items() if name not in left_out}
     for heading, _ in shown.values():
-        table.add_column(heading, justify="left" if heading in ("packing", "sharding") else "right")
+        table.add_column(heading, justify="left" if heading == "packing" else "right")
     for row in rows:
         table.add_row(*(form(row[name]) for name, (_, form) in shown.items()))
     return table
 
 
-def _hidden(comparison: Comparison) -> str:
-    """How much of tensor-parallel communication is behind products."""
-    shares = [row.hidden for row in comparison.forecasts]
-    if not any(shares):  # no such messages, or a model whose products wait for them
-        return ""
-    least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
-    share = least if least == most else f"{least} to {most}"
-    return f" Of the time of tensor-parallel messages {share} is hidden behind products."
-
-
-def _extrapolated(request: MeshRequest) -> str:
-    """A caution if the profile was measured on layers of other sizes."""
-    measured, asked = request.profile.shape, asdict(request.shape)
-    differs = any(measured[name] != asked[name] for name in measured if name != "layers")
-    return f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
-
-
-def _caution(request: MeshRequest) -> str:
-    """A caution if the model's layers are not like the decoder's that the times were fitted to."""
-    if any(layer.idle_parameters for layer in request.shape.kinds):
-        return " Experts are taken to compute at the rate of dense layers."
-    return ""
-
-
-def _report(
-    arguments: argparse.Namespace, comparison: Comparison, verdict: Verdict
-) -> dict[str, Any]:
+def _figures(comparison: Comparison, verdict: Verdict) -> dict[str, Any]:
+    """What the JSON report says of the packings."""
     request = comparison.request
-    return report_head(arguments, request.profile, request.lengths) | {
-        "mean_length": float(np.mean(request.lengths)),
-        "context_window": arguments.context_window,
-        "micro_batches": request.data.micro_batches,
+    return {
         "schedule": request.schedule,
         "virtual_stages": request.mesh.virtual_stages,
         "activation_checkpointing": request.activation_checkpointing,
         "rows": comparison.rows,
         "verdict": verdict.figures,
         "does_not_fit": [
-            dict(
-                packing=row.packing, sharding=row.sharding, peak_gigabytes=row.row.peak_bytes / 1e9
-            )
+            {"packing": row.packing, "peak_gigabytes": row.row.peak_bytes / 1e9}
             for row in comparison.too_large
         ],
     }

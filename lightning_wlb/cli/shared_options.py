@@ -1,23 +1,21 @@
-"""What the text of a command's options means: models, meshes, packing options, document lengths."""
+"""What the text of a command's options means: models, meshes, document lengths."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import AXES
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
-from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 _YAML = (".yaml", ".yml")
@@ -193,42 +191,6 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def packing_option_names() -> list[str]:
-    """Every option of every packing with its default, as in ``wlb.queues=2``."""
-    return [
-        f"{method}.{option.name}={json.dumps(option.default)}"
-        for method, packer in PACKINGS.items()
-        for option in fields(packer.Options)
-    ]
-
-
-def packing_options(given: Sequence[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options of packings from texts such as ``wlb.queues=3``, by method and name.
-
-    Values are read as JSON, or else as they stand; the packing checks names and values itself.
-
-    Raises:
-        ValueError: a text has another form, or names a method that is not in ``methods``.
-    """
-    options: dict[str, dict[str, Any]] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        method, dot, option = name.partition(".")
-        if not equals or not dot:
-            raise ValueError(
-                f"--packing-option {text!r} is not METHOD.NAME=VALUE, as in wlb.queues=3."
-            )
-        if option == "method":
-            raise ValueError(f"--packing-option {text!r}: --packing names the methods.")
-        if method not in methods:
-            raise ValueError(
-                f"--packing-option {text!r}: {method!r} is not compared; --packing names"
-                f" {', '.join(methods)}."
-            )
-        options.setdefault(method, {})[option] = _json_or_text(value)
-    return options
-
-
 Lengths = npt.NDArray[np.int64]
 
 GENERATOR_A = "generator-a"
@@ -338,20 +300,3 @@ def _lengths_in_file(path: Path) -> Lengths:
             " lengths are integers in one dimension, at least one."
         )
     return values.astype(np.int64)
-
-
-def report_head(
-    arguments: argparse.Namespace, profile: Profile, lengths: Lengths
-) -> dict[str, Any]:
-    """What every JSON report of ``plan`` begins with."""
-    said = ("name", "device", "dtype", "measured", "date")
-    return {
-        "command": "plan",
-        "simulated": True,
-        "profile": {name: getattr(profile, name) for name in said},
-        "lengths": arguments.lengths,
-        "documents": len(lengths),
-        "model": arguments.model,
-        "mesh": arguments.mesh,
-        "seed": arguments.seed,
-    }

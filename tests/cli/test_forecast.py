@@ -50,7 +50,7 @@ def row(packing: str, tokens_per_second: int) -> Forecast:
     figures = {"steps_ns": 10**9, "tokens": tokens_per_second, "flops": 1, "peak_bytes": 1}
     row = MeshRow(Mesh(), "1f1b", "auto", 0.0, steps=1, shares={}, **figures)
     plan = SimpleNamespace(tokens=tokens_per_second, delay=0.0)
-    return Forecast(packing, "adaptive", row, [SimpleNamespace(plan=plan)])
+    return Forecast(packing, row, [SimpleNamespace(plan=plan)])
 
 
 def floor(quotient: float) -> str:

@@ -71,7 +71,7 @@ def test_a_path_or_a_text_that_cannot_be_used_is_named(tmp_path, capsys) -> None
     model = ["--model=tiny", "--mesh=1,1,1,1", "--profile=cpu", "--steps=1"]
     plan = ["plan", *model, "--context-window=64", "--long-documents=split"]
     for arguments, message in (
-        ([*plan, "--lengths=generator-a", f"--trace={tmp_path}"], f"{tmp_path}: Is a directory."),
+        ([*plan, "--lengths=generator-a", f"--picture={tmp_path}"], f"{tmp_path}: Is a directory."),
         ([*plan, f"--lengths={tmp_path / 'empty.npy'}"], "empty.npy is not a list of lengths"),
         (["fit", f"--config={tmp_path / 'latin.yaml'}"], "is no text in UTF-8"),
     ):

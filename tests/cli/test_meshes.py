@@ -141,9 +141,8 @@ def test_a_reference_that_fits_on_no_mesh_is_said(capsys, lengths, monkeypatch):
         ("auto,x,1,1", ("--devices", "4"), "neither auto nor data,pipeline,context,tensor"),
         ("auto,3,1,1", ("--devices", "4"), "together 3, which does not go into 4 devices"),
         ("auto", ("--devices", "4", "--packing", "slim,auto"), "one at a time"),
-        ("auto", ("--devices", "4", "--sharding", "adaptive,ptrr"), "one at a time"),
-        ("auto", ("--devices", "4", "--trace", "t.json"), "--trace shows one mesh"),
-        ("auto", ("--devices", "0"), "--devices=0"),
+        ("auto", ("--devices", "4", "--picture", "t.png"), "--picture shows one mesh"),
+        ("auto", ("--devices", "0"), "devices=0"),
         ("2,2,1,1", ("--devices", "8"), "has 4 devices, not --devices 8"),
     ],
 )

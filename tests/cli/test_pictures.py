@@ -1,11 +1,10 @@
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lightning_wlb.cli.pictures import draw_gantt, rows_of, write_trace
+from lightning_wlb.cli.pictures import draw_gantt, rows_of
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import evaluate
@@ -26,31 +25,17 @@ def predicted():
     )
 
 
-def test_trace(tmp_path):
-    path = tmp_path / "made" / "trace.json"
-    write_trace(path, {"one": [predicted()], "other": [predicted()]})
-    events = json.loads(path.read_text())["traceEvents"]
-    bars = [
-        (e["pid"], e["tid"], e["name"], e["cat"], e["ts"], e["dur"], e["args"])
-        for e in events
-        if e["ph"] == "X" and e["pid"] == 0
+def test_rows_have_actions_and_waits_and_who_ends_them():
+    rows = rows_of([predicted()])
+    spans = [[(str(action), *times) for action, *times in row.spans] for row in rows]
+    assert spans == [
+        [("0F0", 0, 2_500), ("0B0", 9_000, 13_000)],
+        [("1F0", 2_500, 5_000), ("1B0", 5_000, 9_000)],
     ]
-    place = [{"stage": stage, "micro_batch": 0} for stage in (0, 1)]
-    assert bars == [
-        (0, 0, "0F0", "forward", 0.0, 2.5, place[0]),
-        (0, 0, "0B0", "backward", 9.0, 4.0, place[0]),
-        (0, 0, "waits for rank 1", "idle", 2.5, 6.5, {}),
-        (0, 0, "gradient synchronisation", "communication", 13.0, 1.0, {}),
-        (0, 1, "1F0", "forward", 2.5, 2.5, place[1]),
-        (0, 1, "1B0", "backward", 5.0, 4.0, place[1]),
-        (0, 1, "waits for rank 0", "idle", 0.0, 2.5, {}),
-        (0, 1, "waits for rank 0", "idle", 9.0, 4.0, {}),
-        (0, 1, "gradient synchronisation", "communication", 13.0, 1.0, {}),
+    assert [row.waits for row in rows] == [
+        ((2_500, 9_000, "rank 1"),),
+        ((0, 2_500, "rank 0"), (9_000, 13_000, "rank 0")),
     ]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {0: "one", 1: "other"}
-    threads = [(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"]
-    assert threads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_rows_are_of_all_replicas_and_wait_as_long_as_the_table_says():

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from lightning_wlb.cli.main import main
-from lightning_wlb.cli.shared_options import packing_option_names
 from lightning_wlb.cost.profile import Profile
 
 SMALL = [
@@ -84,25 +83,18 @@ def test_the_default_packing_is_compared_with_the_baseline_and_the_papers(capsys
     assert rows[3]["speedup_per_flop"] > 1
 
 
-def test_every_sharding_and_packing_is_a_row_and_the_baseline_is_first(capsys, tmp_path):
-    picture, trace = tmp_path / "deep" / "p.png", tmp_path / "t.json"
-    code, out, _ = answer(
-        capsys, "--packing", "wlb", "--sharding", "per_sequence,per_document",
-        "--picture", str(picture), "--trace", str(trace), "--json",
-    )  # fmt: skip
-    assert code == 0
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert [(row["packing"], row["sharding"]) for row in rows] == [
-        ("original", "per_sequence"),
-        ("best_fit", "per_sequence"),
-        ("wlb", "per_sequence"),
-        ("wlb", "per_document"),
-    ]
+def test_the_baseline_is_first_and_a_picture_is_drawn(capsys, tmp_path):
+    picture, rows = tmp_path / "deep" / "p.png", {}
+    for sharding in ("per_sequence", "per_document"):
+        report = report_of(
+            capsys, "--packing", "wlb", "--sharding", sharding, "--picture", str(picture)
+        )
+        assert report["sharding"] == sharding
+        assert [row["packing"] for row in report["rows"]] == ["original", "best_fit", "wlb"]
+        rows[sharding] = report["rows"]
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} > set()
-    assert rows[2]["imbalance_context_aggregate"] > rows[3]["imbalance_context_aggregate"]
-    assert rows[0]["imbalance_data_aggregate"] >= 1
+    degrees = [each[2]["imbalance_context_aggregate"] for each in rows.values()]
+    assert degrees[0] > degrees[1]
 
 
 def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +135,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         steps[name] = report["rows"][0]["step_ms_mean"]
         assert report["virtual_stages"] == (2 if name == "interleaved" else 1)
         share = 1.0 if name == "full" else 0.0
-        assert report["rows"][0]["recomputed_full"] == report["rows"][0]["recomputed"] == share
+        assert report["rows"][0]["recomputed"] == share
     assert steps["full"] > steps["1f1b"]
     assert steps["interleaved"] != steps["1f1b"]
 
@@ -163,10 +155,9 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "7b,layers=many"], "'layers=many' is not a size"),
         (["--model", "7b,dime=64"], "no field 'dime'"),
         (["--packing", "best"], "--packing 'best' is not known; choose from"),
-        (["--sharding", "none"], "--sharding 'none' is not known; choose from"),
         (["--steps", "0"], "--steps=0, but it must be at least 1"),
         (["--context-window", "0"], "context_window=0"),
-        (["--micro-batches", "0"], "--micro-batches=0, but it must be at least 1"),
+        (["--micro-batches", "0"], "micro_batches=0, but it must be at least 1"),
         (["--cap", "100"], "cap=100 is below context_window"),
         (["--virtual-stages", "2"], "one stage per rank"),
         (["--schedule", "interleaved", "--virtual-stages", "9"], "split into 18 "),
@@ -208,25 +199,7 @@ def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, mode
     assert re.search(r"With \d+ devices there is one\.", err)
 
 
-# Rows that are gathered again are not held, so that more would fit.
-TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "110000", "--steps", "5"]
-TIGHT += ["--overlap", "off"]
-
-
-def test_messages_behind_products_are_shown_and_hold_less(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    reports = []
-    for overlap in ("off", "auto"):
-        code, out, _ = answer(capsys, *TIGHT, "--overlap", overlap, "--json")
-        assert code == 0
-        shown = " is hidden behind products" in " ".join(out.split())
-        assert shown == (overlap == "auto")
-        reports.append(json.loads(out.splitlines()[-1])["rows"])
-    for off, auto in zip(*reports, strict=True):
-        assert off["hidden_messages"] == 0 < auto["hidden_messages"] < 1
-        assert auto["peak_gigabytes"] < off["peak_gigabytes"]
-    assert "hidden behind" not in answer(capsys)[1], "nobody sends any"
+TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "150000", "--steps", "5"]
 
 
 def test_a_row_that_does_not_fit_is_named_beside_those_that_do(capsys):
@@ -254,4 +227,4 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.value.code == 0
     out = capsys.readouterr().out
     words = ("generator-a", "h100", "adaptive", "wlb", "--picture", "interleaved", "70b")
-    assert all(word in out for word in (*words, *packing_option_names()))
+    assert all(word in out for word in words)

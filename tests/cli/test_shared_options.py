@@ -1,4 +1,4 @@
-"""Text of the command line: models, meshes, names, and options of packings."""
+"""Text of the command line: models, and lengths of documents."""
 
 import json
 import sys
@@ -6,27 +6,18 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_wlb.cli.main import main
 from lightning_wlb.cli.shared_options import (
     STORE_FILES,
     given_model,
     load_lengths,
     model_config,
-    packing_option_names,
-    packing_options,
 )
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing import PackingChoice
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
-
-SMALL = [
-    "plan", "--lengths", "generator-a", "--model", "tiny", "--mesh", "1,2,1,1", "--profile", "cpu",
-    "--context-window", "1024", "--steps", "8", "--packing", "wlb",
-]  # fmt: skip
 
 
 def test_a_model_by_preset_by_sizes_and_by_both() -> None:
@@ -118,55 +109,6 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"pip install 'lightning-wlb\[hf\]'"):
         given_model(str(tmp_path))
-
-
-def test_options_of_packings_are_json_or_text_by_method() -> None:
-    given = ["wlb.queues=3", "wlb.a=[512, 768]", "slim.b=text", "wlb.max_age=4"]
-    assert packing_options(given, ["wlb", "slim"]) == {
-        "wlb": {"queues": 3, "a": [512, 768], "max_age": 4},
-        "slim": {"b": "text"},
-    }
-    assert packing_options([], ["wlb"]) == {}
-    # A value may have an equals sign, and the last one given counts.
-    assert packing_options(["slim.a=b=c", "slim.a=1", "slim.a=x=1"], ["slim"]) == {
-        "slim": {"a": "x=1"}
-    }
-
-
-def test_every_option_that_help_names_is_one_with_that_default() -> None:
-    names = packing_option_names()
-    assert "wlb.queues=2" in names
-    methods = [name.partition(".")[0] for name in names]
-    for method, options in packing_options(names, methods).items():
-        assert PackingChoice.of({"method": method, **options}) == PackingChoice.of(method)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("queues=3", "'queues=3' is not METHOD.NAME=VALUE, as in wlb.queues=3"),
-        ("wlb.queues", "'wlb.queues' is not METHOD.NAME=VALUE"),
-        ("slim.micro_packs=8", "'slim' is not compared; --packing names wlb"),
-        ("wlb.method=auto", "'wlb.method=auto': --packing names the methods"),
-        ("wlb.queue=3", "packing 'wlb' has no option 'queue'. It takes queues, max_age"),
-        ("wlb.queues=many", "queues='many' is of type str. Give a whole number"),
-        ("wlb.queues=-1", "queues=-1, but it must be at least 0"),
-    ],
-)
-def test_a_wrong_option_is_answered(capsys, given, message):
-    assert main([*SMALL, "--packing-option", given]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-
-
-def test_an_option_reaches_its_packing(capsys: pytest.CaptureFixture[str]) -> None:
-    delays = {}
-    for queues in (0, 2):
-        assert main([*SMALL, "--packing-option", f"wlb.queues={queues}", "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-        delays[queues] = rows[2]["delay_mean"]
-    assert delays[0] < delays[2]
 
 
 SETTINGS = {"context_window": 4096, "micro_batches": 2, "steps": 3, "seed": 1}
