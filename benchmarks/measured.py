@@ -8,6 +8,7 @@ lasts until the device has done it.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -204,7 +205,8 @@ def _replayed(
     for rank, of_rank in enumerate(timings):
         replica = mesh.coordinate(rank).data
         for text, seconds in of_rank:
-            key = replica, Action.parse(text)
+            stage, kind, micro_batch = re.split("([FB])", text)
+            key = replica, Action(int(stage), kind, int(micro_batch))  # type: ignore[arg-type]
             measured[key] = max(measured.get(key, 0), round(seconds * 1e9))
     programs = [
         [

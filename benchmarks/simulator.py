@@ -155,10 +155,10 @@ def judge_memory(
         stages = tuple(range(*part) for part in of_ranks[0].stages)
         predictor = Predictor(LatencyModel(profile, CONFIG.shape, mesh), stages)
         (simulation,) = predictor.simulate(plan.replicas).simulations
-        for rank, memory, peak in zip(
-            of_ranks, simulation.memory, simulation.peak_bytes, strict=True
+        for rank, constant, peak in zip(
+            of_ranks, simulation.constant_bytes, simulation.peak_bytes, strict=True
         ):
-            judged.append({"predicted": peak - memory[0][1], "counted": max(rank.held)})
+            judged.append({"predicted": peak - constant, "counted": max(rank.held)})
     return judged
 
 

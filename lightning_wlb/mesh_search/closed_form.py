@@ -39,7 +39,6 @@ from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.planner import arrivals_of
 from lightning_wlb.prediction.micro_batch import MicroBatchCost, exchange_ns, times_by_mode
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding.integer_ranges import Integers
 
 MULTIPLES = (1, 2, 4, 8)
@@ -114,14 +113,12 @@ class ClosedForm:
     def _counts(self, mesh: Mesh) -> Iterator[int]:
         """The numbers of micro-batches of a replica that are tried."""
         least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
-        for multiple in MULTIPLES if self._slices(mesh) else MULTIPLES[:1]:
+        for multiple in MULTIPLES if self._slices else MULTIPLES[:1]:
             yield multiple * least
 
-    def _slices(self, mesh: Mesh) -> bool:
-        return (
-            self.request.data.packing_choice.method in SLICING
-            and SCHEDULES[self.request.schedule_of(mesh)].slices
-        )
+    @property
+    def _slices(self) -> bool:
+        return self.request.data.packing_choice.method in SLICING
 
     def _rows(self, mesh: Mesh, count: int) -> int:
         rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
@@ -138,7 +135,7 @@ class ClosedForm:
         )
 
     def _step_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
-        mesh, slices = predictor.latency.mesh, self._slices(predictor.latency.mesh)
+        mesh, slices = predictor.latency.mesh, self._slices
         stages = self._even_ns(predictor, rows, count, mode)
         busy, filling = count * _busiest(stages, mesh), _filling(stages, mesh)
         if not (slices and mesh.virtual_stages == 1):

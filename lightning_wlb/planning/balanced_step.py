@@ -182,77 +182,46 @@ def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list
 def _packed(
     items: Items, home: Integers, ranks: int, cap: int | None, least: int
 ) -> list[list[list[int]]]:
-    """The items of each rank in as few micro-batches as hold them under the cap."""
+    """The items of each rank in micro-batches under the cap, as few as the fullest rank needs."""
     room = np.iinfo(np.int64).max // 4 if cap is None else cap
-    order = np.lexsort((-items.works, home))
     sizes = np.bincount(home, minlength=ranks)
+    order = np.lexsort((-items.works, home))
     begins = np.cumsum(sizes) - sizes
     totals = np.zeros(ranks, np.int64)
     np.add.at(totals, home, items.tokens)
-    counts = np.maximum(-(-totals // room), least)
-    bins = np.zeros(len(home), np.int64)
-    every = np.arange(ranks)
+    # Those with the most items first, so that the ranks with a j-th item are a prefix.
+    rows = np.argsort(-sizes, kind="stable")
 
-    def fill(rows: Integers) -> Integers:
-        """Pack some ranks, and return those whose items did not all fit."""
-        # Those with the most items first, so that the ranks with a j-th item are a prefix.
-        rows = rows[np.argsort(-sizes[rows], kind="stable")]
-        most = int(counts[rows].max(initial=1))
-        closed = np.arange(most) >= counts[rows][:, None]
-        loads = np.where(closed, np.iinfo(np.int64).max // 2, 0)
-        used = np.where(closed, room, 0)
-        failed = np.zeros(len(rows), bool)
-        active = len(rows)
-        for at in range(int(sizes[rows].max(initial=0))):
+    def filled(count: int) -> Integers | None:
+        """The micro-batch of each item on its rank; None where ``count`` of them are too few."""
+        bins = np.zeros(len(home), np.int64)
+        loads, used = np.zeros((2, ranks, count), np.int64)
+        active = ranks
+        for at in range(int(sizes.max())):
             while sizes[rows[active - 1]] <= at:
                 active -= 1
-            item, each = order[begins[rows[:active]] + at], every[:active]
+            item, each = order[begins[rows[:active]] + at], np.arange(active)
             tokens = items.tokens[item]
             chosen = loads[:active].argmin(axis=1)
             full = used[each, chosen] + tokens > room
             if full.any():
                 chosen = np.where(full, used[:active].argmin(axis=1), chosen)
-                failed[:active] |= used[each, chosen] + tokens > room
+                if (used[each, chosen] + tokens > room).any():
+                    return None
             bins[item] = chosen
             loads[each, chosen] += items.works[item]
             used[each, chosen] += tokens
-        return rows[failed]
+        return bins
 
-    left = fill(every)
-    while len(left):
-        counts[left] += 1
-        left = fill(left)
-    if int(counts.min()) < int(counts.max()):
-        packed, fewer = bins.copy(), np.flatnonzero(counts < counts.max())
-        least_counts = counts.copy()
-        counts[:] = counts.max()
-        # Rarely items that fit fewer micro-batches do not fit more: these ranks stay as they were.
-        for rank in fill(fewer):
-            own = order[begins[rank] : begins[rank] + sizes[rank]]
-            bins[own] = packed[own]
-            _opened(bins, own, items.works, int(least_counts[rank]), int(counts[rank]))
-    base = np.cumsum(counts) - counts
-    members = _grouped(base[home] + bins, int(counts.sum()))
-    works = items.works.tolist()
-    dealt = []
-    for start, count in zip(base.tolist(), counts.tolist(), strict=True):
-        own_bins = members[start : start + count]
-        dealt.append(sorted(own_bins, key=lambda own: -sum(works[item] for item in own)))
-    return dealt
-
-
-def _opened(bins: Integers, own: Integers, works: Integers, count: int, wanted: int) -> None:
-    """Divide the heaviest micro-batches of a rank that can be divided, until there are enough."""
-    while count < wanted:
-        loads = [
-            int(works[inside].sum()) if len(inside) > 1 else 0
-            for inside in (own[bins[own] == each] for each in range(count))
-        ]
-        if max(loads, default=0) == 0:
-            return
-        inside = own[bins[own] == int(np.argmax(loads))]
-        bins[inside[1::2]] = count
+    count = max(-(-int(totals.max()) // room), least)
+    while (bins := filled(count)) is None:
         count += 1
+    members = _grouped(home * count + bins, ranks * count)
+    works = items.works.tolist()
+    return [
+        sorted(own, key=lambda pack: -sum(works[item] for item in pack))
+        for own in (members[at : at + count] for at in range(0, ranks * count, count))
+    ]
 
 
 def _grouped(home: Integers, groups: int) -> list[list[int]]:

@@ -3,8 +3,7 @@
 One candidate is whole pieces in as few micro-batches as they need. For each number M of
 micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), the others are
 whole pieces in M micro-batches, slices in M equal MicroPacks, slices in tapered ones, and long
-pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`). Where the schedule runs
-no slices (GPipe), there are candidates of whole pieces only.
+pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
 
 Trying all would be slow. But with growing M the step first gets shorter, as the pipeline fills
 faster, and then longer, as every action costs something of its own. So the search begins at six
@@ -92,7 +91,7 @@ class MicroBatchSearch:
         nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
         work: work of a piece or slice, forward and backward together.
-        place: where the pieces run, and whether they may be sliced.
+        place: where the pieces run.
         scorer: scores plans, which are compared by it.
     """
 
@@ -133,9 +132,6 @@ class MicroBatchSearch:
             return self._best_on_one_stage(fewest) if known else fewest
         begin = START if begin is None else begin
         filled = [FILLED] if known else []
-        if not self.place.slices:
-            walked = Candidate("whole", HALVES[self._walk("whole", begin)])
-            return min((fewest, *filled, walked), key=self.score)
         # Virtual stages drain so fast that tapering gains them nothing.
         kind: Kind = "tapered" if mesh.virtual_stages == 1 else "equal"
         at = self._walk(kind, begin)
@@ -169,8 +165,7 @@ class MicroBatchSearch:
         if self.score(best).excess > 0 or most > self.scorer.longest[0]:
             # More micro-batches may need less recomputation.
             self._walk("whole", START)
-            if self.place.slices:
-                self._walk("apart", START)
+            self._walk("apart", START)
         excess, time = min(self._scores.values())
         near = Score(excess, time * NEAR_PER_MILLE // 1000)
         good = [tried for tried, score in self._scores.items() if score <= near]
@@ -208,8 +203,7 @@ class MicroBatchSearch:
             return [list(map(whole_slice, pieces)) for pieces in filled] if fits else []
         if candidate.kind == "whole":
             # Where slices gain nothing or cannot be, more bins are tried until all pieces fit.
-            sliced = self.place.slices and self.place.mesh.pipeline > 1
-            most = least + 1 if sliced else len(self.pieces)
+            most = least + 1 if self.place.mesh.pipeline > 1 else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)
                 if not left:

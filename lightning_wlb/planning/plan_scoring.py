@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning_wlb.cost.flops import Work, causal_pairs
 from lightning_wlb.mesh import Mesh
@@ -59,29 +59,6 @@ class PlanScore(NamedTuple):
     peak: int
 
 
-class PlanScorer(Protocol):
-    """Predicts the step of some replicas, and says how much a rank may hold."""
-
-    @property
-    def limit(self) -> int:
-        """Most that a rank may hold."""
-
-    @property
-    def longest(self) -> Sequence[int]:
-        """Tokens of the longest micro-batch that fits on a replica without others, in each mode of
-        recomputation, least first. Empty where no device is known.
-        """
-
-    def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
-        """The step of all replicas, or of some that share no micro-batch with others."""
-
-    def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """When each replica of a step has run all its actions; empty where no device is known."""
-
-    def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The same replicas with the least recomputation that fits, as far as the scorer knows."""
-
-
 class Placement(NamedTuple):
     """Where the pieces of a step are to run, and how plans are compared.
 
@@ -89,13 +66,11 @@ class Placement(NamedTuple):
         mesh: the ranks that the step runs on.
         sharding: the sharding that the user asked for; see :func:`.replica_plan`.
         scorer: compares the plans of methods that try several; None: by exact work.
-        slices: whether the pipeline's schedule runs slices of pieces.
     """
 
     mesh: Mesh
     sharding: str
     scorer: PlanScorer | None = None
-    slices: bool = True
 
 
 @dataclass(frozen=True)
@@ -265,7 +240,9 @@ class ProfileScorer:
 
     @cached_property
     def longest(self) -> Sequence[int]:
-        """See :attr:`PlanScorer.longest`; modes are left out in which not even the state fits."""
+        """Tokens of the longest micro-batch that fits on a replica without others, in each mode of
+        recomputation, least first; modes are left out in which not even the state fits.
+        """
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
@@ -330,6 +307,10 @@ class ProfileScorer:
     @cached_property
     def _totals_of(self) -> dict[object, ReplicaTotals]:
         return {}
+
+
+PlanScorer = WorkScorer | ProfileScorer
+"""Predicts the step of some replicas, and says how much a rank may hold (``limit``)."""
 
 
 def _key(replica: ReplicaPlan, estimated: bool) -> object:

@@ -67,8 +67,7 @@ class Planner:
             ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each the one of least
             predicted attention latency.
         schedule: the order of a pipeline's actions, a name in
-            ``lightning_wlb.schedule.programs.SCHEDULES``. With one that runs no slices (GPipe)
-            ``auto`` keeps every piece whole.
+            ``lightning_wlb.schedule.programs.SCHEDULES``.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
@@ -108,13 +107,13 @@ class Planner:
         self._mesh = mesh
         self._work = work
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
-        slices = SCHEDULES[choice("schedule", schedule, SCHEDULES)].slices
+        choice("schedule", schedule, SCHEDULES)
         self._kernel_cost = kernel_cost
         choice(
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, self._sharding, scorer, slices)
+        self._place = Placement(mesh, self._sharding, scorer)
         if step_chooser is not None and scorer is None:
             raise ValueError("a step chooser needs a device profile to choose by: give scorer.")
         self._step_chooser = step_chooser

@@ -16,17 +16,14 @@ predicted.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 FORWARD: Literal["F"] = "F"
 BACKWARD: Literal["B"] = "B"
 
 Kind = Literal["F", "B"]
-
-_PATTERN = re.compile(r"(\d+)([FB])(\d+)")
 
 
 class Action(NamedTuple):
@@ -38,21 +35,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
-
-    @staticmethod
-    def parse(text: str) -> Action:
-        """Read what ``str()`` wrote.
-
-        Raises:
-            ValueError: the text is not an action.
-        """
-        match = _PATTERN.fullmatch(text)
-        if match is None:
-            raise ValueError(
-                f"{text!r} is not an action; write a stage, F or B, and a micro-batch: '2F0'."
-            )
-        stage, kind, micro_batch = match.groups()
-        return Action(int(stage), cast(Kind, kind), int(micro_batch))
 
 
 class Channel(NamedTuple):

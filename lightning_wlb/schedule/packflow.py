@@ -15,8 +15,6 @@ The schedules of the field are cases of it:
 * n_j = j + 1, which holds where pieces are whole, is **1F1B** (PipeDream-flush, Megatron-LM): at
   most P - p micro-batches are open on stage p, and with equal ones of forward time f and backward
   time b a step takes (P - 1 + M)·(f + b);
-* n_j = M is **GPipe** (Huang et al., 2019): every forward, then every backward. It takes as long
-  as 1F1B, with all M open at once;
 * with V virtual stages per rank it is **interleaved 1F1B** (Megatron-LM). A micro-batch goes
   through the ring of ranks V times, and micro-batches do so in rounds (:func:`rounds_of`). n_j then
   counts the stage passes of a rank. Every rank alternates from its first backward on, after a

@@ -24,26 +24,16 @@ class Schedule(NamedTuple):
     Attributes:
         program: makes the program of one rank, like
             :func:`~lightning_wlb.schedule.packflow.packflow`.
-        slices: whether it runs slices of pieces, whose backward has an order of its own.
         virtual_stages: whether a rank may have several stages.
     """
 
     program: Callable[[int, int, Sequence[int], Sequence[int], int], list[Action]]
-    slices: bool
     virtual_stages: bool
 
 
-def gpipe(
-    rank: int, ranks: int, backward: Sequence[int], needs: Sequence[int], virtual_stages: int
-) -> list[Action]:
-    """GPipe: :func:`.packflow` with every forward before the first backward."""
-    return packflow(rank, ranks, backward, [len(needs)] * len(needs), virtual_stages)
-
-
 SCHEDULES: dict[str, Schedule] = {
-    "1f1b": Schedule(packflow, slices=True, virtual_stages=False),
-    "gpipe": Schedule(gpipe, slices=False, virtual_stages=False),
-    "interleaved": Schedule(packflow, slices=True, virtual_stages=True),
+    "1f1b": Schedule(packflow, virtual_stages=False),
+    "interleaved": Schedule(packflow, virtual_stages=True),
 }
 """Schedules by name."""
 
@@ -106,8 +96,7 @@ def program_of(
         number: which replica the rank belongs to.
 
     Raises:
-        ValueError: for sliced pieces with a schedule that does not run them, or shared
-            micro-batches with virtual stages; and as :func:`check_stages`.
+        ValueError: for shared micro-batches with virtual stages; and as :func:`check_stages`.
     """
     check_stages(schedule, virtual_stages)
     replica = replicas[number]
@@ -118,14 +107,6 @@ def program_of(
             f" pipeline rank, not {virtual_stages}: replicas with unlike numbers of micro-batches"
             " would meet in different orders. Use schedule='1f1b', or a packing that does not"
             " merge replicas."
-        )
-    if not SCHEDULES[schedule].slices and any(
-        part.context for each in (replicas if merged else [replica]) for part in each.slices
-    ):
-        raise ValueError(
-            f"the plan slices pieces over micro-batches, which schedule={schedule!r} does not run:"
-            " their backward has another order. Use schedule='1f1b' or 'interleaved', or a packing"
-            " that keeps pieces whole."
         )
     order = backward_orders(replicas)[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)

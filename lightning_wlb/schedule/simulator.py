@@ -101,19 +101,6 @@ class Simulation:
         every = zip(self.constant_bytes, self.held_bytes, strict=True)
         return tuple(max([constant, *held]) for constant, held in every)
 
-    @cached_property
-    def memory(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each rank its changes: (time in ns, bytes held from then on), from time 0 on."""
-        result = []
-        for spans, changes, held in zip(self.spans, self.changes, self.constant_bytes, strict=True):
-            account = [(0, held)]
-            for (action, begin, end), change in zip(spans, changes, strict=True):
-                held += change if action.kind == FORWARD else -change
-                if change:
-                    account.append((begin if action.kind == FORWARD else end, held))
-            result.append(tuple(account))
-        return tuple(result)
-
 
 def simulate_replicas(
     programs: Sequence[Programs],

@@ -67,7 +67,7 @@ class WLBStrategy(ParallelStrategy):
         pipeline_parallel_size: stages that the layers are split into, by cost.
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
-        schedule: order of the pipeline's actions: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
+        schedule: order of the pipeline's actions: ``"1f1b"`` or ``"interleaved"``.
             ``"auto"`` is chosen with the mesh; where that leaves no choice it is ``"1f1b"``, or
             ``"interleaved"`` with several stages per rank.
         virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; where that

@@ -30,7 +30,7 @@ def test_a_step_that_runs_out_of_memory_names_its_pipeline() -> None:
     strategy = (Scheme(0, (4,), context=2), Scheme(2, (2, 2)))
     plan = replace(plan_of([[[900]], [[6000], [2000]]]), schemes=strategy)
     batch, unused = StepBatch(plan, 1, plan.replicas, [], {}, 0, False), SimpleNamespace()
-    assert note(Action.parse("1F1"), batch, unused, unused) == (
+    assert note(Action(1, "F", 1), batch, unused, unused) == (
         "WLBStrategy: out of memory in step 0, which left the mesh, in the pipeline on ranks"
         " [2, 4): context 1 × tensor 1, layers 2+2, action 1F1: micro-batch 1 of 2000 tokens,"
         " 2000 rows on this rank, 2[0:2000). Give WLBStrategy(dynamic=...) without these pipelines,"

@@ -30,7 +30,7 @@ def test_a_state_that_does_not_fit_is_no_step() -> None:
     estimate = ClosedForm(small).estimate(Mesh(4))
     assert estimate.step_ns == 0
     assert estimate.state_bytes > small.usable_bytes
-    state = evaluate(EVEN, Mesh(4)).steps[0].simulations[0].memory[0][0][1]
+    state = evaluate(EVEN, Mesh(4)).steps[0].simulations[0].constant_bytes[0]
     assert 0 <= state - estimate.state_bytes < 2**20  # the simulation's has the inputs
 
 

@@ -74,4 +74,4 @@ def test_several_stages_run_interleaved_unless_a_schedule_is_given() -> None:
     two = Mesh(1, 2, 2, 1, virtual_stages=2)
     assert request().schedule_of(two) == request().predictor(two).schedule == "interleaved"
     assert request().schedule_of(Mesh(1, 4)) == "1f1b"
-    assert request(schedule="gpipe").schedule_of(Mesh(1, 4)) == "gpipe"
+    assert request(schedule="interleaved").schedule_of(Mesh(1, 4)) == "interleaved"

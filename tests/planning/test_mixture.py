@@ -170,7 +170,6 @@ def test_plans_resume_from_any_step_on_any_mesh(data, stores, here, there) -> No
     settings = DataSettings(20, 3, packing=method)
 
     def planner(on: dict) -> Planner:
-        on = {**on, "schedule": "1f1b"}
         return Planner(lengths, settings, work, **on, mixture=shares_of(stores))
 
     whole, other = planner(here), planner(there)

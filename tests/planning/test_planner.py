@@ -68,7 +68,6 @@ meshes = st.fixed_dictionaries(
             tensor=st.sampled_from([1, 2]),
         ),
         "sharding": st.sampled_from(["per_sequence", "per_document", "per_document_contiguous"]),
-        "schedule": st.sampled_from(["1f1b", "gpipe"]),
     }
 )
 store_lengths = st.lists(st.integers(1, 120), min_size=1, max_size=30)

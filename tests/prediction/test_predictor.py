@@ -208,12 +208,11 @@ def test_figures_of_a_step() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_peak_counts_the_open_micro_batches_of_the_schedule(schedule: str) -> None:
-    model = predictor(Mesh(pipeline=2), schedule=schedule)
+def test_the_peak_counts_the_open_micro_batches_of_the_schedule() -> None:
+    model = predictor(Mesh(pipeline=2))
     prediction = model.predict(plan_of([[[2048]] * 6]))
     most = 0
-    for rank, opened in enumerate((2, 1) if schedule == "1f1b" else (6, 6)):
+    for rank, opened in enumerate((2, 1)):
         parts, memory = model.memory.parts[rank], model.memory.model
         most = max(
             most,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from lightning_wlb.plan import ReplicaPlan
@@ -17,7 +18,8 @@ def format_program(program: Iterable[Action]) -> str:
 
 def parse_program(text: str) -> list[Action]:
     """Read what :func:`format_program` wrote."""
-    return [Action.parse(word) for word in text.split()]
+    words = re.findall(r"(\d+)([FB])(\d+)", text)
+    return [Action(int(stage), kind, int(micro_batch)) for stage, kind, micro_batch in words]
 
 
 def programs_of(ranks: int, orders: Iterable[tuple[list[int], list[int]]]) -> list[list]:

@@ -11,11 +11,8 @@ from tests.schedule.support import format_program, parse_program
 from tests.schedule.textbook import one_f_one_b
 
 
-def test_an_action_prints_and_parses():
+def test_an_action_prints():
     assert str(Action(2, "F", 10)) == "2F10"
-    assert Action.parse("12B3") == Action(12, "B", 3)
-    with pytest.raises(ValueError, match="'2X0' is not an action"):
-        Action.parse("2X0")
 
 
 def test_1f1b_of_the_textbook():

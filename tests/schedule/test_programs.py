@@ -6,13 +6,6 @@ from tests.schedule.proof import check_replicas, check_schedule
 from tests.schedule.support import format_program, meetings_of, sharers_of
 
 
-def test_gpipe_is_all_forwards_then_all_backwards():
-    assert [format_program(program) for program in make_programs("gpipe", 2, 3)] == [
-        "0F0 0F1 0F2 0B0 0B1 0B2",
-        "1F0 1F1 1F2 1B0 1B1 1B2",
-    ]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks):
@@ -24,14 +17,13 @@ def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks):
 
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="'zero-bubble': choose one of 1f1b, gpipe, interleaved"):
+    with pytest.raises(ValueError, match="'zero-bubble': choose one of 1f1b, interleaved"):
         make_programs("zero-bubble", 2, 4)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_schedules_of_whole_stages_refuse_several_per_rank(schedule):
-    with pytest.raises(ValueError, match=f"'{schedule}' runs one stage per rank, not 2"):
-        make_programs(schedule, 2, 4, virtual_stages=2)
+def test_1f1b_refuses_several_stages_per_rank():
+    with pytest.raises(ValueError, match="'1f1b' runs one stage per rank, not 2"):
+        make_programs("1f1b", 2, 4, virtual_stages=2)
 
 
 def replica_of(*chains, shared=(0,), number=0):
@@ -48,7 +40,7 @@ def replica_of(*chains, shared=(0,), number=0):
 
 @pytest.mark.parametrize(
     ("schedule", "virtual_stages"),
-    [("1f1b", 1), ("gpipe", 1), ("interleaved", 1), ("interleaved", 2)],
+    [("1f1b", 1), ("interleaved", 1), ("interleaved", 2)],
 )
 def test_whole_pieces_run_the_schedule(schedule, virtual_stages):
     replicas = [replica_of(1, 1, 1)]
@@ -59,8 +51,6 @@ def test_whole_pieces_run_the_schedule(schedule, virtual_stages):
 def test_slices_run_packflow():
     program = program_of("1f1b", 0, 1, 1, [replica_of(2, 1)], 0)
     assert format_program(program) == "0F0 0F1 0B1 0B0 0F2 0B2"
-    with pytest.raises(ValueError, match="schedule='gpipe' does not run"):
-        program_of("gpipe", 0, 1, 1, [replica_of(2, 1)], 0)
 
 
 def test_a_replica_without_slices_follows_those_that_it_meets():

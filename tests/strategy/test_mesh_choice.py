@@ -213,7 +213,6 @@ def test_a_model_without_a_plan_for_tensor_parallelism_gets_none() -> None:
         (("auto", 1), ("1f1b", 1)),
         (("auto", 3), ("interleaved", 3)),
         (("interleaved", None), ("interleaved", 2)),
-        (("gpipe", None), ("gpipe", 1)),
     ],
 )
 def test_what_a_schedule_comes_to_where_nothing_is_chosen(asked, usual) -> None:

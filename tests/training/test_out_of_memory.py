@@ -50,7 +50,7 @@ def told(
 
 def test_a_note_says_what_ran_and_what_takes_less() -> None:
     model = MemoryModel(SHAPE, MESH)
-    text, batch = told(model, 0, Action.parse("0B0"), "auto")
+    text, batch = told(model, 0, Action(0, "B", 0), "auto")
     forward = batch.own_plan.forward
     rows = max(each.rows for each in forward)
     assert "\n" not in text

@@ -42,7 +42,6 @@ from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.step_chooser import PlannedStep, check_packing
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, choose
 
 UTILISED = 4096
@@ -97,8 +96,7 @@ class PipelineKind:
     @cached_property
     def place(self) -> Placement:
         """Where the packing arranges the pieces: a mesh of these pipelines alone."""
-        slices = SCHEDULES[self.predictor.schedule].slices
-        return Placement(self.scheme.mesh(self.count), self.sharding, self.scorer, slices)
+        return Placement(self.scheme.mesh(self.count), self.sharding, self.scorer)
 
     @cached_property
     def longest(self) -> int:
@@ -107,8 +105,7 @@ class PipelineKind:
 
     def longest_shared(self, packer: Packer | type[Packer]) -> int:
         """Tokens of the longest piece that the pipelines hold, together if the packing shares."""
-        shares = packer.compares_plans and self.place.slices
-        return self.longest << (self.count.bit_length() - 1 if shares else 0)
+        return self.longest << (self.count.bit_length() - 1 if packer.compares_plans else 0)
 
     def costs(self, tokens: Sequence[int]) -> list[int]:
         """Forward and backward of pieces of these lengths on the slowest stage, in ns.

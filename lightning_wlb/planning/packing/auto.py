@@ -25,7 +25,7 @@ No pieces wait for later steps, since slices fill the pipeline without that. On 
 stage there is no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows.
 Where on one stage memory is known and the user gave no cap, micro-batches may be as long as memory
 allows, several numbers of them are tried, and pieces that no replica can hold without recomputation
-may also be shared. Where the schedule runs no slices (GPipe), pieces stay whole and none is shared.
+may also be shared.
 
 Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
 one that searches again; for each dealing with shared pieces as many, and one to four of the step;
@@ -102,8 +102,8 @@ class AutoPacker(Packer):
         (pieces,) = micro_batches
         work, mesh = self.rules.work, place.mesh
         first = _Dealing(pieces, mesh.data, work.total, sharers=most_sharers(work, mesh))
-        # A schedule with virtual stages or without slices cannot run shared pieces.
-        if place.mesh.virtual_stages > 1 or not place.slices:
+        # Virtual stages cannot run shared pieces.
+        if mesh.virtual_stages > 1:
             return self._evened(self._made(first, place, scorer), place, scorer).plans
         first = replace(first, most_tokens=max(scorer.longest, default=sys.maxsize))
         begun = self._refined(self._made(first, place, scorer), place, scorer)

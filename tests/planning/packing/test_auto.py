@@ -1,8 +1,6 @@
 from bisect import bisect_left
 from dataclasses import replace
 
-import pytest
-
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
@@ -88,36 +86,13 @@ def test_a_piece_above_the_capacity_is_shared_where_that_is_faster():
         assert longest(auto, 2) < 1.6 * mean
 
 
-def test_a_schedule_without_slices_gets_whole_pieces_of_its_own():
-    """The same pieces as with slices, and more micro-batches than they need: there is a bubble."""
-    mesh = Mesh(data=2, pipeline=2)
-    lengths = generator_a(2000, WINDOW, 1)
-    data = DataSettings(WINDOW, 16)
-    with_slices, without = (
-        Planner(lengths, data, LLAMA2_7B_LAYER, mesh, schedule=schedule)
-        for schedule in ("1f1b", "gpipe")
-    )
-    counts = []
-    for _ in range(3):
-        plan, other = without.next_step(), with_slices.next_step()
-        assert plan.pieces == other.pieces
-        for number, replica in enumerate(plan.replicas):
-            assert {micro_batch.replicas for micro_batch in replica.forward} == {(number,)}
-            assert not any(part.context for part in replica.slices)
-            fewest = -(-sum(part.tokens for part in replica.slices) // WINDOW)
-            counts.append(len(replica.forward) - fewest)
-    assert max(counts) > 1
-
-
-@pytest.mark.parametrize("stages", [1, 3])
-def test_whole_pieces_that_pack_badly_take_as_many_micro_batches_as_they_need(stages):
+def test_whole_pieces_that_pack_badly_take_as_many_micro_batches_as_they_need():
     """Each piece is above half of the cap: one micro-batch each, not the half that tokens need."""
     planner = Planner(
         [600] * 10,
         DataSettings(1000, 6),
         LLAMA2_7B_LAYER,
-        Mesh(pipeline=stages),
-        schedule="gpipe",
+        Mesh(),
     )
     (replica,) = planner.next_step().replicas
     assert [len(micro_batch.slices) for micro_batch in replica.forward] == [1] * len(replica.slices)
