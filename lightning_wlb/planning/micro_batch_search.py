@@ -2,19 +2,18 @@
 
 One candidate is whole pieces in as few micro-batches as they need. For each number M of
 micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), the others are
-whole pieces in M micro-batches, slices in M equal MicroPacks, slices in tapered ones, and long
-pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
+whole pieces in M micro-batches, slices in M MicroPacks, tapered on plain pipelines, and long pieces
+cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
 
 Trying all would be slow. But with growing M the step first gets shorter, as the pipeline fills
 faster, and then longer, as every action costs something of its own. So the search begins at six
-times the nominal number with tapered micro-batches, looks at the next smaller and the next larger
-number, and goes on where the step gets shorter. Where one of these plans exceeds the memory limit,
-or pieces cut apart make the step 1 % shorter because they need less recomputation, it searches on
-from there with pieces cut apart. At the M where it ends it tries the other kinds, but whole pieces
-only if none has more work than 1.5 micro-batches. Where whole pieces in few micro-batches are best
-of all these, as where memory is short, whole pieces and pieces cut apart are tried in more of them.
-A candidate that exceeds the limit is worse than any that does not, and the more it exceeds it the
-worse.
+times the nominal number with slices, looks at the next smaller and the next larger number, and goes
+on where the step gets shorter. Where one of these plans exceeds the memory limit, or pieces cut
+apart make the step 1 % shorter because they need less recomputation, it searches on from there with
+pieces cut apart. At the M where it ends it tries the other kinds, but whole pieces only if none has
+more work than 1.5 micro-batches. Where whole pieces in few micro-batches are best of all these, as
+where memory is short, whole pieces and pieces cut apart are tried in more of them. A candidate that
+exceeds the limit is worse than any that does not, and the more it exceeds it the worse.
 
 With a device profile, by which an action may cost much, whole pieces are also tried as ``best_fit``
 packs them: full micro-batches and a last one with the rest, for which a pipeline waits little.
@@ -25,8 +24,8 @@ pieces cut apart are also tried in more micro-batches, which need less of it. Am
 0.5 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
 that a micro-batch costs beside its model.
 
-Cost: 7 to 10 candidates, one more with a device profile, each O(P·log P + M·stages) for P pieces;
-on one stage 4, and about ten more where memory is short. Where times have several minima it finds a
+Cost: 6 to 9 candidates, one more with a device profile, each O(P·log P + M·stages) for P pieces; on
+one stage 4, and about ten more where memory is short. Where times have several minima it finds a
 local one; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
 """
 
@@ -45,7 +44,7 @@ from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
 from lightning_wlb.planning.slicing import cut_apart, slice_pieces
 from lightning_wlb.planning.tuning import HALVES, NEAR_PER_MILLE, START
 
-Kind = Literal["whole", "filled", "equal", "tapered", "apart"]
+Kind = Literal["whole", "filled", "sliced", "apart"]
 
 Packs = list[list[Slice]]
 """The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
@@ -55,8 +54,8 @@ class Candidate(NamedTuple):
     """One way to make micro-batches of a replica's pieces.
 
     Attributes:
-        kind: ``whole`` pieces dealt by work, or ``filled`` as by ``best_fit``; slices in ``equal``
-            or ``tapered`` MicroPacks; long pieces cut ``apart`` from each other.
+        kind: ``whole`` pieces dealt by work, or ``filled`` as by ``best_fit``; ``sliced`` into
+            MicroPacks; long pieces cut ``apart`` from each other.
         halves: the number of micro-batches, in halves of the nominal number; 0: as few as the
             pieces need.
     """
@@ -127,24 +126,22 @@ class MicroBatchSearch:
         ``begin`` is the index in ``HALVES`` at which the search begins; None: ``START``.
         """
         mesh, known = self.place.mesh, bool(self.scorer.longest)
-        fewest = FEWEST if self.packs(FEWEST) else Candidate("equal", 0)
+        fewest = FEWEST if self.packs(FEWEST) else Candidate("sliced", 0)
         if mesh.pipeline == 1:
             return self._best_on_one_stage(fewest) if known else fewest
         begin = START if begin is None else begin
         filled = [FILLED] if known else []
-        # Virtual stages drain so fast that tapering gains them nothing.
-        kind: Kind = "tapered" if mesh.virtual_stages == 1 else "equal"
-        at = self._walk(kind, begin)
-        reached = self.score(Candidate(kind, HALVES[at]))
+        at = self._walk("sliced", begin)
+        reached = self.score(Candidate("sliced", HALVES[at]))
         apart = self.score(Candidate("apart", HALVES[at]))
         if (
-            any(score.excess for tried, score in self._scores.items() if tried.kind == kind)
+            any(score.excess for tried, score in self._scores.items() if tried.kind == "sliced")
             or apart.excess < reached.excess
             or 100 * apart.time < 99 * reached.time
         ):
             at = self._walk("apart", at)
         halves = HALVES[at]
-        others = [Candidate(each, halves) for each in ("apart", "equal", "tapered")]
+        others = [Candidate("apart", halves), Candidate("sliced", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
@@ -209,7 +206,9 @@ class MicroBatchSearch:
                 if not left:
                     return [list(map(whole_slice, pieces)) for pieces in dealt if pieces]
             return []
-        taper = self.place.mesh.pipeline - 1 if candidate.kind != "equal" else 0
+        mesh = self.place.mesh
+        # Virtual stages drain so fast that tapering gains them nothing.
+        taper = mesh.pipeline - 1 if mesh.virtual_stages == 1 else 0
         cut = cut_apart if candidate.kind == "apart" else slice_pieces
         return cut(self.pieces, count or least, self.cap, self.work, taper=taper)
 
