@@ -6,8 +6,8 @@ documents of one global batch are planned by ``auto`` and by the others: ``best_
 1 to 8 micro-batches to each of N, and whole documents of equal work in N to 6·N micro-batches,
 which is ``wlb`` without delay (at a cap of C, and of 1.5·C in N). ``original`` trains other pieces,
 since it cuts documents that fit a window, and shorter pieces are easier to even out: ``auto`` over
-it is told apart. All are judged by the same scorer, as time per model FLOP of the step: without a profile by exact work, with the
-overheads and the limit of ``auto``; with one on a 7B model under the device's memory, at the least
+it is told apart. All are judged by the same scorer, as time per model FLOP of the step: without a
+profile by exact work, with the overheads and the limit of ``auto``; with one on a 7B model under the device's memory, at the least
 tensor parallelism under which windows fit with full recomputation, each plan with the least
 recomputation that it needs. What exceeds the limit does not count, unless nothing fits.
 

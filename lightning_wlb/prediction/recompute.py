@@ -37,6 +37,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
@@ -160,13 +161,15 @@ class _Search:
         """Give all micro-batches the modes of the best of four results."""
         results = []
         for mode in range(len(MODES)):
-            self._give({at: [mode] * len(each.modes) for at, each in self._accounts.items()})
+            for account in self._accounts.values():
+                account.give([mode] * len(account.modes))
             results.append(self._lowered())
             if mode == 0:
                 self._raise()
                 results.append(self._lowered())
         _, best = min(results, key=lambda result: result[0])
-        self._give(best)
+        for at, modes in best.items():
+            self._accounts[at].give(modes)
 
     def _lowered(self) -> tuple[tuple[bool, int], dict[int, list[int]]]:
         """Lower modes as far as all still fits; returns a score (less is better) and the modes."""
@@ -176,11 +179,6 @@ class _Search:
         slowest = max(account.step_ns for account in self._accounts.values())
         score = excess > 0, excess if excess > 0 else slowest
         return score, {at: each.modes.tolist() for at, each in self._accounts.items()}
-
-    def _give(self, modes: Mapping[int, Sequence[int]]) -> None:
-        for at, of_replica in modes.items():
-            for number, mode in enumerate(of_replica):
-                self._accounts[at].change(number, mode)
 
     def _raise(self) -> None:
         """Raise modes until every replica fits, or nothing more helps its fullest rank."""
@@ -200,13 +198,9 @@ class _Search:
         first = sorted({places[0] for places in self._alike.values()})
         for place in sorted(first, key=lambda place: (-spent(place), place)):
             places = self._alike[place]
-            before = int(self._accounts[place[0]].modes[place[1]])
-            for mode in range(before):
-                self._change(places, mode)
-                if all(self._accounts[at].excess <= 0 for at, _ in places):
-                    break
-            else:
-                self._change(places, before)
+            fits = np.all([self._accounts[at].lower_fit(number) for at, number in places], axis=0)
+            if fits.any():
+                self._change(places, int(fits.argmax()))
 
     def _change(self, places: Sequence[Place], mode: int) -> None:
         for at, number in places:
@@ -284,13 +278,16 @@ class _Account:
     ) -> None:
         memory = predictor.memory
         self._limit = predictor.usable_bytes
-        self._first, self._last, self._held = backwards
+        self._first, self._last, self._without = backwards
         count = len(costs)
-        self._ranks = len(self._held)
+        self._ranks = len(self._without)
         # [micro-batches, stages, backwards], whether it is open in a backward, or runs it.
-        places, last = np.arange(self._held.shape[1]), self._last.T[:, :, None]
+        places, last = np.arange(self._without.shape[1]), self._last.T[:, :, None]
         self._opened = (self._first.T[:, :, None] <= places) & (places <= last)
         self._runs = places == last
+        # The backwards in which it is open on any stage.
+        begins, ends = self._first.min(axis=0), self._last.max(axis=0) + 1
+        self._windows = list(map(slice, begins.tolist(), ends.tolist()))
         # [modes, micro-batches, stages]
         self._saved = np.stack([memory.saved(costs, mode) for mode in MODES])
         self._inside = np.stack([memory.inside(costs, mode) for mode in MODES])
@@ -298,9 +295,7 @@ class _Account:
         layers = np.array([[times.layer_ns for times in cost.by_mode] for cost in costs], np.int64)
         self._times_ns = (layers.reshape(count, len(MODES), len(kinds), 2).sum(axis=3) @ kinds).T
         self.costs_ns = self._times_ns - self._times_ns[0]
-        self.modes = np.zeros(count, np.int64)
-        for number in range(count):
-            self._hold(number, self._saved[0, number], self._inside[0, number])
+        self.give([0] * count)
 
     @property
     def excess(self) -> int:
@@ -313,16 +308,28 @@ class _Account:
         spent = self._times_ns[self.modes, np.arange(len(self.modes))]
         return int(spent.sum() + (self._ranks - 1) * spent.max(initial=0))
 
+    def give(self, modes: Sequence[int]) -> None:
+        """Give every micro-batch a mode."""
+        self.modes = np.array(modes, np.int64)
+        numbers = np.arange(len(modes))
+        saved, inside = self._saved[self.modes, numbers], self._inside[self.modes, numbers]
+        held = np.einsum("ms,msb->sb", saved, self._opened) + np.einsum(
+            "ms,msb->sb", inside, self._runs
+        )
+        self._held = self._without + self._of_ranks(held)
+
     def change(self, number: int, mode: int) -> None:
         """Give a micro-batch another mode."""
+        window, before = self._windows[number], self.modes[number]
+        self._held[:, window] += self._added(number, slice(mode, mode + 1), before)[0]
+        self.modes[number] = mode
+
+    def lower_fit(self, number: int) -> npt.NDArray[np.bool_]:
+        """For each mode below a micro-batch's whether all fits with it, if all fits as it is."""
         before = self.modes[number]
-        if mode != before:
-            self._hold(
-                number,
-                self._saved[mode, number] - self._saved[before, number],
-                self._inside[mode, number] - self._inside[before, number],
-            )
-            self.modes[number] = mode
+        held = self._held[:, self._windows[number]] + self._added(number, slice(before), before)
+        fits: npt.NDArray[np.bool_] = held.max(axis=(1, 2), initial=0) <= self._limit
+        return fits
 
     def best(self) -> tuple[int, int] | None:
         """The micro-batch to raise next, and the mode to give it; None where none would help."""
@@ -340,8 +347,20 @@ class _Account:
         number, mode = divmod(int(worth.argmax()), len(MODES))
         return (number, mode) if worth[number, mode] > 0 else None
 
-    def _hold(self, number: int, saved: Integers, inside: Integers) -> None:
-        """Add to what ranks hold for a micro-batch; both int64 [stages]."""
-        added = saved[:, None] * self._opened[number] + inside[:, None] * self._runs[number]
-        # Stage s is one of rank s modulo the ranks.
-        self._held += added.reshape(-1, *self._held.shape).sum(axis=0)
+    def _added(self, number: int, modes: slice, before: int) -> Integers:
+        """What modes add to what ranks hold, [modes, ranks, backwards of its window]."""
+        window = self._windows[number]
+        saved = self._saved[modes, number] - self._saved[before, number]
+        inside = self._inside[modes, number] - self._inside[before, number]
+        return self._of_ranks(
+            saved[:, :, None] * self._opened[number, :, window]
+            + inside[:, :, None] * self._runs[number, :, window]
+        )
+
+    def _of_ranks(self, of_stages: Integers) -> Integers:
+        """Sums over the stages of each rank; stage s is one of rank s modulo the ranks."""
+        *more, stages, backwards = of_stages.shape
+        if stages == self._ranks:
+            return of_stages
+        summed: Integers = of_stages.reshape(*more, -1, self._ranks, backwards).sum(axis=-3)
+        return summed
