@@ -7,9 +7,10 @@ documents of one global batch are planned by ``auto`` and by the others: ``best_
 which is ``wlb`` without delay (at a cap of C, and of 1.5·C in N). ``original`` trains other pieces,
 since it cuts documents that fit a window, and shorter pieces are easier to even out: ``auto`` over
 it is told apart. All are judged by the same scorer, as time per model FLOP of the step: without a
-profile by exact work, with the overheads and the limit of ``auto``; with one on a 7B model under the device's memory, at the least
-tensor parallelism under which windows fit with full recomputation, each plan with the least
-recomputation that it needs. What exceeds the limit does not count, unless nothing fits.
+profile by exact work, with the overheads and the limit of ``auto``; with one on a 7B model under
+the device's memory, at the least tensor parallelism under which windows fit with full
+recomputation, each plan with the least recomputation that it needs. What exceeds the limit does not
+count, unless nothing fits.
 
 Run ``python -m benchmarks.auto_never_beaten --help``. The last line is one JSON object: the median
 and the worst of ``auto`` over the best of the others, and the cases more than 0.5 % above 1, and
