@@ -109,7 +109,9 @@ def main() -> None:
             made[str(setting)] = answer
             print(f"{answer}  {setting}", flush=True)
     if arguments.write:
-        RESULTS.write_text(json.dumps({"steps": arguments.steps, "digests": made}, indent=1) + "\n")
+        kept = json.loads(RESULTS.read_text())["digests"] if arguments.only else {}
+        written = {"steps": arguments.steps, "digests": kept | made}
+        RESULTS.write_text(json.dumps(written, indent=1) + "\n")
     if not RESULTS.exists():
         sys.exit(f"{RESULTS} does not exist; --write makes it.")
     known = json.loads(RESULTS.read_text())
