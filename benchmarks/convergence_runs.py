@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import lightning_wlb as wlb
+from benchmarks.fixed_greedy import METHODS
 from benchmarks.measured import quiet_trainer
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.data.batch import StepBatch
@@ -179,7 +180,7 @@ def train(settings: Settings, run: Run) -> dict[str, Any]:
         decay_tokens=settings.tokens,
         loss_normalisation=run.normalisation,  # type: ignore[arg-type]
     )
-    packing: dict[str, Any] = {"method": run.packing}
+    packing: dict[str, Any] = {"method": METHODS.get(run.packing, run.packing)}
     if run.packing == "fixed_greedy":
         packing["packing_window"] = settings.packing_window
     data = wlb.WLBDataModule(

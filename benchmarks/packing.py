@@ -30,6 +30,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.fixed_greedy import METHODS
 from benchmarks.packing_report import Results, show
 from benchmarks.packing_runs import STAGES, WARM, averaged, measure
 from benchmarks.workloads import (
@@ -82,7 +83,7 @@ def table_2(results: Results) -> None:
         option = "queues" if method == "wlb" else "packing_window"
         options = {option: number} if method != "original" else {}
         data = DataSettings(
-            WINDOW, 4, packing={"method": method, **options}, shuffle=False,
+            WINDOW, 4, packing={"method": METHODS.get(method, method), **options}, shuffle=False,
             cap=WINDOW * 5 // 4 if method == "wlb" else None,
         )  # fmt: skip
         made = partial(gate_row, pieces if method == "wlb" else lengths, data, GATE.get(name))

@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.fixed_greedy import FixedGreedyPacker
 from benchmarks.workloads import documents_for, generator_a, window_pieces
 from lightning_wlb.cost.flops import PassWork, Work, causal_pairs
 from lightning_wlb.cost.latency import LatencyModel
@@ -38,6 +39,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor, model_stages
 from lightning_wlb.prediction.step import StepPrediction
@@ -70,13 +72,13 @@ TABLE_1 = [
 WINDOWS = [("7B", window * K, (8, 2, 4, 1)) for window in (32, 64, 96, 128, 160)]
 
 PAPER_SHARDINGS = ("per_sequence", "per_document")
-METHODS: dict[str, tuple[str, Sequence[str]]] = {
+METHODS: dict[str, tuple[str | type[Packer], Sequence[str]]] = {
     # name: (packing, shardings of which the better one counts)
     "Plain-4D": ("original", ("per_sequence",)),
-    "Fixed-4D": ("fixed_greedy", PAPER_SHARDINGS),
+    "Fixed-4D": (FixedGreedyPacker, PAPER_SHARDINGS),
     "WLB-LLM": ("wlb", (ADAPTIVE,)),
 }
-BREAKDOWN: dict[str, tuple[str, Sequence[str]]] = {
+BREAKDOWN: dict[str, tuple[str | type[Packer], Sequence[str]]] = {
     "CP per-document": ("original", ("per_document",)),
     "CP adaptive": ("original", (ADAPTIVE,)),
     "packing and delay": ("wlb", ("per_sequence",)),

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import report
+from benchmarks.fixed_greedy import METHODS
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, stdlib_lengths
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
@@ -80,7 +81,9 @@ def digest(setting: Setting, steps: int) -> str:
         lengths = generator_a(documents_for(STEPS, setting.micro_batches, window), window, seed=0)
     planner = Planner(
         np.asarray(lengths),
-        DataSettings(window, setting.micro_batches, packing=setting.packing),
+        DataSettings(
+            window, setting.micro_batches, packing=METHODS.get(setting.packing, setting.packing)
+        ),
         REFERENCE_WORK,
         Mesh(setting.data, setting.pipeline, setting.context),
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_wlb.argument_checks import choice, flag, whole
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.planning.packing import PACKINGS, PackingChoice
+from lightning_wlb.planning.packing import PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules
 
 LongDocuments = Literal["split", "truncate", "error"]
@@ -31,8 +31,9 @@ class DataSettings:
             N·C tokens, half a window more or less.
         packing: the packing method, by name or with options of its own, as in
             ``{"method": "wlb", "queues": 3}`` (:data:`~lightning_wlb.planning.packing.PACKINGS`
-            lists the methods, the ``Options`` of each say what it takes). The default has the
-            shortest simulated steps per unit of work (``benchmarks/results/packing.md``).
+            lists the methods, the ``Options`` of each say what it takes), or a subclass of
+            ``Packer``. The default has the shortest simulated steps per unit of work
+            (``benchmarks/results/packing.md``).
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
             default (C or 1.5·C, see its ``cap_percent``).
         long_documents: what becomes of a document above C: cut into pieces of C tokens, cut off
@@ -47,7 +48,7 @@ class DataSettings:
 
     context_window: int
     micro_batches: int
-    packing: str | Mapping[str, Any] | PackingChoice = "auto"
+    packing: str | type[Packer] | Mapping[str, Any] | PackingChoice = "auto"
     cap: int | None = None
     long_documents: LongDocuments = "split"
     seed: int = 0
@@ -85,7 +86,7 @@ class DataSettings:
     @property
     def packer(self) -> type[Packer]:
         """The packing method."""
-        return PACKINGS[self.packing_choice.method]
+        return self.packing_choice.packer
 
     @property
     def token_cap(self) -> int:

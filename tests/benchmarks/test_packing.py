@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.fixed_greedy import FixedGreedyPacker
 from benchmarks.packing import GATE, TOLERANCE, WINDOW
 from benchmarks.packing_runs import loads_of, measure
 from benchmarks.workloads import REFERENCE_WORK, documents_for, generator_a, window_pieces
@@ -23,7 +24,7 @@ def test_calibration_gate(window: int | None) -> None:
     method: dict[str, object] = {"method": "original"}
     expected, tolerance = 1.434, 0.02
     if window is not None:
-        method = {"method": "fixed_greedy", "packing_window": window}
+        method = {"method": FixedGreedyPacker, "packing_window": window}
         expected, tolerance = GATE[f"fixed_greedy/{window}"], TOLERANCE
     data = DataSettings(WINDOW, 4, packing=method, shuffle=False)
     steps = 10**6 if window is None else 800

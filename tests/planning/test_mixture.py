@@ -166,7 +166,7 @@ def test_proportions_hold_within_one_percent_over_a_thousand_steps() -> None:
 @given(data=st.data(), stores=STORES, here=meshes, there=meshes)
 def test_plans_resume_from_any_step_on_any_mesh(data, stores, here, there) -> None:
     lengths = [length for store, *_ in stores for length in store]
-    method = data.draw(st.sampled_from(["wlb", "original", "slim", "fixed_greedy"]))
+    method = data.draw(st.sampled_from(["wlb", "original", "slim"]))
     settings = DataSettings(20, 3, packing=method)
 
     def planner(on: dict) -> Planner:

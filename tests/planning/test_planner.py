@@ -37,14 +37,12 @@ def epoch(planner: Planner) -> list[StepPlan]:
 @st.composite
 def data_settings(draw) -> DataSettings:
     window = draw(st.integers(1, 40))
-    # The integer programs start a process for each solve; test_packings.py has them.
     method = draw(st.sampled_from(sorted(PACKINGS)))
     options = {
         "wlb": {
             "queues": draw(st.integers(0, 3)),
             "max_age": draw(st.integers(1, 12)),
         },
-        "fixed_greedy": {"packing_window": draw(st.integers(1, 3))},
         "slim": {"micro_packs": draw(st.integers(1, 4))},
     }
     return DataSettings(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_wlb.planning.packing import PACKINGS, PackingChoice
-from lightning_wlb.planning.packing.slim import SlimOptions
+from lightning_wlb.planning.packing.slim import SlimOptions, SlimPacker
 from lightning_wlb.planning.packing.wlb import WlbOptions
 from lightning_wlb.planning.settings import DataSettings
 
@@ -29,9 +29,9 @@ def test_the_default_packing_needs_no_more_memory_than_a_window() -> None:
 
 def test_a_packing_by_name_is_its_defaults() -> None:
     for method, packer in PACKINGS.items():
-        assert DataSettings(8, 1, packing=method).packing_choice == PackingChoice(
-            method, packer.Options()
-        )
+        choice = DataSettings(8, 1, packing=method).packing_choice
+        assert choice == PackingChoice(packer, packer.Options())
+        assert choice.method == method
         assert DataSettings(8, 1, packing={"method": method}) == DataSettings(8, 1, packing=method)
 
 
@@ -70,7 +70,6 @@ def test_options_belong_to_their_method() -> None:
         ({"packing": {"method": "wlb", "queues": -1}}, "queues=-1, but it must be at least 0"),
         ({"packing": {"method": "wlb", "max_age": 0}}, "max_age=0, but it must be at least 1"),
         ({"packing": {"method": "slim", "micro_packs": 0}}, "micro_packs=0"),
-        ({"packing": {"method": "fixed_greedy", "packing_window": 0}}, "packing_window=0"),
         ({"long_documents": "drop"}, r"long_documents='drop'.* split, truncate, error"),
     ],
 )
@@ -79,8 +78,13 @@ def test_bad_data_settings(changes, message) -> None:
         DataSettings(**{"context_window": 100, "micro_batches": 2, **changes})
 
 
-def test_a_choice_made_by_hand_is_checked() -> None:
-    with pytest.raises(ValueError, match="packing 'slim' takes SlimOptions, not WlbOptions"):
-        PackingChoice("slim", WlbOptions())
-    with pytest.raises(ValueError, match="packing='tetris' is not one of"):
-        PackingChoice("tetris", WlbOptions())
+def test_a_packing_of_ones_own_is_a_class() -> None:
+    class OwnPacker(SlimPacker):
+        pass
+
+    settings = DataSettings(8, 1, packing={"method": OwnPacker, "micro_packs": 2})
+    assert settings.packer is OwnPacker
+    assert settings.packing_choice.options == SlimOptions(micro_packs=2)
+    assert settings.packing_choice.method == "OwnPacker"
+    with pytest.raises(ValueError, match="has no option 'queues'"):
+        DataSettings(8, 1, packing={"method": OwnPacker, "queues": 2})

@@ -15,18 +15,13 @@ from typing import Any
 from lightning_wlb.argument_checks import choice
 from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Packer, PackingOptions
-from lightning_wlb.planning.packing.baselines import (
-    BestFitPacker,
-    FixedGreedyPacker,
-    OriginalPacker,
-)
+from lightning_wlb.planning.packing.baselines import BestFitPacker, OriginalPacker
 from lightning_wlb.planning.packing.hydraulis import HydraulisPacker
 from lightning_wlb.planning.packing.slim import SlimPacker
 from lightning_wlb.planning.packing.wlb import WlbPacker
 
 PACKINGS: dict[str, type[Packer]] = {
     "original": OriginalPacker,
-    "fixed_greedy": FixedGreedyPacker,
     "wlb": WlbPacker,
     "best_fit": BestFitPacker,
     "hydraulis": HydraulisPacker,
@@ -41,25 +36,25 @@ class PackingChoice:
     """A packing method with its options.
 
     Args:
-        method: a name in :data:`PACKINGS`.
-        options: an instance of the method's ``Options``.
+        packer: the method.
+        options: an instance of its ``Options``.
     """
 
-    method: str
+    packer: type[Packer]
     options: PackingOptions
 
-    def __post_init__(self) -> None:
-        made = PACKINGS[choice("packing", self.method, PACKINGS)].Options
-        if type(self.options) is not made:
-            raise ValueError(
-                f"packing {self.method!r} takes {made.__name__}, not"
-                f" {type(self.options).__name__}. Give {{'method': {self.method!r}, ...}} with the"
-                " options by name."
-            )
+    @property
+    def method(self) -> str:
+        """Its name in :data:`PACKINGS`, or that of a class which is not in it."""
+        names = (name for name, packer in PACKINGS.items() if packer is self.packer)
+        return next(names, self.packer.__name__)
 
     @staticmethod
-    def of(given: str | Mapping[str, Any] | PackingChoice) -> PackingChoice:
+    def of(given: str | type[Packer] | Mapping[str, Any] | PackingChoice) -> PackingChoice:
         """The choice from a method's name, or from ``{"method": name, option: value, ...}``.
+
+        In place of a name, ``method`` may be a subclass of ``Packer`` that is not in
+        :data:`PACKINGS`.
 
         Raises:
             ValueError: an unknown method, or an option that it has not or that is out of range;
@@ -73,11 +68,14 @@ class PackingChoice:
                 f"packing={options!r} names no method. Write it as in"
                 " {'method': 'wlb', 'queues': 3}, or give the name alone: 'wlb'."
             )
-        method = choice("packing", options.pop("method"), PACKINGS)
-        made = PACKINGS[method].Options
-        known = [field.name for field in fields(made)]
+        method = options.pop("method")
+        if isinstance(method, type) and issubclass(method, Packer):
+            packer = method
+        else:
+            packer = PACKINGS[choice("packing", method, PACKINGS)]
+        known = [field.name for field in fields(packer.Options)]
         for name in options:
             if name not in known:
                 takes = f"It takes {', '.join(known)}." if known else "It takes none."
                 raise ValueError(f"packing {method!r} has no option {name!r}. {takes}")
-        return PackingChoice(method, made(**options))
+        return PackingChoice(packer, packer.Options(**options))
