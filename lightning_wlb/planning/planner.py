@@ -34,7 +34,7 @@ from lightning_wlb.planning.packing.base import MicroBatches, Rules
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.planning.step_chooser import PlannedStep, StepChooser, check_packing
+from lightning_wlb.planning.step_chooser import StepChooser, check_packing
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
@@ -197,8 +197,11 @@ class Planner:
         settled = tuple(self._settled(replicas))
         cap = self._packer.cap(self._place)
         schemes: Schemes = ()
-        if (chosen := self._off_mesh(pieces, settled)) is not None:
-            schemes, _, _, settled, cap = chosen
+        scorer = self._place.scorer
+        if self._step_chooser is not None and scorer is not None:
+            given = self.rules, self._data.packer, scorer(settled), scorer.limit
+            if (chosen := self._step_chooser.choose(pieces, *given)) is not None:
+                schemes, _, _, settled, cap = chosen
         return StepPlan(
             step=release.step,
             epoch=release.epoch,
@@ -259,16 +262,6 @@ class Planner:
             return recomputing(replicas, self._checkpointing)
         scorer = self._place.scorer
         return replicas if scorer is None else scorer.settled(replicas)
-
-    def _off_mesh(
-        self, pieces: Sequence[Piece], settled: Sequence[ReplicaPlan]
-    ) -> PlannedStep | None:
-        """The step on other pipelines, if faster than its plan on the mesh, ``settled``."""
-        scorer = self._place.scorer
-        if self._step_chooser is None or scorer is None:
-            return None
-        given = self.rules, self._data.packer, scorer(settled), scorer.limit
-        return self._step_chooser.choose(pieces, *given)
 
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])

@@ -26,7 +26,7 @@ The schedules of the field are cases of it:
   V·(P - p) of 1F1B.
 
 Up to max(n_j - j) + P - 1 - p micro-batches are open on stage p, so a chain as long as the step
-opens all of them, as GPipe does. The cost is linear in the number of actions. The tests prove, over
+opens all of them. The cost is linear in the number of actions. The tests prove, over
 all ranks, that no order deadlocks (``tests/schedule/proof.py``).
 """
 
@@ -52,23 +52,11 @@ def packflow(
         needs: for each backward, in the same order, how many forwards must have run on the last
             stage before it. What an earlier backward needs a later one may leave out.
         virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
-
-    Raises:
-        ValueError: if ``backward`` is no order of 0 ... M - 1, or a backward needs more forwards
-            than there are or does not need its own.
     """
     count = len(backward)
-    if sorted(backward) != list(range(count)) or len(needs) != count:
-        raise ValueError(
-            f"backward={list(backward)} with {len(needs)} needs: it must name each of the"
-            f" {count} micro-batches once, and each needs a number of forwards."
-        )
-    for micro_batch, need in zip(backward, needs, strict=True):
-        if not micro_batch < need <= count:
-            raise ValueError(
-                f"the backward of micro-batch {micro_batch} needs {need} forwards; it needs its"
-                f" own, so at least {micro_batch + 1}, and there are {count}."
-            )
+    assert sorted(backward) == list(range(count)), "each micro-batch runs backward once"
+    pairs = zip(backward, needs, strict=True)
+    assert all(place < need <= count for place, need in pairs), "a backward needs its own forward"
     stages = range(rank, rank + virtual_stages * ranks, ranks)
     rounds = rounds_of(count, ranks)
     forwards = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_wlb.argument_checks import whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import backward_order, backward_orders, packflow
@@ -65,9 +65,8 @@ def check_stages(schedule: str, virtual_stages: int) -> None:
     Raises:
         ValueError: the schedule cannot run so many, or is unknown.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
-    if whole("virtual_stages", virtual_stages, 1) > 1 and not SCHEDULES[schedule].virtual_stages:
+    of_schedule = SCHEDULES[choice("schedule", schedule, SCHEDULES)]
+    if whole("virtual_stages", virtual_stages, 1) > 1 and not of_schedule.virtual_stages:
         raise ValueError(
             f"schedule {schedule!r} runs one stage per rank, not {virtual_stages}: use"
             " 'interleaved' for several."

@@ -186,17 +186,6 @@ def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[
     return order, []
 
 
-def check_fits(pieces: Sequence[Piece], cap: int) -> None:
-    """Raise ValueError if a piece is longer than ``cap`` tokens."""
-    piece = max(pieces, key=lambda piece: piece.tokens, default=None)
-    if piece is not None and piece.tokens > cap:
-        raise ValueError(
-            f"The piece [{piece.origin}, {piece.stop}) of document {piece.document} has"
-            f" {piece.tokens} tokens, more than the cap of {cap} tokens of a micro-batch. Raise"
-            " the cap, or lower the context window, which bounds a piece."
-        )
-
-
 def as_lists(pieces: Sequence[Piece]) -> list[list[int]]:
     """Pieces in plain types."""
     return [list(piece) for piece in pieces]

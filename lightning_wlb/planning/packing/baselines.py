@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import Deal, fill, round_robin
-from lightning_wlb.planning.packing.base import MicroBatches, Packer, check_fits
+from lightning_wlb.planning.packing.base import MicroBatches, Packer
 
 
 class OriginalPacker(Packer):
@@ -60,7 +60,6 @@ class BestFitPacker(Packer):
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """As few micro-batches as best-fit finds; pieces of those beyond 2·N are carried."""
-        check_fits(pieces, self.rules.cap)
         packed = fill(pieces, self.rules.cap)
         most = 2 * self.rules.micro_batches
         return packed[:most], [piece for left in packed[most:] for piece in left]

@@ -38,7 +38,6 @@ from lightning_wlb.planning.packing.base import (
     Rules,
     as_lists,
     as_pieces,
-    check_fits,
 )
 
 
@@ -96,7 +95,6 @@ class WlbPacker(Packer):
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Algorithm 1, lines 16-28."""
-        check_fits(pieces, self.rules.cap)
         return deal_capped(pieces, bins, self.rules.cap, self.rules.work.total)
 
     def state_dict(self) -> dict[str, Any]:

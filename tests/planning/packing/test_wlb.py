@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import deal_capped
-from lightning_wlb.planning.packing.base import check_fits, oldest_first
+from lightning_wlb.planning.packing.base import oldest_first
 from lightning_wlb.planning.packing.wlb import release, thresholds_from_lengths
 from tests.planning.packing.test_baselines import tokens_of
 from tests.planning.test_slicing import pieces_of
@@ -37,11 +37,6 @@ def test_full_bin_of_least_work_gives_way_to_the_shortest() -> None:
     micro_batches, carried = deal_capped(pieces_of([40, 14, 14, 14, 6, 6]), 2, 46, weight)
     assert tokens_of(micro_batches) == [[40, 6], [14, 14, 14]]
     assert [piece.document for piece in carried] == [5]
-
-
-def test_piece_above_the_cap_is_named() -> None:
-    with pytest.raises(ValueError, match=r"\[5, 106\) of document 7 has 101 tokens.* cap of 100"):
-        check_fits([Piece(1, 0, 3, 0), Piece(7, 5, 106, 0)], 100)
 
 
 def listing(lengths, bins: int, cap: int) -> tuple[list[list[int]], list[int]]:
