@@ -17,9 +17,7 @@ def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks):
 
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match="is not one of 1f1b, interleaved"
-    ):
+    with pytest.raises(ValueError, match="is not one of 1f1b, interleaved"):
         make_programs("zero-bubble", 2, 4)
 
 
