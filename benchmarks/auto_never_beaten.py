@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import report
-from benchmarks.slimpack_paper import SHAPES
-from benchmarks.workloads import REFERENCE_WORK, generator_a
+from benchmarks.workloads import REFERENCE_WORK, SHAPES, generator_a
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile

@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import report, ulysses
 from benchmarks.sharding_latency import predicted_latency
-from benchmarks.ulysses import split_by_heads
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.latency import LatencyModel
@@ -193,16 +192,14 @@ def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, floa
     pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
     name, _ = choose(lengths, latency.mesh.context, latency.mesh.tensor, latency.segment_cost)
     of_keys = predictor.micro_batch(pieces, name)
-    with split_by_heads():
-        of_heads = predictor.micro_batch(pieces, "per_sequence")
-    times = []
-    for cost in (of_keys, of_heads):
-        others = sum(
-            latency.linear_ns(cost.rows, backward=backward) + latency.tensor_parallel_ns(cost.rows)
-            for backward in (False, True)
-        )
-        times.append((sum(cost.layer_ns[0]) - others) / 1e6)
-    return times[0], times[1]
+    others = sum(
+        latency.linear_ns(of_keys.rows, backward=backward)
+        + latency.tensor_parallel_ns(of_keys.rows)
+        for backward in (False, True)
+    )
+    rows = layout("per_sequence", lengths, latency.mesh.context, latency.mesh.tensor).rows
+    by_heads = ulysses.attention_ns(latency, lengths, rows)
+    return (sum(of_keys.layer_ns[0]) - others) / 1e6, by_heads / 1e6
 
 
 def show_heads(table: list[dict[str, Any]], console: Console) -> None:

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.meshes import CHATS, COMMON_CRAWL, GITHUB, Setting
-from benchmarks.slimpack_paper import Corpus, K
+from benchmarks.workloads import Corpus, K
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.heterogeneous.planning.pool import Pool

@@ -35,8 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import report
-from benchmarks.hydraulis_proposal import proposed_meshes
-from benchmarks.slimpack_paper import CORPORA, SHAPES, Corpus, K
+from benchmarks.workloads import CORPORA, SHAPES, Corpus, K
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
@@ -190,21 +189,6 @@ def searched(request: MeshRequest) -> dict[str, Any]:
     }
 
 
-def proposed(request: MeshRequest, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The best of the meshes that the dynamic programme proposes, of simulated rows."""
-    begin = time.process_time()
-    names = [name_of(mesh) for mesh in proposed_meshes(request)]
-    cpu = time.process_time() - begin
-    fit = [name for name in names if rows[name]["fits"]]
-    best = min(fit, key=lambda name: rows[name]["step_ms"])
-    return {
-        "meshes": names,
-        "mesh": best,
-        "step_ms": rows[best]["step_ms"],
-        "cpu": round(cpu + sum(rows[name]["cpu"] for name in names), 2),
-    }
-
-
 def run(name: str, request: MeshRequest, rows: dict[str, Row], save: Callable[[], None]) -> None:
     """Simulate what is not among the rows; ``save`` is called after every mesh.
 
@@ -241,12 +225,13 @@ def summary(part: Mapping[str, Any]) -> dict[str, Any]:
         "regret_percent": {
             way: round(100 * (part[way]["step_ms"] / found["step_ms"] - 1), 2)
             for way in ("search", "proposal")
+            if way in part
         },
     }
 
 
 HEADINGS = ("setting", "packing", "meshes", "best mesh", "best", "median", "worst", "chosen",
-    "regret %", "proposal %", "s all", "s search", "s proposal")  # fmt: skip
+    "regret %", "s all", "s search")  # fmt: skip
 
 
 def cells(settings: Mapping[str, Any]) -> list[list[str]]:
@@ -260,8 +245,8 @@ def cells(settings: Mapping[str, Any]) -> list[list[str]]:
                     name, packing, str(all_["meshes"]), all_["best"],
                     *(f"{all_[each]:.0f}" for each in ("best_ms", "median_ms", "worst_ms")),
                     f"{search['mesh']}: {search['step_ms']:.0f}",
-                    *(f"{each:.1f}" for each in all_["regret_percent"].values()),
-                    *(f"{part[way]['cpu']:.0f}" for way in ("summary", "search", "proposal")),
+                    f"{all_['regret_percent']['search']:.1f}",
+                    *(f"{part[way]['cpu']:.0f}" for way in ("summary", "search")),
                 ])  # fmt: skip
     return lines
 
@@ -303,7 +288,6 @@ def main(argv: list[str] | None = None) -> None:
             part = of_setting.setdefault(packing, {"meshes": {}})
             run(name, request, part["meshes"], save)
             part["search"] = searched(request)
-            part["proposal"] = proposed(request, part["meshes"])
             part["summary"] = summary(part)
             save()
     console = Console(width=200)

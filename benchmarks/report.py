@@ -156,3 +156,30 @@ def with_removed(result: dict[str, Any], path: Path) -> dict[str, Any]:
     """The result with what the file, if there is one, has under :data:`REMOVED`."""
     before = json.loads(path.read_text()) if path.exists() else {}
     return {**result, REMOVED: before[REMOVED]} if REMOVED in before else result
+
+
+def write_page(
+    name: str,
+    doc: str | None,
+    page: Callable[[dict[str, Any]], str],
+    argv: Sequence[str] | None = None,
+    picture: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """The command of a script whose figures are kept: print its page, and write it anew.
+
+    Args:
+        name: of the script and of its result.
+        doc: its docstring.
+        page: makes the page of the result.
+        argv: arguments of the command; None: the process's.
+        picture: draws the result, to a path.
+    """
+    options = parser(name, doc)
+    kept = Path(__file__).with_name("results") / f"{name}.json"
+    options.add_argument("--kept", type=Path, default=kept, help="the result (default: the kept)")
+    path: Path = options.parse_args(argv).kept
+    result = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(page(result))
+    if picture is not None:
+        picture(result, path.with_suffix(".png"))
+    print(page(result))

@@ -9,21 +9,14 @@ rank) · head_dim elements, an exchange of keys at most rows · (ranks - 1) · 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.plan import Slice
-from lightning_wlb.prediction import predictor
-from lightning_wlb.prediction.micro_batch import MicroBatchCost, over_layers, times_by_mode
-from lightning_wlb.sharding import Layout
 
 
 def all_to_all_ns(messages: Communication, size: int) -> int:
@@ -59,38 +52,13 @@ def head_parallel_ns(kind: LatencyModel, rows: int) -> int:
     return result
 
 
-def by_heads(
-    latency: LatencyModel, slices: Sequence[Slice], placed: Layout, **_: Any
-) -> MicroBatchCost:
-    """The cost of a micro-batch of whole pieces whose ranks split the heads: equal on all."""
-    ranks = placed.ranks
-    lengths = np.array(placed.lengths, dtype=np.int64)
-    costs = []
-    for kind in latency.kinds:
-        layer, tensor = kind.layer, kind.mesh.tensor
-        heads = tensor * max(-(-layer.heads // tensor // ranks), 1)
-        part = replace(layer, heads=heads, kv_heads=min(heads, tensor))
-        shape = ModelShape.of_layers(latency.shape.dim, latency.shape.vocab_size, [part])
-        attention = replace(kind, shape=shape).attention_ns(lengths, lengths)
-        exchange = head_parallel_ns(kind, placed.rows)
-        # Nothing is fetched again but where attention is.
-        *modes, full = times_by_mode(kind, placed.rows, [attention], [(exchange, 0)])
-        ((forward, backward),) = full.layer_ns
-        costs.append([*modes, full._replace(layer_ns=((forward, backward + exchange),))])
-    # A rank has as many keys as rows, of its heads; a key head that several ranks read is copied.
-    copies = max(max(ranks // kind.rank_kv_heads, 1) for kind in latency.kinds)
-    return MicroBatchCost(
-        rows=placed.rows,
-        keys=placed.rows * copies,
-        indexed=0,
-        kept_rows=0,
-        by_mode=over_layers(latency, costs),
-        segments=len(lengths),
-    )
-
-
-@contextmanager
-def split_by_heads() -> Iterator[None]:
-    """Let predictors take context-parallel ranks to split the heads."""
-    with mock.patch.object(predictor, "micro_batch_cost", by_heads):
-        yield
+def attention_ns(latency: LatencyModel, lengths: Sequence[int], rows: int) -> int:
+    """Attention over whole pieces in a layer with its messages, both passes, on ``rows`` rows."""
+    (layer,) = latency.shape.kinds
+    tensor, ranks = latency.mesh.tensor, latency.mesh.context
+    heads = tensor * max(-(-layer.heads // tensor // ranks), 1)
+    part = replace(layer, heads=heads, kv_heads=min(heads, tensor))
+    shape = ModelShape.of_layers(latency.shape.dim, latency.shape.vocab_size, [part])
+    tokens = np.array(lengths, dtype=np.int64)
+    kernel = replace(latency, shape=shape).attention_ns(tokens, tokens)
+    return sum(kernel) + 2 * head_parallel_ns(latency, rows)

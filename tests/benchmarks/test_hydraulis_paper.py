@@ -1,23 +1,12 @@
-"""The benchmark of Hydraulis' figures goes on where it stopped, and its factors multiply."""
+"""The factors of Hydraulis' figures multiply."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 import pytest
 
-import benchmarks.hydraulis_paper
-import benchmarks.meshes
-from benchmarks.hydraulis_runs import (
-    FullestPacker,
-    GreedyPacker,
-    Sample,
-    in_papers_space,
-    released,
-    two_stage,
-)
-from benchmarks.hydraulis_tables import (
+from benchmarks.hydraulis_paper import (
     ablation,
     best_baseline,
     best_of,
@@ -26,13 +15,6 @@ from benchmarks.hydraulis_tables import (
     papers_factors,
     tables,
 )
-from benchmarks.meshes import CHATS, Setting
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.mesh import Mesh
-
-H100 = Profile.load("h100-fa2")
-SMALL = Setting("small", 4, 4096, 8_000, CHATS)
 
 STATIC = {
     "megatron": {"step_ms": 300.0, "flops": 100, "mesh": "1,1,1,4", "uneven": [0.5, 0.3]},
@@ -101,39 +83,3 @@ def test_ablation_and_choice_by_step() -> None:
          "1.02", "3.13", "2.40", "3.13"]
     ]  # fmt: skip
     assert found["Figure 11"] == [["7B", "not given in text", "300", "280", "125", "128"]]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ModelShape(1024, 4, 8, 8, 128, 2816, 8000)
-    monkeypatch.setitem(benchmarks.meshes.MODELS, "small", shape)
-
-
-def test_equation_1_keeps_to_what_the_pipeline_holds(small) -> None:
-    profile = replace(H100, memory_bytes=2_200_000_000)
-    request = in_papers_space(SMALL.request("hydraulis", profile, 1), "none")
-    sample = Sample(request, Mesh(2, 2))
-    (pieces,), rules = released(request)
-    held = sample.base.longest_micro_batch(2, "none")
-    assert max(piece.tokens for piece in pieces) < held < rules.cap == SMALL.window
-    for packer in (GreedyPacker, FullestPacker):
-        (step,) = sample.on_mesh([pieces], rules, packer)
-        tokens = [
-            sum(part.tokens for part in replica.slices_of(each))
-            for replica in step.replicas
-            for each in replica.forward
-        ]
-        assert sum(tokens) == sum(piece.tokens for piece in pieces)
-        assert max(tokens) <= held
-        assert step.excess == 0
-    # Full micro-batches are as few as hold the pieces.
-    assert len(tokens) == sum(
-        -(-sum(part.tokens for part in replica.slices) // held) for replica in step.replicas
-    )
-    # A static mesh must hold a whole window, also where no piece of the sample is as long.
-    assert two_stage(request, [Mesh(2, 2)], 1) is None
-    large = replace(request, profile=H100)
-    row = two_stage(large, [Mesh(4), Mesh(2, 2)], 1)
-    assert row["step_ms"] == min(
-        two_stage(large, [mesh], 1)["step_ms"] for mesh in (Mesh(4), Mesh(2, 2))
-    )

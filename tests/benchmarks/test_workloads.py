@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import (
+    CORPORA,
     REFERENCE_WORK,
     generator_a,
     stdlib_lengths,
@@ -50,3 +51,12 @@ def test_standard_library_lengths() -> None:
     assert np.median(lengths) == pytest.approx(6.8e3, rel=0.01)
     assert np.percentile(lengths, 99) == pytest.approx(163e3, rel=0.01)
     assert lengths.max() == 757_011
+
+
+def test_corpora_are_bounded_and_of_the_seed() -> None:
+    for corpus in CORPORA.values():
+        lengths = corpus.lengths(20_000, 65_536, seed=3)
+        assert lengths.min() >= 16
+        assert lengths.max() <= 65_536
+        assert (lengths < 4096).mean() > 0.7  # short documents dominate, as the paper's §2 says
+        assert (lengths == corpus.lengths(20_000, 65_536, seed=3)).all()
