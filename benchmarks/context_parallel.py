@@ -9,11 +9,6 @@ Bytes are the keys and values that a rank sends in one layer's forward (LLaMA2-7
 tensor parallelism), against an all-gather of all rows; what an all-gather sends is counted as
 (ranks - 1) times a rank's part. Time is that of the choice and of one rank's index arithmetic.
 
-A second table compares the exchange of keys (the adaptive choice, by the same profile) with
-attention split by heads (:mod:`benchmarks.ulysses`): modelled milliseconds of the
-slowest rank's kernel, exchange and copies, forward and backward of one layer, by the analytic
-``h100`` profile.
-
 Run ``python -m benchmarks.context_parallel --help``. Prints tables and then, as its last line, one
 JSON object; ``--output FOLDER`` also writes it, with a picture and a table.
 """
@@ -30,16 +25,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import report, ulysses
+from benchmarks import report
 from benchmarks.sharding_latency import predicted_latency
 from benchmarks.workloads import LLAMA2_7B_LAYER, generator_a, window_pieces
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
-from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import Profile
-from lightning_wlb.mesh import Mesh
-from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.plan import Slice
-from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import (
     SHARDINGS,
     Layout,
@@ -157,72 +146,6 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return result
 
 
-def by_heads(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each model, window and number of ranks that divides its heads."""
-    result = []
-    for model, tensor in HEAD_MODELS:
-        shape = TransformerConfig.preset(model).shape
-        for window in arguments.windows:
-            every = sequences(window, arguments.head_sequences, arguments.seed)
-            for ranks in arguments.ranks:
-                if shape.heads // tensor % ranks:
-                    continue
-                mesh = Mesh(context=ranks, tensor=tensor)
-                latency = LatencyModel(Profile.load(PROFILE), shape, mesh)
-                predictor = Predictor(latency, (range(1),))
-                times = np.array([_attention_ms(predictor, lengths) for lengths in every])
-                keys, heads = times.mean(axis=0)
-                result.append(
-                    {
-                        "model": model,
-                        "tensor": tensor,
-                        "window": window,
-                        "ranks": ranks,
-                        "modelled_ms_keys": round(float(keys), 3),
-                        "modelled_ms_heads": round(float(heads), 3),
-                        "modelled_speed_of_heads": round(float(keys / heads), 3),
-                    }
-                )
-    return result
-
-
-def _attention_ms(predictor: Predictor, lengths: list[int]) -> tuple[float, float]:
-    """Slowest rank's attention and exchange, by keys and by heads."""
-    latency = predictor.latency
-    pieces = [Slice(number, 0, 0, length) for number, length in enumerate(lengths)]
-    name, _ = choose(lengths, latency.mesh.context, latency.mesh.tensor, latency.segment_cost)
-    of_keys = predictor.micro_batch(pieces, name)
-    others = sum(
-        latency.linear_ns(of_keys.rows, backward=backward)
-        + latency.tensor_parallel_ns(of_keys.rows)
-        for backward in (False, True)
-    )
-    rows = layout("per_sequence", lengths, latency.mesh.context, latency.mesh.tensor).rows
-    by_heads = ulysses.attention_ns(latency, lengths, rows)
-    return (sum(of_keys.layer_ns[0]) - others) / 1e6, by_heads / 1e6
-
-
-def show_heads(table: list[dict[str, Any]], console: Console) -> None:
-    """The comparison of both ways to attend."""
-    title = (
-        "Attention, exchange and copies of one layer, forward + backward, modelled by the"
-        f" analytic profile {PROFILE!r}"
-    )
-    headings = ("model", "TP", "window", "CP", "keys, ms", "heads, ms", "keys / heads")
-    figures = ("modelled_ms_keys", "modelled_ms_heads", "modelled_speed_of_heads")
-    rows = [
-        [
-            row["model"],
-            str(row["tensor"]),
-            f"{row['window'] // 1024}K",
-            str(row["ranks"]),
-            *(f"{row[figure]:.2f}" for figure in figures),
-        ]
-        for row in table
-    ]
-    console.print(report.table(title, headings, rows))
-
-
 def markdown(table: list[dict[str, Any]]) -> str:
     """What the paper's choice and ours are modelled to reach, and what they send."""
     by = {
@@ -332,9 +255,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--overheads", type=int, nargs="+", default=[2, 1, 3], help="tiles (default 2 1 3)"
     )
-    parser.add_argument(
-        "--head-sequences", type=int, default=40, help="in the comparison by heads (default 40)"
-    )
     parser.add_argument("--output", type=Path, help="folder for the JSON and the picture")
     parser.add_argument("--seed", type=int, default=0, help="of Generator A (default 0)")
     arguments = parser.parse_args(argv)
@@ -348,10 +268,8 @@ def main(argv: list[str] | None = None) -> None:
         for window in arguments.windows
         for ranks in arguments.ranks
     ]
-    heads = by_heads(arguments)
     console = Console(width=160)
     show(table, times, console)
-    show_heads(heads, console)
     settings = {name: value for name, value in vars(arguments).items() if name != "output"}
     made = {
         "benchmark": "context_parallel",
@@ -359,8 +277,6 @@ def main(argv: list[str] | None = None) -> None:
         **settings,
         "rows": table,
         "milliseconds": times,
-        "heads_profile": PROFILE,
-        "heads": heads,
     }
     if not arguments.output:
         report.finish(made)

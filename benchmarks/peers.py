@@ -2,7 +2,7 @@
 
 What comes with a package is called where the user has installed it; what exists only in a
 repository, from a clone in a folder that the caller names. Nothing of theirs is in this repository.
-Of verl, Megatron Core, slime and DistCA only the files that hold the algorithm run: their packages
+Of verl and Megatron Core only the files that hold the algorithm run: their packages
 import CUDA extensions and Ray, which take no part, so what such a file imports of its own package
 is left empty unless it is named here. What is missing raises :class:`Missing`.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,32 +26,17 @@ from typing import Any
 
 import torch
 
-from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 
 Packs = list[list[list[int]]]
 """[replicas][micro-batches], indices of documents."""
 
-CLONES = {"megatron": "Megatron-LM", "slime": "slime", "distca": "DistCA"}
+CLONES = {"megatron": "Megatron-LM"}
 """Import name and the folder of its clone."""
-
-WHEELS = {"megatron": "megatron-core", "verl": "verl", "trl": "trl"}
-"""Import name and the name under which it is installed."""
 
 
 class Missing(Exception):
     """A packer's code is not here; the message is the word for the table."""
-
-
-def version(name: str, clones: Path | None) -> str:
-    """Where a packer comes from: the version of its package, or the commit of its clone."""
-    root = None if clones is None else clones / CLONES.get(name, name)
-    if root is not None and root.is_dir():
-        command = ["git", "-C", str(root), "log", "-1", "--format=%h"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return f"{root.name} {found.stdout.strip() or 'without history'}"
-    package = WHEELS.get(name, name)
-    return f"{package} {importlib.metadata.version(package)}"
 
 
 # verl
@@ -139,73 +123,6 @@ def megatron_hybrid(
     scheduler = module.BalancedCPScheduler(limit, SimpleNamespace(size=lambda: ranks))
     _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     return [[list(own) for own in group] for group in groups]
-
-
-# slime
-
-
-def slime(
-    lengths: Sequence[int], mesh: Mesh, limit: int, clones: Path, shape: ModelShape, by_flops: bool
-) -> Packs:
-    """``build_dp_schedule`` with dynamic batches, micro-batches dealt by their FLOPs.
-
-    Args:
-        lengths: tokens of each document.
-        mesh: its data- and context-parallel sizes are looked at.
-        limit: most tokens of a micro-batch over its context-parallel group; with ``by_flops`` it
-            only says how many there are.
-        clones: folder with a clone named ``slime``.
-        shape: the model, whose FLOPs it counts.
-        by_flops: whether micro-batches are balanced by FLOPs too (``balance_by_flops``), instead of
-            filled by first fit.
-    """
-    files = ("slime.utils.flops_utils", "slime.utils.seqlen_balancing")
-    module = module_of("slime", "slime.utils.dp_schedule", files, clones=clones)
-    (layer,) = shape.kinds
-    arguments = SimpleNamespace(
-        use_dynamic_batch_size=True, max_tokens_per_gpu=limit // mesh.context, balance_data=True,
-        balance_by_flops=by_flops, hidden_size=shape.dim, num_layers=shape.layers,
-        num_attention_heads=layer.heads, num_query_groups=layer.kv_heads,
-        kv_channels=layer.head_width, ffn_hidden_size=shape.ffn_dim,
-        vocab_size=shape.vocab_size, num_experts=None, q_lora_rank=None,
-        kv_lora_rank=None, qk_pos_emb_head_dim=None, v_head_dim=None,
-    )  # fmt: skip
-    sizes = {"dp_size": mesh.data, "cp_size": mesh.context, "vpp_size": 1}
-    sizes["microbatch_group_size_per_vp_stage"] = 1
-    count = len(lengths)
-    parts, groups, *_ = module.build_dp_schedule(
-        arguments, sizes, list(lengths), global_batch_size=count, rollout_indices=list(range(count))
-    )
-    return [
-        [[part[index] for index in group] for group in own]
-        for part, own in zip(parts, groups, strict=True)
-    ]
-
-
-# DistCA's baseline
-
-
-def distca_wlb(lengths: Sequence[int], mesh: Mesh, count: int, limit: int, clones: Path) -> Packs:
-    """``balance_data_for_wlbllm``, the WLB-LLM that DistCA compares with: no document waits.
-
-    Args:
-        lengths: tokens of each document.
-        mesh: its data-parallel size is looked at.
-        count: micro-batches over all replicas.
-        limit: most tokens of a micro-batch, exceeded where nothing else is left.
-        clones: folder with a clone named ``DistCA``.
-    """
-    module = module_of("distca", "distca.planner.wlb_planner", clones=clones)
-    module.rich = SimpleNamespace(print=lambda *_: None)
-    _, bins = module.balance_data_for_wlbllm(
-        count, 0, limit, 1, [list(lengths)], Lmax=limit, model_config=None
-    )
-    # It answers in lengths: documents of one length are alike.
-    places: dict[int, list[int]] = {}
-    for index, tokens in enumerate(lengths):
-        places.setdefault(tokens, []).append(index)
-    packs = [[places[tokens].pop() for tokens in own if places.get(tokens)] for own in bins]
-    return [packs[replica :: mesh.data] for replica in range(mesh.data)]
 
 
 # TRL
@@ -296,43 +213,6 @@ def _transformers() -> Any:
     except ImportError:
         raise Missing("transformers") from None
     return trainer_pt_utils
-
-
-# torch
-
-
-def torch_chunks(lengths: Sequence[int], ranks: int, balancer: str) -> list[list[tuple[int, int]]]:
-    """Torch's context-parallel balancers: [ranks], ranges of rows of the concatenated documents.
-
-    Args:
-        lengths: tokens of each document; together a multiple of the balancer's block, which is
-            128·ranks for ``"ptrr"`` and 2·ranks for ``"head_tail"``.
-        ranks: of the context-parallel group.
-        balancer: ``"head_tail"`` or ``"ptrr"``.
-    """
-    name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
-    module = importlib.import_module(name)
-    total = sum(lengths)
-    if balancer == "head_tail":
-        order = module._HeadTailLoadBalancer(total, ranks, "cpu")._generate_indices()[0]
-        unit = 1
-    else:
-        # It sorts blocks of 128 queries by the blocks of keys that they see (flex_attention's
-        # BlockMask), which are those from the first document that the queries touch.
-        unit = 128
-        ends = torch.tensor(lengths).cumsum(0)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
-        first = torch.arange(0, total, unit)
-        document = torch.searchsorted(ends, first, right=True)
-        seen = first // unit - starts[document] // unit + 1
-        order = module._PTRRLoadBalancer.ptrr_scheduling(seen, ranks).flatten()
-    result = []
-    for own in order.view(ranks, -1):
-        own = own.sort().values * unit
-        breaks = torch.nonzero(own[1:] != own[:-1] + unit).flatten() + 1
-        pieces = torch.tensor_split(own, breaks)
-        result.append([(int(piece[0]), int(piece[-1]) + unit) for piece in pieces])
-    return result
 
 
 # Modules

@@ -6,9 +6,9 @@
   committed ``stdlib_lengths.json`` (``python -m benchmarks.workloads`` measures this Python's
   and writes the file).
 * Corpora of SlimPack's settings (§6), whose lengths are not published: mixtures of a log-normal
-  body and a Pareto tail with what its §2 says of them (about 80 % of documents below 4K tokens, 1 % of
-  them half of the work, GitHub longer than the others, Wikipedia in two clusters), bounded by the
-  window; and its models.
+  body and a Pareto tail with what its §2 says of them (about 80 % of documents below 4K tokens, 1 %
+  of them half of the work, GitHub longer than the others, Wikipedia in two clusters), bounded by
+  the window; and its models.
 * The reference cost: one layer of LLaMA2-7B, without the output projection, so that attention
   over d tokens costs d²/49,408 token-equivalents forward and d²/42,350 forward and backward.
 """

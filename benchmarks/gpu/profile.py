@@ -1,4 +1,4 @@
-"""Part 2: device profiles of real layers, and how well they predict what was held out of the fit.
+"""Part 1: device profiles of real layers, and how well they predict what was held out of the fit.
 
 A profile is written to ``gpu_profile_<layers>.json``. Parts that predict begin with a row that asks
 :func:`measured`, which takes the file where it is of this device and of this torch, and measures

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.published import Fact
-from benchmarks.ulysses import all_to_all_ns
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
@@ -43,3 +42,20 @@ def predict(fact: Fact) -> float:
             ns = messages.collective_ns("context", ranks, size, summed=summed) * round(BUS[kind])
         crossing = round(crossing * BUS[kind])
     return ns / 1e3 if fact.unit == "us" else crossing / ns
+
+
+def all_to_all_ns(messages: Communication, size: int) -> int:
+    """Every context-parallel rank sends ``size`` bytes, in equal parts to all the others.
+
+    Parts for other nodes go through the rank's own network adapter only, at the same time as parts
+    for its own node go through the node's link.
+    """
+    ranks, links = messages.mesh.context, messages.profile.links
+    if ranks == 1 or size == 0:
+        return 0
+    together = messages._together("context")
+    if together == ranks:
+        return messages.exchange_ns("context", ranks, size)
+    outside = size * (ranks - together) // (ranks - 1)
+    inside = links["node"].ns(together - 1, size - outside)
+    return round(max(links["network"].ns(ranks - together, outside), inside))

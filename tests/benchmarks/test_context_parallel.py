@@ -9,7 +9,7 @@ from benchmarks import context_parallel
 
 
 def test_rows_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = "--windows 65536 --ranks 4 --sequences 4 --overheads 2 --head-sequences 2"
+    options = "--windows 65536 --ranks 4 --sequences 4 --overheads 2"
     context_parallel.main([*options.split(), "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "Modelled" in printed
@@ -23,11 +23,6 @@ def test_rows_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     # Plain: 3 ranks get 16K rows of 2 · 32 heads · 128 · 2 bytes.
     assert best["plain_all_gather_mib"] == 3 * 16_384 * 16_384 / 2**20
     assert best["sent_busiest_rank_mib"] < best["plain_all_gather_mib"]
-    # Of 32 key/value heads each rank reads 8; of 8 heads over 8 tensor-parallel ranks all read one.
-    speed = {
-        (row["model"], row["tensor"]): row["modelled_speed_of_heads"] for row in result["heads"]
-    }
-    assert speed["7b", 1] > 1 > speed["70b", 8]
 
 
 def test_sequences_fill_the_window() -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import (
     hydraulis_paper,
     overlap,
-    packers_page,
+    packers,
     packing_report,
     paper_speedups,
     report,
@@ -26,7 +26,7 @@ RESULTS = Path(report.__file__).with_name("results")
         ("packing", packing_report.markdown),
         ("slimpack_paper", slimpack_paper.markdown),
         ("paper_speedups", paper_speedups.page),
-        ("packers", packers_page.page),
+        ("packers", packers.page),
         ("hydraulis_paper", hydraulis_paper.markdown),
         ("overlap", overlap.markdown),
     ],
