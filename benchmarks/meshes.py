@@ -6,8 +6,8 @@ data × pipeline × context × tensor mesh whose sizes are powers of two (data: 
 1, 2 and 4 stages per pipeline rank, is planned by profile and simulated, with best-fit packing and
 with ``auto``. *Search* is
 :func:`lightning_wlb.mesh_search.search.choose_mesh`, which simulates few of them. *Regret* is what
-the mesh that it chose takes over the best mesh of the exhaustive simulation, in percent. *Proposal*, kept
-but no longer made, was the best mesh of Hydraulis' dynamic programme (its §7).
+the mesh that it chose takes over the best mesh of the exhaustive simulation, in percent.
+*Proposal*, kept but no longer made, was the best mesh of Hydraulis' dynamic programme (its §7).
 
 A step's time counts what of the gathering of parameters and of the reduction of gradients is not
 hidden behind actions; it is also given with all of that (``unhidden_ms``) and with none.
