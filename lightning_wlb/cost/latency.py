@@ -160,7 +160,8 @@ class LatencyModel:
         table, layer = self._table, self.layer
         pairs, padded, seen = padded_pairs(queries, keys, table.tile, layer.sliding_window)
         # Two products of 2·head_dim FLOPs per pair and head; backward is 2.5 times that.
-        flops = np.outer((4, 10), pairs) * (layer.head_width * (layer.heads // self.mesh.tensor))
+        width = layer.attends * layer.head_width * (layer.heads // self.mesh.tensor)
+        flops = np.outer((4, 10), pairs) * width
         time = flops * (table.inverse_rates(padded, seen) / self.profile.sustained)
         return np.rint(time * _PICOSECONDS).astype(np.int64)
 
@@ -335,7 +336,7 @@ class LatencyModel:
     @cached_property
     def _key_elements(self) -> int:
         """Elements of a token's key and value, of one layer on one rank."""
-        return 2 * self.rank_kv_heads * self.layer.head_width
+        return self.layer.attends * 2 * self.rank_kv_heads * self.layer.head_width
 
     @cached_property
     def _width(self) -> int:

@@ -17,7 +17,7 @@ from lightning_wlb.cost.flops import (
     layer_linear_flops,
     linear_flops,
 )
-from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.cost.shape import ModelShape, Recurrence
 
 LLAMA2_7B = ModelShape(
     dim=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn_dim=11008, vocab_size=32000
@@ -126,6 +126,22 @@ def test_work_of_layers_with_different_windows_is_the_sum_over_layers(
     assert work.forward(tokens, context) == linear + 4 * 4 * 5 * pairs
     assert work.backward(tokens, context) == 2 * linear + 10 * 4 * 5 * pairs
     assert work.total.window == (None if None in windows else max(windows))
+
+
+def test_work_of_recurrent_layers_is_linear_in_tokens() -> None:
+    near = replace(LAYER, sliding_window=4)
+    recurrent = replace(LAYER, recurrence=Recurrence(heads=12, flops=1000, moved=1))
+    work, attends = (
+        Work.of(ModelShape.of_layers(6, 0, [near, each])) for each in (recurrent, near)
+    )
+    assert work.forward.per_token == attends.forward.per_token + 1000
+    assert work.backward.per_token == attends.backward.per_token + 2000
+    assert 2 * work.total.per_pair == attends.total.per_pair
+    assert work.total.windows.keys() == {4}
+    assert (work.recurrent_heads, attends.recurrent_heads) == (12, 0)
+    alone = Work.of(ModelShape.of_layers(6, 0, [recurrent]))
+    assert alone.total(10) == 10 * alone.total(1)
+    assert alone.total.tokens_within(alone.total(10)) == 10
 
 
 def test_narrower_values_count_once_in_forward_and_twice_in_backward() -> None:

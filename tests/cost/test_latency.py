@@ -13,7 +13,7 @@ from lightning_wlb.cost.flops import attention_flops, layer_linear_flops
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
 from lightning_wlb.cost.rates import AttentionTable, LinearTable
-from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.cost.shape import ModelShape, Recurrence
 from lightning_wlb.mesh import Mesh
 
 SHAPE = ModelShape(
@@ -240,6 +240,31 @@ def test_layers_that_differ_have_a_model_each() -> None:
     # A sharding is chosen by what all layers take.
     costs = 3 * alike.segment_cost(*segments) + whole.segment_cost(*segments)
     assert (mixed.segment_cost(*segments) == costs).all()
+
+
+def test_a_recurrent_layer_takes_its_flops_its_traffic_and_its_all_to_alls() -> None:
+    layer = SHAPE.each_layer[0]
+    across = Recurrence(heads=8, flops=10**6, moved=1000, state=7, last_rows=5)
+    recurrent = replace(layer, heads=1, kv_heads=1, head_dim=1, value_dim=1, recurrence=across)
+    profile, mesh = replace(FLAT, element_bytes_per_second=1e12), Mesh(data=2, context=4)
+    shape = ModelShape.of_layers(4096, 32_000, [recurrent, layer, recurrent])
+    model = LatencyModel(profile, shape, mesh)
+    linear, attention = model.kinds
+    segments = arrays((4096, 8192), (300, 300))
+    assert linear.attention_ns(*segments) == (0, 0)
+    for backward in (False, True):
+        assert linear.exchange_keys_ns(0, 10**6, backward=backward) == 0
+        rate = RATE / 2 if backward else RATE
+        products = (1 + backward) * 900 * (10**6 + layer_linear_flops(layer, 1)) / rate * 1e9
+        moved = 900 * 2 * (10 * 4096 + 1000 + 5 * layer.gated_width(4096))
+        assert linear.linear_ns(900, backward=backward) == pytest.approx(
+            products + (1 + backward) * moved * profile.eager_factor / 1e3, abs=2
+        )
+    # Three quarters of a rank's elements go to three others, a nanosecond a byte.
+    assert linear.exchange_recurrence_ns(900, replicas=1) == 900 * 1000 * 2 * 3 // 4
+    assert linear.exchange_recurrence_ns(900, replicas=2) == 900 * 1000 * 2 * 7 // 8
+    # Only layers that attend choose a sharding.
+    assert (model.segment_cost(*segments) == attention.segment_cost(*segments)).all()
 
 
 def test_narrower_values_are_padded_to_the_keys() -> None:

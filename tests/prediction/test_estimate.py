@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import Work
-from lightning_wlb.cost.shape import LayerShape, ModelShape
+from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.replica_plans import laid_out, replica_plan
@@ -20,6 +20,9 @@ from tests.prediction.test_predictor import SHAPE, predictor
 
 NARROW = LayerShape(16, 4, 64, 64, 1024 * 1024, 2816 * 1024 * 3, sliding_window=700)
 MIXED = ModelShape.of_layers(1024, 32000, [*SHAPE.kinds, NARROW] * 2)
+ACROSS = Recurrence(heads=24, flops=10**6, moved=8192, state=2**18, last_rows=3 * 2048)
+RECURRENT = LayerShape(1, 1, 1, 1, 1024 * 4096, 2816 * 1024 * 3, recurrence=ACROSS)
+HYBRID = ModelShape.of_layers(1024, 32000, [RECURRENT, *SHAPE.kinds] * 2)
 
 
 def plans_of(lengths, packs, mesh, **options):
@@ -37,7 +40,7 @@ def plans_of(lengths, packs, mesh, **options):
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=10),
     packs=st.integers(1, 6),
     tensor=st.sampled_from([1, 2]),
-    shape=st.sampled_from([SHAPE, MIXED]),
+    shape=st.sampled_from([SHAPE, MIXED, HYBRID]),
 )
 def test_on_one_rank_nothing_is_estimated(lengths, packs, tensor, shape):
     model, open_plan, final = plans_of(lengths, packs, Mesh(tensor=tensor), shape=shape)
@@ -50,11 +53,14 @@ def test_on_one_rank_nothing_is_estimated(lengths, packs, tensor, shape):
     packs=st.integers(1, 6),
     context=st.sampled_from([2, 3, 8]),
     tensor=st.sampled_from([1, 4]),
+    shape=st.sampled_from([SHAPE, HYBRID]),
 )
-def test_rows_are_known_before_a_sharding_is_chosen(lengths, packs, context, tensor):
-    model, open_plan, final = plans_of(lengths, packs, Mesh(context=context, tensor=tensor))
+def test_rows_are_known_before_a_sharding_is_chosen(lengths, packs, context, tensor, shape):
+    mesh = Mesh(context=context, tensor=1 if shape is HYBRID else tensor)
+    model, open_plan, final = plans_of(lengths, packs, mesh, shape=shape)
     for guess, exact in zip(model.costs(open_plan), model.costs(final), strict=True):
         assert abs(guess.rows - exact.rows) <= tensor
+        assert (guess.going_on, guess.ranks) == (exact.going_on, exact.ranks)
         assert (guess.kept_rows > 0) == (exact.kept_rows > 0)
     for size, exact in zip(model.sizes(final), model.costs(final), strict=True):
         assert size[:4] == exact[:4]
