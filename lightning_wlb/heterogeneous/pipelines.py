@@ -40,21 +40,6 @@ from lightning_wlb.training.parallelize import convert_tensors, keep_stages
 from lightning_wlb.training.pipeline_messages import PipelineRank
 
 
-@dataclass(frozen=True)
-class StageSettings:
-    """What the stages of all pipelines of a run share.
-
-    Args:
-        build: makes the whole model, on the meta device.
-        pipeline: the rank's on the mesh.
-    """
-
-    build: Callable[[], Decoder]
-    pipeline: PipelineRank
-    sum_dtype: torch.dtype
-    timeout: timedelta | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class ExchangeGroup:
     """The group of all ranks over which parameters and their gradients are exchanged."""
@@ -89,26 +74,36 @@ def exchange_group(
 class HeterogeneousStage:
     """A rank's stage, without values, and its process groups, for steps on some pipelines.
 
+    Args:
+        build: makes the whole model, on the meta device.
+        pipeline: the rank's on the mesh.
+
     Attributes:
         waiting: each module that waits for parameters -> the turns in which these arrive.
         places: name of a parameter in the whole model -> the modules that have it, and its name
             there.
     """
 
-    def __init__(self, redistribution: Redistribution, settings: StageSettings) -> None:
+    def __init__(
+        self,
+        redistribution: Redistribution,
+        build: Callable[[], Decoder],
+        pipeline: PipelineRank,
+        timeout: timedelta | None,
+    ) -> None:
         self.redistribution = redistribution
         schemes, number = redistribution.schemes, redistribution.rank
         rank = rank_in(schemes, number)
-        scheme, device = schemes[rank.data], settings.pipeline.device
-        self._groups = _groups_of(schemes, number, device, settings.timeout)
+        scheme, device = schemes[rank.data], pipeline.device
+        self._groups = _groups_of(schemes, number, device, timeout)
         self.pipeline = replace(
-            settings.pipeline,
+            pipeline,
             rank=rank,
             stages=scheme.layers,
             groups=self._groups.channels,
             ranks=_chain(scheme, rank),
         )
-        self.model = settings.build()
+        self.model = build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))
         # Parameters have no values yet, buffers do.
         convert_tensors(self.model, lambda each: each if each.is_meta else each.to(device))

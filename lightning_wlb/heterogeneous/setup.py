@@ -31,7 +31,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -42,11 +41,7 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.cache import remembered
 from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
-from lightning_wlb.heterogeneous.pipelines import (
-    HeterogeneousStage,
-    StageSettings,
-    exchange_group,
-)
+from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, exchange_group
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import (
@@ -130,7 +125,6 @@ def attach_pipelines(
     executor: Executor,
     choices: Sequence[Schemes],
     module: LanguageModule,
-    sum_dtype: torch.dtype,
     timeout: timedelta,
 ) -> None:
     """Let an executor run steps on some sets of pipelines; collective over all ranks.
@@ -157,14 +151,15 @@ def attach_pipelines(
     except ValueError as error:
         raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
     Ranks().each(lambda: check_rebuilt(module, whole))
-    settings = StageSettings(module.build_blank_model, pipeline, sum_dtype, timeout)
     for number, schemes in enumerate(choices, 1):
         rank_zero_info(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
             f" {described(schemes)}."
         )
     group = exchange_group(rank, mesh.devices, pipeline.device, timeout)
-    executor.heterogeneous = HeterogeneousPipelines(model, redistribute, group, settings)
+    executor.heterogeneous = HeterogeneousPipelines(
+        executor, module.build_blank_model, redistribute, group, timeout
+    )
 
 
 def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
@@ -190,19 +185,22 @@ class HeterogeneousPipelines:
     """Says what a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``.
 
     Args:
-        model: this rank's part of the model on the mesh, with its shards.
+        executor: runs the steps, on the mesh too.
+        build: makes the whole model, on the meta device.
         redistribute: makes this rank's exchanges with the pipelines of a step.
+        group: all ranks, for these exchanges.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        executor: Executor,
+        build: Callable[[], Decoder],
         redistribute: Callable[[Schemes], Redistribution],
         group: dist.ProcessGroup,
-        settings: StageSettings,
+        timeout: timedelta | None,
     ) -> None:
-        self._model, self._redistribute = model, redistribute
-        self._group, self._settings = group, settings
+        self._executor, self._build, self._redistribute = executor, build, redistribute
+        self._group, self._timeout = group, timeout
         self._made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = {}
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
@@ -210,8 +208,10 @@ class HeterogeneousPipelines:
         more of them than ever before share a micro-batch.
         """
         if plan.schemes not in self._made:
-            stage = HeterogeneousStage(self._redistribute(plan.schemes), self._settings)
-            own = ExchangedParameters(stage, self._model, self._group, self._settings.sum_dtype)
+            mine, links = self._executor, self._redistribute(plan.schemes)
+            stage = HeterogeneousStage(links, self._build, mine.pipeline, self._timeout)
+            wide = mine.parameters.sum_dtype
+            own = ExchangedParameters(stage, mine.model, self._group, wide)
             self._made[plan.schemes] = stage, own
         stage, own = self._made[plan.schemes]
         return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)

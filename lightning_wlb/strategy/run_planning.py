@@ -16,7 +16,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -129,8 +128,7 @@ class RunPlanning:
         if not self.schemes:
             return
         if split.prepared_for != (self.schemes, timeout):
-            sums = torch.promote_types(devices.compute_dtype, torch.float32)
-            attach_pipelines(split.executor, self.schemes, module, sums, timeout)
+            attach_pipelines(split.executor, self.schemes, module, timeout)
             split.prepared_for = self.schemes, timeout
         # A new context, whose predictor knows the process groups of these pipelines.
         predictor = self.context(data).predictor

@@ -22,7 +22,7 @@ from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.distributed.process_groups import mesh_groups
-from lightning_wlb.heterogeneous.pipelines import StageSettings, exchange_group
+from lightning_wlb.heterogeneous.pipelines import exchange_group
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.heterogeneous.setup import HeterogeneousPipelines, weights_of
 from lightning_wlb.mesh import Mesh
@@ -263,8 +263,7 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> Executor:
     made = Executor(model, pipeline, groups, gathering)
     redistribute = partial(Redistribution, weights, run.of_mesh, rank=number)
     exchanging = exchange_group(number, run.mesh.devices, CPU, None)
-    settings = StageSettings(build, pipeline, wide)
-    made.heterogeneous = HeterogeneousPipelines(model, redistribute, exchanging, settings)
+    made.heterogeneous = HeterogeneousPipelines(made, build, redistribute, exchanging, None)
     return made
 
 

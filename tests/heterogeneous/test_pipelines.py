@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from lightning_wlb.heterogeneous import pipelines
 from lightning_wlb.heterogeneous.pipelines import (
     HeterogeneousStage,
-    StageSettings,
     exchange_group,
 )
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
@@ -24,9 +22,9 @@ from lightning_wlb.plan import Scheme
 from lightning_wlb.training.pipeline_messages import PipelineRank
 
 
-def settings(build: Callable[[], Transformer], device: torch.device) -> StageSettings:
+def stage_of(link: Redistribution, build, device: torch.device) -> HeterogeneousStage:
     pipeline = PipelineRank(Rank(), (), "1f1b", {}, 8, torch.float32, device)
-    return StageSettings(build, pipeline, torch.float32)
+    return HeterogeneousStage(link, build, pipeline, None)
 
 
 def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
@@ -42,7 +40,7 @@ def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
     device = torch.device("meta")
     one = (Scheme(0, (TransformerConfig.preset("tiny").layers,)),)
     link = Redistribution(weights_of(build(), (1,)), one, one, 0)
-    own = HeterogeneousStage(link, settings(build, device))
+    own = stage_of(link, build, device)
     assert own.model.layers["0"].table.device == device
     assert all(parameter.is_meta for parameter in own.model.parameters())
 
@@ -72,7 +70,7 @@ def calls_of(rank: int, patch: pytest.MonkeyPatch) -> tuple[list, list]:
             return Transformer(TransformerConfig.preset("tiny"))
 
     link = Redistribution(weights_of(build(), (1, 2)), strategy, strategy, rank)
-    own = HeterogeneousStage(link, settings(build, torch.device("cpu")))
+    own = stage_of(link, build, torch.device("cpu"))
     assert len(own.pipeline.groups) == (2 if rank > 1 else 0)
     return split, messages
 

@@ -168,14 +168,12 @@ class Places:
     """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks].
 
     Attributes:
-        pipeline: number of the rank's pipeline.
-        stage: the rank's stage in that pipeline; ``context`` and ``tensor`` are its place there.
+        pipeline: number of the rank's pipeline; ``context`` and ``tensor`` are its place there.
         size: number of tensor-parallel ranks of that pipeline.
         layers: the layers of each rank's stage.
     """
 
     pipeline: Integers
-    stage: Integers
     context: Integers
     tensor: Integers
     size: Integers
@@ -191,7 +189,7 @@ class Places:
         rest, tensor = np.divmod(np.arange(len(pipeline)) - first, size)
         stage, place = np.divmod(rest, context)
         own = (schemes[number].layers[at] for number, at in zip(pipeline, stage, strict=True))
-        return Places(pipeline, stage, place, tensor, size, tuple(own))
+        return Places(pipeline, place, tensor, size, tuple(own))
 
     def holds(self, layers: Sequence[int]) -> Truths:
         """Whether each rank's stage has one of the layers."""
