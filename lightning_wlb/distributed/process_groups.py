@@ -24,11 +24,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_wlb.distributed.collectives import all_gather_into
-from lightning_wlb.distributed.device_mesh import data_context, device_mesh, set_timeout
-from lightning_wlb.mesh import AXES, Rank
+from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
 
@@ -70,6 +70,34 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
+
+    Operations on its axes may wait for ``timeout``; None means torch's default.
+    """
+    made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+    flat = data_context(made)
+    if timeout is not None:
+        # torch gives the axes its own default, whatever the default group was given.
+        set_timeout(timeout, *made.get_all_groups(), flat.get_group())
+    return made
+
+
+def data_context(mesh: DeviceMesh) -> DeviceMesh:
+    """The data and context axes as one: its ranks share the parameters, and gradients are summed
+    over it.
+
+    Collective at its first call for a mesh, which :func:`device_mesh` makes.
+    """
+    return mesh["data", "context"]._flatten("data_context")
+
+
+def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:
+    """Let operations on the groups wait for ``timeout`` from now on."""
+    for group in groups:
+        _set_pg_timeout(timeout, group)
+
+
 @dataclass(frozen=True, eq=False)
 class MeshGroups:
     """The process groups of one rank in a mesh.
@@ -81,12 +109,12 @@ class MeshGroups:
     """
 
     mesh: DeviceMesh
-    channels: Mapping[Channel, dist.ProcessGroup]
+    channels: Mapping[Channel, ProcessGroup]
     merged: MergedGroups
-    parameters: dist.ProcessGroup
+    parameters: ProcessGroup
 
     @property
-    def pipeline(self) -> dist.ProcessGroup | None:
+    def pipeline(self) -> ProcessGroup | None:
         """The ranks that hold the stages of a replica; None for one rank."""
         return self._along("pipeline")
 
@@ -96,7 +124,7 @@ class MeshGroups:
             self._along("context"), self._along("tensor"), self.merged.prepare(plan)
         )
 
-    def _along(self, axis: str) -> dist.ProcessGroup | None:
+    def _along(self, axis: str) -> ProcessGroup | None:
         return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -115,7 +143,7 @@ _T = TypeVar("_T", bound=_HasTimeout)
 
 # Made under the default process group _world; under another one they would be dead.
 _made: dict[Hashable, Any] = {}
-_world: dist.ProcessGroup | None = None
+_world: ProcessGroup | None = None
 
 
 def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
@@ -160,7 +188,7 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
     return kept((mesh, device.type), make, timeout)
 
 
-def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> dist.ProcessGroup:
+def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> ProcessGroup:
     """The ranks that share this rank's parameters, in a group of their own.
 
     torch gives every axis that has all ranks the default group, in which the keys of
@@ -178,7 +206,7 @@ def connect_channels(
     ranks: Sequence[int],
     global_rank: int,
     device: torch.device,
-    channels: Mapping[Channel, dist.ProcessGroup],
+    channels: Mapping[Channel, ProcessGroup],
 ) -> None:
     """Connect neighbours in a pipeline before a step sends messages; collective over its ranks.
 
@@ -198,7 +226,7 @@ def connect_channels(
                 dist.recv(token, sender, group)
 
 
-def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, dist.ProcessGroup]:
+def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, ProcessGroup]:
     """A process group over this rank's pipeline for each channel of messages; collective.
 
     With virtual stages, messages also go from the last rank to the first and back.
@@ -238,7 +266,7 @@ class MergedGroups:
     ) -> None:
         self._alike, self._rank = alike, global_rank
         self._timeout = timeout
-        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._groups: dict[int, ProcessGroup] = {}
         self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -246,7 +274,7 @@ class MergedGroups:
         self._timeout = timeout
         set_timeout(timeout, *self._groups.values())
 
-    def prepare(self, plan: StepPlan) -> dict[int, dist.ProcessGroup]:
+    def prepare(self, plan: StepPlan) -> dict[int, ProcessGroup]:
         """Make the groups that a step needs and that are not there yet; collective over all ranks.
 
         Returns:
@@ -279,7 +307,7 @@ def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
 
 def own_group(
     sets: Sequence[Sequence[int]], global_rank: int, timeout: timedelta | None
-) -> dist.ProcessGroup | None:
+) -> ProcessGroup | None:
     """The process group of the set of ranks that holds ``global_rank``; None where no set does.
 
     Collective over all ranks, which give the same disjoint sets of global ranks. Every rank makes
@@ -301,7 +329,7 @@ def own_group(
     return made if own else None
 
 
-def message_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def message_device(device: torch.device, group: ProcessGroup) -> torch.device:
     """The device on which tensors have to lie to be sent or received over a group.
 
     gloo copies what a collective is given to the host and back by itself, but of a message it takes

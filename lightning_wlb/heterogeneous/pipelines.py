@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.distributed.device_mesh import set_timeout
 from lightning_wlb.distributed.process_groups import (
     MergedGroups,
     ProcessGroups,
     connect_channels,
     kept,
     own_group,
+    set_timeout,
 )
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.mesh import Rank

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_wlb.distributed.device_mesh import data_context
-from lightning_wlb.distributed.process_groups import message_device
+from lightning_wlb.distributed.process_groups import data_context, message_device
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.tensor_parallel import shard_parameters

@@ -15,10 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.distributed.process_groups import (
     MergedGroups,
+    data_context,
+    device_mesh,
     mesh_groups,
     pipeline_groups,
 )
-from lightning_wlb.mesh import Mesh, Rank
+from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Scheme, Slice, StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.heterogeneous.fixed_choices import take_in_turn
@@ -201,6 +203,16 @@ def calls(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=RANK.index, world_size=MESH.devices)
     yield made
     dist.destroy_process_group()
+
+
+def test_the_device_mesh_of_a_thousand_ranks_agrees_with_the_sizes(calls):
+    devices, at = device_mesh(MESH, "cpu"), RANK
+    assert devices.mesh_dim_names == AXES
+    assert tuple(devices.get_coordinate()) == (at.data, at.pipeline, at.context, at.tensor)
+    for axis in AXES:
+        assert tuple(devices[axis].mesh.tolist()) == at.group(axis)
+    # FSDP sums over replicas and context ranks, never over stages or tensor ranks.
+    assert tuple(data_context(devices).mesh.tolist()) == at.group("data", "context")
 
 
 @pytest.mark.parametrize("ring", [False, True])
