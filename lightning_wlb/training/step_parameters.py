@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from lightning_wlb.schedule.actions import BACKWARD, Action
 
-Places = Sequence[tuple[nn.Module, str]]
+Holders = Sequence[tuple[nn.Module, str]]
 """The modules that have a parameter, and its name in each."""
 
 
@@ -163,7 +163,7 @@ class BucketInStep(ABC):
     def __init__(
         self,
         run: StepParameters,
-        parameters: Sequence[Places],
+        parameters: Sequence[Holders],
         trained: Sequence[int],
         stages: Collection[int],
         names: Sequence[str],
@@ -257,7 +257,7 @@ class BucketInStep(ABC):
         self._live = []
 
 
-def _put(places: Places, parameter: nn.Parameter | None) -> None:
+def _put(places: Holders, parameter: nn.Parameter | None) -> None:
     for module, name in places:
         module._parameters[name] = parameter
 

@@ -106,11 +106,7 @@ class Redistribution:
 
     def shapes(self, turn: int) -> dict[str, tuple[int, ...]]:
         """What the rank holds in the step of each parameter that it gets in a turn, if it does."""
-        if turn >= len(self.buckets):
-            return {}
-        bucket = self.weights.buckets[self.buckets[turn]]
-        boxes = in_step(self.weights, bucket, self.schemes)
-        return {n: tuple(np.diff(box[self.rank])[:, 0].tolist()) for n, box in boxes.items()}
+        return self._shapes[turn] if turn < len(self._shapes) else {}
 
     def exchange(self, turn: int, *, push: bool = False) -> TurnExchange:
         """The part that this rank has in one all-to-all: of parameters, or of their gradients."""
@@ -119,6 +115,15 @@ class Redistribution:
     @cached_property
     def _turns(self) -> Integers:
         return Places.of(self.schemes).turns([each.layers for each in self.weights.buckets])
+
+    @cached_property
+    def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        buckets = (self.weights.buckets[number] for number in self.buckets)
+        needs = (in_step(self.weights, bucket, self.schemes) for bucket in buckets)
+        return [
+            {name: tuple(np.diff(box[self.rank])[:, 0].tolist()) for name, box in each.items()}
+            for each in needs
+        ]
 
     @cached_property
     def _exchanges(self) -> tuple[list[TurnExchange], list[TurnExchange]]:
