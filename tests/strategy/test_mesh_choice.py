@@ -282,12 +282,6 @@ def test_there_is_nothing_to_choose_where_one_mesh_alone_is_as_asked(world_size,
     assert MeshOptions(sizes=asked).settles(world_size) == settled
 
 
-@pytest.mark.parametrize("size", [0, 1.5, "two", None, True])
-def test_a_size_is_a_positive_whole_number_or_auto(size):
-    with pytest.raises(ValueError, match=r"context_parallel_size=.* Give a whole number"):
-        MeshOptions(sizes=("auto", 1, size, 1))
-
-
 def test_virtual_stages_go_into_the_mesh_and_take_no_ranks():
     options = MeshOptions(sizes=("auto", 4, 1, 1), schedule="interleaved", virtual_stages=3)
     assert options.usual_mesh(8) == Mesh(2, 4, virtual_stages=3)
