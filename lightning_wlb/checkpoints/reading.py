@@ -36,16 +36,11 @@ from lightning_wlb.checkpoints.writing import OWN, REST, torch_errors
 from lightning_wlb.distributed.collective_errors import Ranks
 
 
-def open_checkpoint(
-    path: Path, weights_only: bool | None, verify: bool, ranks: Ranks
-) -> tuple[Path, dict[str, Any], Metadata, Manifest]:
-    """Read everything but the shards; collective over ``ranks``.
+def open_checkpoint(path: Path, ranks: Ranks) -> tuple[Path, dict[str, Any], Metadata, Manifest]:
+    """Read everything but the shards of a folder; collective over ``ranks``.
 
-    Args:
-        path: the folder. If a save died while it replaced this one (:mod:`.atomic_folders`), the
-            older checkpoint in ``.old`` is read, with a warning.
-        weights_only: torch.load's, for ``meta.pt``; None means True.
-        verify: compare the checksums of the small files, not only sizes.
+    If a save died while it replaced this one (:mod:`.atomic_folders`), the older checkpoint in
+    ``.old`` is read, with a warning.
 
     Returns:
         The folder, all state that is not in shards, which shards there are, and the manifest.
@@ -57,8 +52,8 @@ def open_checkpoint(
     """
     folder = ranks.lead(lambda: _find(path))
     ranks.each(lambda: atomic_folders.require_shared(folder))
-    listed = ranks.lead(lambda: _read_manifest(folder, verify))
-    rest = ranks.each(lambda: _read_rest(folder, weights_only, listed))
+    listed = ranks.lead(lambda: _read_manifest(folder))
+    rest = ranks.each(lambda: _read_rest(folder, listed))
     return folder, rest, ranks.each(lambda: safe_metadata.read(folder)), listed
 
 
@@ -162,31 +157,26 @@ def _find(path: Path) -> Path:
     return path
 
 
-def _read_manifest(folder: Path, verify: bool) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     """The manifest, if the sizes of all files, and the small files, agree with it."""
     listed = manifest.read(folder)
     manifest.check_sizes(folder, listed)
-    if verify:
-        small = [name for name in listed.files if not safe_metadata.SHARD.fullmatch(name)]
-        manifest.check_files(folder, listed, small)
+    small = [name for name in listed.files if not safe_metadata.SHARD.fullmatch(name)]
+    manifest.check_files(folder, listed, small)
     return listed
 
 
-def _read_rest(folder: Path, weights_only: bool | None, listed: Manifest) -> dict[str, Any]:
+def _read_rest(folder: Path, listed: Manifest) -> dict[str, Any]:
     """The content of ``meta.pt``, if it is of the same save as the manifest.
 
     Rank 0 has compared the file's checksum; another node may still see the file of an older save.
     """
     try:
-        if weights_only is False:
-            rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=False)
-        else:
-            rest = load_plain(folder / REST)
+        rest = load_plain(folder / REST)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{folder / REST} cannot be read: it is damaged, or holds objects of"
-            " classes, which may run code when they are read. If you know who wrote it:"
-            f" trainer.fit(..., weights_only=False). ({error})"
+            f"{folder / REST} cannot be read: it was made to hold objects of classes, which may run"
+            f" code when they are read ({error}). Use another checkpoint."
         ) from error
     if not isinstance(rest, dict):
         raise ValueError(f"{folder / REST} holds a {type(rest).__name__}, no state.")

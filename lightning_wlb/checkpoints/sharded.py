@@ -73,14 +73,10 @@ def load(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     renamed: Mapping[str, str],
-    weights_only: bool | None,
-    *,
-    verify: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 
-    Arguments are those of :func:`collect` and :func:`.open_checkpoint`. With ``verify`` the
-    checksums of all files are compared with the manifest, not only their sizes.
+    Arguments are those of :func:`collect`; without ``optimizers`` weights only are read.
 
     Returns:
         The ``rest`` that :func:`collect` was given.
@@ -92,7 +88,7 @@ def load(
             model, or it was made to run code.
     """
     ranks = Ranks()
-    path, rest, stored, listed = open_checkpoint(path, weights_only, verify, ranks)
+    path, rest, stored, listed = open_checkpoint(path, ranks)
     names = stored.state_dict_metadata
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
@@ -118,7 +114,7 @@ def load(
             if f"optimizer_{index}.{name}" in names
             or (_is_state(name) and _has_state(names, index))
         }
-    fill(state, path, stored, ranks, listed if verify else None)
+    fill(state, path, stored, ranks, listed)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):

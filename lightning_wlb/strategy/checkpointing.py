@@ -59,9 +59,8 @@ class Checkpointer:
     ``timeout`` limits operations between ranks while a checkpoint is written in the background.
     """
 
-    def __init__(self, *, async_save: bool, verify: bool, timeout: timedelta | None) -> None:
+    def __init__(self, *, async_save: bool, timeout: timedelta | None) -> None:
         self.async_save = flag("async_save", async_save)
-        self._verify = flag("verify_checkpoints", verify)
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
@@ -247,12 +246,11 @@ class Checkpointer:
         module: pl.LightningModule,
         optimizers: Sequence[Optimizer],
         renamed: Mapping[str, str],
-        weights_only: bool | None,
     ) -> dict[str, Any]:
         """Read a checkpoint, or one of a folder's, into model and optimizers; collective.
 
-        ``renamed`` is as in :meth:`save`, ``weights_only`` torch.load's. Raises Damaged where no
-        other may take the place of a damaged one (:mod:`.resuming`).
+        ``renamed`` is as in :meth:`save`. Raises Damaged where no other may take the place of a
+        damaged one (:mod:`.resuming`).
         """
         self.settle()
         trainer = module.trainer
@@ -265,14 +263,7 @@ class Checkpointer:
         )
         taken, rest = resuming.load_first(
             candidates,
-            lambda path: sharded.load(
-                path,
-                module,
-                optimizers if fitting else [],
-                renamed,
-                weights_only,
-                verify=self._verify,
-            ),
+            lambda path: sharded.load(path, module, optimizers if fitting else [], renamed),
         )
         if fitting and any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
             rank_zero_warn(

@@ -81,8 +81,6 @@ class WLBStrategy(ParallelStrategy):
         async_save: write checkpoints while training goes on, which waits only while tensors are
             copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
             state, twice where two checkpoints are saved at the end of a step.
-        verify_checkpoints: compare what is read with a checkpoint's checksums, in a thread beside
-            reading. False compares the sizes of files only.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up what they send:
             ``"float32"`` or, where a precision computes in it, ``"bfloat16"``, half of the bytes,
             which rounds where two ranks' values meet. None: float32 or wider, as gradients of
@@ -133,7 +131,6 @@ class WLBStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         on_nonfinite: OnNonfinite = "raise",
         async_save: bool = False,
-        verify_checkpoints: bool = True,
         reduce_dtype: str | None = None,
         dynamic: Dynamic = "off",
         overlap: str = "auto",
@@ -150,9 +147,7 @@ class WLBStrategy(ParallelStrategy):
         self._asked_reduce_dtype = reduce_dtype
         self.overlap = choice("overlap", overlap, ("auto", "off"))
         self.processes = Processes(process_group_backend=process_group_backend, timeout=timeout)
-        self.checkpoints = Checkpointer(
-            async_save=async_save, verify=verify_checkpoints, timeout=self.processes.timeout
-        )
+        self.checkpoints = Checkpointer(async_save=async_save, timeout=self.processes.timeout)
         self.planning = RunPlanning(dynamic)
         self.guard = StepGuard(on_nonfinite)
         self.num_nodes = 1  # Lightning sets it.
@@ -376,9 +371,9 @@ class WLBStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a sharded checkpoint folder into model and optimizers; collective."""
+        """Read a sharded checkpoint folder, always plain types only, into model and optimizers."""
         path, own = checks.local_path(checkpoint_path), (self._module, self.optimizers)
-        return self.checkpoints.load(path, *own, self.split.renamed, weights_only)
+        return self.checkpoints.load(path, *own, self.split.renamed)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""

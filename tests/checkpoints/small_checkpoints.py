@@ -79,10 +79,10 @@ def save(path: Path, value: float, width: int = 2) -> None:
     )
 
 
-def load(path: Path, width: int = 2, **options: Any) -> float:
+def load(path: Path, width: int = 2) -> float:
     """The value whose model a folder holds; fails where parts of it are of different ones."""
     layers, optimizer = model(0.5, width)
-    rest = sharded.load(path, layers, [optimizer], {}, None, **options)
+    rest = sharded.load(path, layers, [optimizer], {})
     value = rest["value"]
     wanted, settings = model(value, width)
     assert rest == {"global_step": int(value), "value": value}

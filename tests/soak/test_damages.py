@@ -76,7 +76,7 @@ class State:
         self.optimizer = self.module.configure_optimizers()
 
     def load(self, path: Path) -> int:
-        rest = sharded.load(path, self.module, [self.optimizer], {}, None)
+        rest = sharded.load(path, self.module, [self.optimizer], {})
         return int(rest["global_step"])
 
     def values(self) -> list[torch.Tensor]:

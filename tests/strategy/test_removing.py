@@ -29,7 +29,7 @@ def checkpoints(monkeypatch) -> Checkpointer:
 
 
 def checkpointer(async_save: bool = False) -> Checkpointer:
-    return Checkpointer(async_save=async_save, verify=True, timeout=None)
+    return Checkpointer(async_save=async_save, timeout=None)
 
 
 def names(folder: Path) -> list[str]:
