@@ -58,7 +58,7 @@ def collect(
         if not stepped:
             # torch has made a state by a step without gradients, which would count as a step.
             optimizer.state.clear()
-            values = {name: each for name, each in values.items() if not _is_state(name)}
+            values = {name: each for name, each in values.items() if not name.startswith("state.")}
         # The rank that knows the weight by its global name saves the same values.
         state[f"optimizer_{index}"] = {
             name: value
@@ -112,7 +112,7 @@ def load(
             name: each
             for name, each in optimizer_states[index].items()
             if f"optimizer_{index}.{name}" in names
-            or (_is_state(name) and _has_state(names, index))
+            or (name.startswith("state.") and _has_state(names, index))
         }
     fill(state, path, stored, ranks, listed)
     set_model_state_dict(model, weights, options=_OPTIONS)
@@ -180,11 +180,6 @@ def _check_weights(
             f"{path} is a checkpoint of another model; {'; '.join(said)}. Give the module the"
             " arguments that it had when the checkpoint was saved (config, lora)."
         )
-
-
-def _is_state(key: str) -> bool:
-    """Whether a flattened optimizer key is state that steps made, not an option of a group."""
-    return key.startswith("state.")
 
 
 def _has_state(names: Mapping[str, Any], index: int) -> bool:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -94,11 +93,6 @@ class Checkpointer:
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
-    def begin(self, device: torch.device) -> None:
-        """Begin a run on connected ranks."""
-        if self.async_save and self._stager is None:
-            self._stager = Stager(device)
-
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
         """Refuse, before the first step, folders of checkpoints that are in no file system.
 
@@ -144,6 +138,8 @@ class Checkpointer:
         interrupted = module.trainer.interrupted
         # A requeue ends the job, and with it the threads.
         wait = not self._training or interrupted or resuming.requeue_number(path) is not None
+        if self.async_save and self._stager is None:
+            self._stager = Stager(module.device)
         stager = None if wait else self._stager
         self.settle(COPIES - 1 if stager else 0, interrupted=interrupted)
         parts = sharded.collect(module, [] if weights_only else optimizers, checkpoint, renamed)

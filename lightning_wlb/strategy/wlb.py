@@ -245,7 +245,6 @@ class WLBStrategy(ParallelStrategy):
         self.schedule = chosen.schedule
         self.rank = chosen.mesh.coordinate(self.global_rank)
         self.mesh_groups = mesh_groups(self.rank, self.root_device, self.processes.timeout)
-        self.checkpoints.begin(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -32,15 +32,6 @@ def list_anew(folder: Path) -> None:
     manifest.write(folder, manifest.CHECKPOINT, save, 1, 0, files)
 
 
-def list_wrongly(folder: Path) -> None:
-    """Give a folder a manifest with another checksum of a shard."""
-    listed = manifest.read(folder)
-    shard = manifest.File(listed.files["__0_0.distcp"].size, "00000000")
-    files = {**listed.files, "__0_0.distcp": shard}
-    (folder / manifest.NAME).unlink()
-    manifest.write(folder, listed.kind, listed.save, listed.ranks, listed.step, files)
-
-
 def poison(path: Path, way: str, made: Path) -> None:
     """Put something that makes a folder when it is unpickled into a checkpoint that verifies."""
     stored = pickle.loads((path / ".metadata").read_bytes())

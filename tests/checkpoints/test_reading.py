@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import load, poison, save
-from tests.ranks import run_ranks
 
 FILES = ("__0_0.distcp", ".metadata", "meta.pt", "manifest.json")
 
@@ -79,29 +78,6 @@ def test_a_checkpoint_without_a_manifest_is_damaged(saves, tmp_path):
     torch.save(rest, path / "meta.pt")
     with pytest.raises(manifest.Damaged, match=r"run\.ckpt is damaged: manifest\.json is missing"):
         load(path)
-
-
-def damaged_on_one_rank(rank: int, path: Path) -> str:
-    with pytest.raises(manifest.Damaged) as info:
-        load(path)
-    return str(info.value)
-
-
-def save_together(rank: int, path: Path) -> float:
-    save(path, 6.0)
-    return load(path)
-
-
-def test_all_ranks_refuse_what_one_rank_finds(tmp_path):
-    path = tmp_path / "run.ckpt"
-    assert run_ranks(save_together, 2, path) == [6.0, 6.0]
-    content = bytearray((path / "__1_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / "__1_0.distcp").write_bytes(content)
-    texts = run_ranks(damaged_on_one_rank, 2, path)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("rank 1 on ")
-    assert "run.ckpt is damaged: the content of __1_0.distcp is not what was written" in texts[0]
 
 
 @pytest.mark.parametrize("way", ["metadata", "rest", "entry"])

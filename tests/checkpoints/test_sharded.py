@@ -1,8 +1,6 @@
 """Resume: 3 steps, save, resume, 3 more equal 6 steps without a break, on this or another mesh."""
 
 import multiprocessing
-import pickle
-import shutil
 from collections import OrderedDict
 from functools import cache
 from pathlib import Path
@@ -11,7 +9,6 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints import atomic_folders, sharded, writing
@@ -19,7 +16,7 @@ from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.small_checkpoints import Hostile, as_one_file, list_anew, list_wrongly
+from tests.checkpoints.small_checkpoints import as_one_file
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -297,19 +294,11 @@ def refusals(home: Path, scratch: Path) -> list[str]:
     scratch.mkdir()
     (scratch / "file.ckpt").write_text("no checkpoint")
     (scratch / "folder.ckpt").mkdir()
-    shutil.copytree(home / "mine.ckpt", scratch / "hostile.ckpt")
-    (scratch / "hostile.ckpt" / ".metadata").write_bytes(pickle.dumps(Hostile(scratch / "ran")))
-    list_anew(scratch / "hostile.ckpt")
-    shutil.copytree(home / "mine.ckpt", scratch / "mine.ckpt")
-    list_wrongly(scratch / "mine.ckpt")
     for path, error in (
         (scratch / "file.ckpt", FileNotFoundError),
         (scratch / "folder.ckpt", FileNotFoundError),
         (scratch / "nowhere.ckpt", FileNotFoundError),
         (home / "weights.ckpt", ValueError),
-        ("s3://bucket/run.ckpt", MisconfigurationException),
-        (scratch / "hostile.ckpt", ValueError),
-        (scratch / "mine.ckpt", ValueError),
     ):
         with pytest.raises(error) as info:
             resume((1, 1, 1, 1), UNTIED, path)
@@ -335,10 +324,6 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results):
         assert f"{name}.ckpt is not a checkpoint of WLBStrategy" in message
         assert "Pass the folder that ModelCheckpoint" in message
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]
-    assert "got s3://bucket/run.ckpt" in messages[4]
-    assert "it names posix.mkdir). Nothing in it was run" in messages[5]
-    assert "mine.ckpt is damaged: the content of __0_0.distcp is not what was" in messages[6]
-    assert not (folder / "refused" / "ran").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

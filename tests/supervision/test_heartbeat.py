@@ -68,13 +68,6 @@ def start(monkeypatch):
         job.server.stop()
 
 
-def test_ranks_that_fail_at_the_same_place_are_together(start):
-    job = start(3)
-    for link in job.links:
-        link.send(place="step 2", text="it rained")
-    assert [job.answer(rank) for rank in range(3)] == [{"together": True}] * 3
-
-
 def test_ranks_that_end_later_are_waited_for(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "AGREED_PATIENCE", 5.0)
     job = start(2)
