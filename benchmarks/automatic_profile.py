@@ -61,7 +61,7 @@ FIGURES = {
 
 def documents() -> StdlibDocuments:
     """All documents."""
-    return StdlibDocuments(unit="definition", tokenizer="bpe", vocab_size=VOCABULARY)
+    return StdlibDocuments(tokenizer="bpe", vocab_size=VOCABULARY)
 
 
 def chosen(seed: int, tokens: int) -> DocumentSubset:

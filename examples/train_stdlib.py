@@ -104,7 +104,7 @@ class Contestant:
             warmup_tokens=20 * options.context_window,
         )
         self.data = wlb.WLBDataModule(
-            wlb.StdlibDocuments(unit="definition", tokenizer="bpe", vocab_size=1024),
+            wlb.StdlibDocuments(tokenizer="bpe", vocab_size=1024),
             context_window=options.context_window,
             micro_batches=options.devices,
             packing=packing,

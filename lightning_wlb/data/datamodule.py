@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.argument_checks import choice, flag, whole
+from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import open_documents as opening
@@ -80,7 +80,6 @@ class WLBDataModule(L.LightningDataModule):
         test_documents: further documents for ``trainer.test``, or how many others to hold out.
         model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
             LightningModule.
-        pin_memory: None: where the device is a CUDA GPU.
 
     Attributes:
         plans_by_work: whether no device profile is wanted: ``profile="none"``.
@@ -111,7 +110,6 @@ class WLBDataModule(L.LightningDataModule):
         validation_documents: int | Documents = 0,
         test_documents: int | Documents | None = None,
         model_shape: ModelShape | None = None,
-        pin_memory: bool | None = None,
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
@@ -139,7 +137,6 @@ class WLBDataModule(L.LightningDataModule):
         self.profile = Profile.load(given) if isinstance(given, str) else given
         self.num_workers = whole("num_workers", num_workers, 0)
         self.model_shape = model_shape
-        self.pin_memory = None if pin_memory is None else flag("pin_memory", pin_memory)
 
     @property
     def trainer(self) -> L.Trainer | None:
@@ -356,7 +353,5 @@ class WLBDataModule(L.LightningDataModule):
         # One batch is a whole step, and every worker plans them all: Lightning's advice to start
         # as many workers as there are cores does not hold here.
         warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
-        pin = self.pin_memory
-        if pin is None:
-            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)

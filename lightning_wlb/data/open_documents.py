@@ -80,11 +80,10 @@ def _is_sequences(source: Any) -> bool:
 
 def _stdlib(
     name: str,
-    unit: Literal["definition", "file"] = "definition",
     tokenizer: Literal["bytes", "bpe"] = "bytes",
     vocab_size: int | None = None,
 ) -> StdlibDocuments:
-    return StdlibDocuments(unit, tokenizer, vocab_size)
+    return StdlibDocuments(tokenizer, vocab_size)
 
 
 def _texts(
@@ -193,7 +192,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
             ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or one of the
             kind's own; sequences of token numbers; or a store, which is returned as it is.
             docs/guide/documents.md lists what is known.
-        options: those that the kind of store has, such as ``vocab_size`` or ``empty="drop"``.
+        options: those that the kind of store has, such as ``vocab_size``.
 
     Returns:
         A store whose lengths are known, and whose tokens are read when they are asked for.

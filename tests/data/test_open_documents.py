@@ -32,10 +32,10 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
     store = documents(str(corpus))
     assert isinstance(store, ArrowDocuments)
     assert documents(store) is store
-    assert documents({"path": corpus, "vocab_size": 7}, empty="drop").vocab_size == 7
-    stdlib = documents("stdlib", unit="file")
+    assert documents({"path": corpus, "vocab_size": 7}, mask_column=None).vocab_size == 7
+    stdlib = documents("stdlib", tokenizer="bytes")
     assert isinstance(stdlib, StdlibDocuments)
-    assert "unit='file'" in stdlib.name
+    assert "tokenizer='bytes'" in stdlib.name
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
         (3, {}, "documents of type int: these are no documents that are known"),
         ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, tokens"),
         ({"path": "a", "tokens": "b"}, {}, "a mapping of documents has one of path, tokens"),
-        ({"path": "a", "empty": "drop"}, {"empty": "drop"}, "empty given twice"),
-        (TOKENS, {"empty": "drop"}, r"no option 'empty'\. It takes masks, vocab_size"),
+        ({"path": "a", "column": "b"}, {"column": "b"}, "column given twice"),
+        (TOKENS, {"column": "b"}, r"no option 'column'\. It takes masks, vocab_size"),
         (InMemoryDocuments(TOKENS), {"vocab_size": 9}, "open already and takes no options"),
     ],
 )

@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 from lightning_wlb import file_checks
 from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, remove, shown
-from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
+from lightning_wlb.data.stores.document_store import Array, MappedDocuments
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
     IGNORED_LABEL,
@@ -68,11 +68,10 @@ class ListDocuments(MappedDocuments):
             -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
             ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
         vocab_size: tokens are in ``[0, vocab_size)``; None: as the files say, else not known.
-        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them.
 
     Raises:
         ValueError: files that are missing, damaged or compressed, columns of another type, masks
-            of another length than the tokens, nulls, or rows without tokens.
+            of another length than the tokens, or nulls.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class ListDocuments(MappedDocuments):
         column: str | None = None,
         mask_column: str | None = AUTO,
         vocab_size: int | None = None,
-        empty: Empty = "refuse",
     ) -> None:
         name = f"{type(self).__name__}({_name_of_files(source)})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
@@ -108,7 +106,7 @@ class ListDocuments(MappedDocuments):
         self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
-        super().__init__(name, lengths, vocab_size, empty)
+        super().__init__(name, lengths, vocab_size)
 
     _suffix: str
     """How the names of the files in a folder end."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.argument_checks import whole
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ def check_lengths(lengths: npt.NDArray[Any], store: str) -> None:
     if len(empty):
         raise ValueError(
             f"{store}: {len(empty)} of {len(lengths)} documents have no tokens, the first is"
-            f" document {int(empty[0])}. Leave them out; stores of files do with empty='drop'."
+            f" document {int(empty[0])}. Leave them out, as stores of files do by themselves."
         )
 
 
@@ -94,19 +94,10 @@ def check_tokens(
     )
 
 
-@runtime_checkable
-class NamingStore(Protocol):
-    """A store that says how errors call its documents."""
-
-    def name_of(self, document: int) -> str:
-        """Such as ``row 7 of corpus.arrow``."""
-
-
 def name_of(store: DocumentStore, document: int) -> str:
-    """How errors call a document: as its store does, or by number and store."""
-    if isinstance(store, NamingStore):
-        return store.name_of(document)
-    return f"document {document} of {store!r}"
+    """How errors call a document: as its store's own ``name_of`` does, or by number and store."""
+    own = getattr(store, "name_of", None)
+    return own(document) if own else f"document {document} of {store!r}"
 
 
 class RenumberedDocuments(ABC):
@@ -184,7 +175,6 @@ def integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
     return array
 
 
-Empty = Literal["refuse", "drop"]
 Array = npt.NDArray[Any]
 
 
@@ -264,29 +254,28 @@ class CheckedDocuments(ABC):
 class MappedDocuments(CheckedDocuments):
     """Documents in files. A subclass finds the files and the lengths, and calls this constructor.
 
+    Rows without tokens are left out, and counted in the log.
+
     Args:
         name: how errors call the store.
         lengths: tokens of every row of the source, int64 [rows].
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-        empty: ``"refuse"`` rows without tokens, or ``"drop"`` them and say how many.
 
     Raises:
-        ValueError: no documents, an empty one, or an argument of another kind.
+        ValueError: no row has tokens, or a vocabulary that is none.
     """
 
     _make: Callable[[], MappedDocuments]
 
-    def __init__(
-        self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None, empty: Empty
-    ) -> None:
+    def __init__(self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None) -> None:
         self._rows: npt.NDArray[np.int64] | None = None
-        if choice(f"{name}: empty", empty, get_args(Empty)) == "drop" and not lengths.all():
+        if not lengths.all():
             from lightning.pytorch.utilities import rank_zero_info
 
             self._rows = np.flatnonzero(lengths)
             rank_zero_info(
                 f"{name}: {len(lengths) - len(self._rows)} of {len(lengths)} documents have no"
-                " tokens and are left out (empty='drop')."
+                " tokens and are left out."
             )
             lengths = lengths[self._rows]
         super().__init__(name, lengths, vocab_size)

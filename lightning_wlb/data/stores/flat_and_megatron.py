@@ -1,8 +1,7 @@
 """Corpora that are one array of tokens, and where each document begins in it.
 
 :class:`FlatDocuments` reads a ``.npy`` file or raw numbers of a known type, mapped into memory.
-Where the documents begin is told by offsets, or by a token that ends each document: then the tokens
-are gone through once, block by block, and the offsets are kept beside the file (``data/cache.py``).
+Offsets tell where the documents begin.
 
 :class:`MegatronDocuments` reads Megatron's indexed datasets: tokens in ``NAME.bin``, where they are
 in ``NAME.idx``. The index is a header (magic, version 1, type of the tokens, counts), the lengths
@@ -23,13 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.argument_checks import whole
-from lightning_wlb.data.cache import built_once, fingerprint, shown
-from lightning_wlb.data.stores.document_store import Array, Empty, MappedDocuments
+from lightning_wlb.data.stores.document_store import Array, MappedDocuments
 from lightning_wlb.file_checks import check_regular
-
-_BLOCK = 1 << 24
-"""Tokens that are searched at once for the end of a document."""
 
 
 class FlatDocuments(MappedDocuments):
@@ -39,43 +33,31 @@ class FlatDocuments(MappedDocuments):
         tokens: a ``.npy`` file of integers [tokens], or a file of raw numbers of ``dtype``.
         offsets: a ``.npy`` file of integers [documents + 1]: document i is
             ``tokens[offsets[i]:offsets[i + 1]]``; begins with 0, ends with the number of tokens.
-        end_of_document: in place of offsets, the token that ends each document and belongs to it;
-            tokens after the last one are a document too.
+            Where a token ends each document they are one more than the places of that token.
         mask: a ``.npy`` file of booleans or of 0 and 1 [tokens]: whether each token may be a
             target; None: all may.
         dtype: type of raw numbers, such as ``"uint16"``; None for ``.npy``.
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-        empty: ``"refuse"`` documents without tokens, or ``"drop"`` them.
 
     Raises:
-        ValueError: files that are missing, truncated or of another type, offsets out of order or
-            that do not cover the tokens, no token that ends a document, or documents without
-            tokens.
+        ValueError: files that are missing, truncated or of another type, or offsets out of order
+            or that do not cover the tokens.
     """
 
     def __init__(
         self,
         tokens: str | Path,
         offsets: str | Path | None = None,
-        end_of_document: int | None = None,
         mask: str | Path | None = None,
         dtype: str | None = None,
         vocab_size: int | None = None,
-        empty: Empty = "refuse",
     ) -> None:
         name = f"FlatDocuments({tokens})"
-        for what, path in (("tokens", tokens), ("offsets", offsets or ""), ("mask", mask or "")):
+        for what, path in (("tokens", tokens), ("offsets", offsets), ("mask", mask or "")):
             if not isinstance(path, str | Path):
                 raise ValueError(f"{name}: {what}={path!r} is no path. Give that of a file.")
         self._array = array_of(Path(tokens), "iu", dtype)
-        if (offsets is None) == (end_of_document is None):
-            raise ValueError(
-                f"{name}: give either offsets=... (where each document begins) or"
-                " end_of_document=... (the token that ends each), so that documents are known."
-            )
-        if offsets is None:
-            ends = whole(f"{name}: end_of_document", end_of_document, 0)
-            offsets = _cached_offsets(Path(tokens), self._array, ends)
+        assert offsets is not None
         self._offsets = array_of(Path(offsets), "iu")
         lengths = _lengths(self._offsets, len(self._array), str(offsets), name)
         self._mask = None if mask is None else array_of(Path(mask), "biu")
@@ -84,7 +66,7 @@ class FlatDocuments(MappedDocuments):
                 f"{mask} has {len(self._mask)} entries, {tokens} has {len(self._array)} tokens."
                 " Give one entry for each token."
             )
-        super().__init__(name, lengths, vocab_size, empty)
+        super().__init__(name, lengths, vocab_size)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         begin = int(self._offsets[row])
@@ -151,30 +133,6 @@ def _lengths(offsets: Array, tokens: int, source: str, name: str) -> npt.NDArray
     return lengths
 
 
-def _cached_offsets(path: Path, tokens: Array, end_of_document: int) -> Path:
-    """The file with the offsets of documents that end with a given token; found once and kept."""
-
-    def build(folder: Path) -> None:
-        blocks = range(0, len(tokens), _BLOCK)
-        found = [
-            np.flatnonzero(tokens[first : first + _BLOCK] == end_of_document) + first + 1
-            for first in shown(blocks, f"Finding the documents of {path.name}")
-        ]
-        offsets = np.concatenate([np.zeros(1, np.int64), *found])
-        if len(offsets) == 1 and len(tokens):
-            raise ValueError(
-                f"{path}: the token end_of_document={end_of_document} is nowhere among its"
-                f" {len(tokens)} tokens, so that all would be one document. Give the token that"
-                " ends documents in this corpus."
-            )
-        rest = [len(tokens)] if offsets[-1] < len(tokens) else []
-        np.save(folder / "offsets.npy", np.concatenate((offsets, np.array(rest, np.int64))))
-
-    made_of = fingerprint([path], path.parent, path.resolve(), tokens.dtype.str, end_of_document)
-    folder = built_once(f"{path.name}-offsets-{made_of}", build, path)
-    return folder / "offsets.npy"
-
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -186,23 +144,20 @@ class MegatronDocuments(MappedDocuments):
     Args:
         source: their common path, without or with one of the suffixes; or a folder with one pair.
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-        empty: ``"refuse"`` documents without tokens, or ``"drop"`` them.
 
     Raises:
-        ValueError: a file that is missing, truncated or no index, an index that disagrees with
-            itself or with the tokens, or documents without tokens.
+        ValueError: a file that is missing, truncated or no index, or an index that disagrees with
+            itself or with the tokens.
     """
 
-    def __init__(
-        self, source: str | Path, vocab_size: int | None = None, empty: Empty = "refuse"
-    ) -> None:
+    def __init__(self, source: str | Path, vocab_size: int | None = None) -> None:
         stem = _stem(Path(source))
         tokens, index = Path(f"{stem}.bin"), Path(f"{stem}.idx")
         name = f"MegatronDocuments({stem})"
         self._index = _index(index)
         self._array = array_of(tokens, "iu", self._index.dtype)
         lengths = _document_lengths(self._index, self._array, index, tokens)
-        super().__init__(name, lengths, vocab_size, empty)
+        super().__init__(name, lengths, vocab_size)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         first = self._index.documents[row]

@@ -28,7 +28,6 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
-from lightning_wlb.data.stores.document_store import check_lengths
 from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments
 
 _CACHE_VERSION = 2
@@ -39,11 +38,11 @@ _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class StdlibDocuments(FlatDocuments):
-    """Documents cut from the Python sources under a directory, in order of path and line.
+    """The top-level functions and classes of the Python sources under a directory.
+
+    They come with their decorators, in order of path and line; what does not parse is left out.
 
     Args:
-        unit: ``"definition"`` (top-level functions and classes, decorators included; files that
-            do not parse are left out) or ``"file"`` (every non-empty ``.py`` file).
         tokenizer: ``"bytes"`` (one byte one token, 256 tokens) or ``"bpe"`` (byte-level
             byte-pair encoding, trained on a sample of the same documents).
         vocab_size: tokens of the byte-pair vocabulary, at least 256; None: 4096.
@@ -51,20 +50,18 @@ class StdlibDocuments(FlatDocuments):
             ``site-packages`` below it are left out.
 
     Raises:
-        ValueError: an unknown unit or tokenizer, a vocabulary that the tokenizer cannot have,
-            or a directory without documents.
+        ValueError: an unknown tokenizer, a vocabulary that it cannot have, or a directory without
+            documents.
     """
 
     vocab_size: int
 
     def __init__(
         self,
-        unit: Literal["definition", "file"] = "definition",
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab_size: int | None = None,
         directory: str | Path | None = None,
     ) -> None:
-        choice("StdlibDocuments: unit", unit, ("definition", "file"))
         choice("StdlibDocuments: tokenizer", tokenizer, ("bytes", "bpe"))
         wanted = 256 if tokenizer == "bytes" else _DEFAULT_BPE_VOCABULARY
         if vocab_size is not None:
@@ -75,56 +72,43 @@ class StdlibDocuments(FlatDocuments):
                 " tokens. Leave vocab_size out, or choose tokenizer='bpe'."
             )
         sources = Path(directory or sysconfig.get_paths()["stdlib"])
-        folder = _cached(sources, unit, tokenizer, wanted)
+        folder = _cached(sources, tokenizer, wanted)
         if tokenizer == "bpe":
             wanted = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
         super().__init__(folder / "tokens.npy", folder / "offsets.npy", vocab_size=wanted)
-        self.name = f"StdlibDocuments(unit={unit!r}, tokenizer={tokenizer!r})"
+        self.name = f"StdlibDocuments(tokenizer={tokenizer!r})"
 
 
-def _cached(directory: Path, unit: str, tokenizer: str, vocab_size: int) -> Path:
+def _cached(directory: Path, tokenizer: str, vocab_size: int) -> Path:
     """The folder with the arrays, built where there is none."""
-    files = _source_files(directory)
-    key = (
-        f"stdlib-{platform.python_implementation().lower()}{platform.python_version()}-{unit}"
-        f"-{tokenizer}{vocab_size}-v{_CACHE_VERSION}-{fingerprint(files, directory)}"
-    )
-    return built_once(
-        key, lambda folder: _build(folder, directory, files, unit, tokenizer, vocab_size)
-    )
-
-
-def _source_files(directory: Path) -> list[Path]:
-    """Non-empty Python files below the directory, sorted by path."""
     files = []
     for folder, below, names in os.walk(directory):
         below[:] = [name for name in below if name not in _LEFT_OUT]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = [path for path in files if path.is_file() and path.stat().st_size > 0]
-    return sorted(files, key=lambda path: path.relative_to(directory).as_posix())
+    files = sorted(filter(Path.is_file, files), key=lambda path: path.as_posix())
+    key = (
+        f"stdlib-{platform.python_implementation().lower()}{platform.python_version()}"
+        f"-{tokenizer}{vocab_size}-v{_CACHE_VERSION}-{fingerprint(files, directory)}"
+    )
+    return built_once(key, lambda folder: _build(folder, directory, files, tokenizer, vocab_size))
 
 
 def _build(
-    folder: Path, directory: Path, files: list[Path], unit: str, tokenizer: str, vocab_size: int
+    folder: Path, directory: Path, files: list[Path], tokenizer: str, vocab_size: int
 ) -> None:
     texts: list[bytes] = []
-    for path in shown(files, f"Reading Python sources ({unit}s)"):
-        source = path.read_bytes()
-        texts += [source] if unit == "file" else _definitions(source)
-    check_lengths(
-        np.array([len(text) for text in texts], np.int64), f"StdlibDocuments({directory})"
-    )
-    if tokenizer == "bytes":
-        lengths = [len(text) for text in texts]
-        tokens = np.frombuffer(b"".join(texts), np.uint8)
-    else:
-        model = _train([_decoded(text) for text in texts], vocab_size)
+    for path in shown(files, "Reading Python sources"):
+        texts += _definitions(path.read_bytes())
+    if not texts:
+        raise ValueError(f"StdlibDocuments({directory}) holds no documents: no Python is in it.")
+    documents: list[npt.NDArray[Any]] = [np.frombuffer(text, np.uint8) for text in texts]
+    if tokenizer == "bpe":
+        decoded = [text.decode("utf-8", errors="replace") for text in texts]
+        model = _train(decoded, vocab_size)
         model.save(str(folder / "tokenizer.json"))
-        encoded = list(_encode(model, texts, np.uint16 if vocab_size <= 1 << 16 else np.uint32))
-        lengths = [len(document) for document in encoded]
-        tokens = np.concatenate(encoded)
-    np.save(folder / "tokens.npy", tokens)
-    np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+        documents = list(_encode(model, decoded, np.uint16 if vocab_size <= 1 << 16 else np.uint32))
+    np.save(folder / "tokens.npy", np.concatenate(documents))
+    np.save(folder / "offsets.npy", np.cumsum([0, *map(len, documents)], dtype=np.int64))
 
 
 def _definitions(source: bytes) -> list[bytes]:
@@ -154,14 +138,9 @@ def _train(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
 
 
 def _encode(
-    model: ByteLevelBPETokenizer, texts: list[bytes], dtype: Any
+    model: ByteLevelBPETokenizer, texts: list[str], dtype: Any
 ) -> Iterator[npt.NDArray[Any]]:
     starts = range(0, len(texts), _ENCODE_AT_ONCE)
     for first in shown(starts, "Encoding documents"):
-        chunk = texts[first : first + _ENCODE_AT_ONCE]
-        for encoding in model.encode_batch([_decoded(text) for text in chunk]):
+        for encoding in model.encode_batch(texts[first : first + _ENCODE_AT_ONCE]):
             yield np.array(encoding.ids, dtype)
-
-
-def _decoded(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")

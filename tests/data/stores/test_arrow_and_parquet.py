@@ -162,13 +162,11 @@ def test_a_tokenised_folder_knows_its_vocabulary(tmp_path: Path) -> None:
         small.read(2, 1, 2)
 
 
-def test_empty_rows_are_refused_or_dropped(tmp_path: Path) -> None:
+def test_empty_rows_are_left_out(tmp_path: Path) -> None:
     rows = [[], [1, 2], [], [3], []]
     path = write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": rows}))
-    with pytest.raises(ValueError, match=r"3 of 5 documents .* document 0\. .* empty='drop'"):
-        documents(path)
-    store = documents(path, empty="drop", vocab_size=3)
-    check(documents(path, empty="drop"), [[1, 2], [3]])
+    store = documents(path, vocab_size=3)
+    check(documents(path), [[1, 2], [3]])
     with pytest.raises(ValueError, match=r"document 3 of ArrowDocuments.* token 3"):
         store.read(1, 0, 1)
 
@@ -357,7 +355,6 @@ def test_folders_patterns_and_workers(tmp_path: Path) -> None:
         ([1, 2], {}, "'input_ids' is of type int64, not lists of integers"),
         ([[1.5]], {}, r"'input_ids' is of type list<element: double>"),
         ([[1], [None]], {}, "'input_ids' has nulls"),
-        ([[1], []], {}, r"ParquetDocuments\(.*a.parquet\): 1 of 2 documents have no tokens"),
         ([[1, 2]], {"loss_mask": [[True]]}, r"a\.parquet: 1 rows .* the first has 2 and 1"),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data import cache as cached
 from lightning_wlb.data.open_documents import documents
 from tests.data.stores.corpora import (
     TOKENS,
@@ -46,30 +45,6 @@ def test_arrays_read_as_they_were_written(tmp_path_factory, rows, dtype, flags, 
     check(documents(spec), rows, None if flags is None else masks)
 
 
-@settings(max_examples=15, deadline=None)
-@given(corpora(), st.booleans())
-def test_a_token_can_end_documents(tmp_path_factory, rows, last_ends):
-    folder = tmp_path_factory.mktemp("flat")
-    rows = [[token + 1 for token in row if token < 50_000] + [0] for row in rows]
-    if not last_ends and len(rows) > 1:
-        rows[-1] = [*rows[-1][:-1], 7]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_wlb.data.stores.flat_and_megatron._BLOCK", 5)
-        path = write_flat(folder, rows)["tokens"]
-        check(documents({"tokens": path, "end_of_document": 0}), rows)
-    assert len(list(folder.glob(".lightning_wlb/tokens.npy-offsets-*/offsets.npy"))) == 1
-
-
-def test_the_ends_of_documents_are_found_once(tmp_path, monkeypatch):
-    spec = {"tokens": write_flat(tmp_path, TOKENS)["tokens"], "end_of_document": 4}
-    check(documents(spec), [[1, 2, 3, 4], [5, 6]])
-    with monkeypatch.context() as patch:
-        patch.setattr(cached.Path, "rename", None)
-        check(documents(spec), [[1, 2, 3, 4], [5, 6]])
-    write_flat(tmp_path, [*TOKENS, [4, 9]])
-    check(documents(spec), [[1, 2, 3, 4], [5, 6, 4], [9]])
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -82,7 +57,6 @@ def test_the_ends_of_documents_are_found_once(tmp_path, monkeypatch):
         (np.empty(0, int), "run from 0 to 0"),
         ([0.0, 6.0], r"offsets\.npy is an array of float64 .* not of integers"),
         (np.array([[0, 6]]), r"with shape \(1, 2\)"),
-        ([0, 3, 3, 6], "1 of 3 documents have no tokens, the first is document 1. .*'drop'"),
     ],
 )
 def test_wrong_offsets_are_refused(tmp_path: Path, offsets: Any, message: str) -> None:
@@ -106,8 +80,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for wrong, message in (
         ({"mask": tmp_path / "mask.npy"}, "has 5 entries, .* has 6 tokens"),
         ({"offsets": tmp_path / "no.npy"}, r"no\.npy cannot be read"),
-        ({"offsets": None}, r"give either offsets=\.\.\."),
-        ({"end_of_document": 3}, r"give either offsets=\.\.\."),
+        ({"offsets": None}, "offsets=None is no path"),
         ({"dtype": "uint16"}, r"tokens\.npy with dtype='uint16'"),
         ({"tokens": tmp_path / "tokens.bin"}, r"tokens\.bin with dtype=None"),
         ({"tokens": tmp_path / "offsets.bin", "dtype": "uint99"}, "uint99"),
@@ -115,9 +88,6 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             documents({**spec, **wrong})
-    for end in (99, 1 << 40):
-        with pytest.raises(ValueError, match=f"end_of_document={end} is nowhere among its 6 tok"):
-            documents({**spec, "offsets": None, "end_of_document": end})
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(ValueError, match=r"odd\.bin cannot be read: .*multiple"):
         documents({**spec, "tokens": tmp_path / "odd.bin", "dtype": "uint16"})
@@ -164,13 +134,11 @@ def test_paths_and_workers(tmp_path: Path) -> None:
         documents(tmp_path)
 
 
-def test_empty_documents_are_refused_or_dropped(tmp_path: Path) -> None:
+def test_empty_documents_are_left_out(tmp_path: Path) -> None:
     stem = write_megatron(tmp_path / "a", [[1], [], [2]], [0, 1, 2, 2, 3], "int32")
-    with pytest.raises(ValueError, match=r"2 of 4 documents .* the first is document 1"):
-        documents(stem)
-    check(documents(stem, empty="drop"), [[1], [2]])
+    check(documents(stem), [[1], [2]])
     with pytest.raises(ValueError, match=r"document 3 of Megatron.*token 2 .*\[0, 2\)"):
-        documents(stem, empty="drop", vocab_size=2).read(1, 0, 1)
+        documents(stem, vocab_size=2).read(1, 0, 1)
 
 
 def changed(stem: Path, at: int, values: bytes) -> None:

@@ -65,7 +65,7 @@ def model_of(tokenizer: str, cache: Path) -> Tokenizer | None:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_definitions_with_decorators_by_path_and_line(sources, cache, tokenizer) -> None:
-    store = StdlibDocuments("definition", tokenizer, directory=sources)  # type: ignore[arg-type]
+    store = StdlibDocuments(tokenizer, directory=sources)  # type: ignore[arg-type]
     assert isinstance(store, DocumentStore)
     assert texts(store, model_of(tokenizer, cache)) == [
         SOURCE_B.decode(),
@@ -75,32 +75,22 @@ def test_definitions_with_decorators_by_path_and_line(sources, cache, tokenizer)
     assert store.vocab_size >= 256
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_files_that_are_not_empty(sources, cache, tokenizer) -> None:
-    store = StdlibDocuments("file", tokenizer, directory=sources)  # type: ignore[arg-type]
-    assert texts(store, model_of(tokenizer, cache)) == [
-        SOURCE_B.decode(),
-        SOURCE_A.decode(),
-        "def (:\n",
-    ]
-
-
 def test_bytes_are_tokens(sources: Path) -> None:
-    store = StdlibDocuments("file", directory=sources)
-    assert store.lengths.tolist() == [len(SOURCE_B), len(SOURCE_A), 7]
+    store = StdlibDocuments(directory=sources)
+    assert store.lengths.tolist() == [len(SOURCE_B), 52, 49]
     assert store.vocab_size == 256
-    assert store.read(1, 3, 9).tolist() == list(SOURCE_A[3:9])
-    assert store.read(1, 3, 9).dtype == np.int64
+    assert store.read(0, 3, 9).tolist() == list(SOURCE_B[3:9])
+    assert store.read(0, 3, 9).dtype == np.int64
     assert store.mask(1, 0, 5) is None
 
 
 def test_byte_pairs_are_fewer_and_the_same_each_time(sources, cache, tmp_path, monkeypatch):
-    store = StdlibDocuments("file", "bpe", 300, directory=sources)
+    store = StdlibDocuments("bpe", 300, directory=sources)
     assert 256 < store.vocab_size <= 300
-    assert store.lengths[1] < len(SOURCE_A)
-    assert store.read(1, 0, int(store.lengths[1])).max() < store.vocab_size
+    assert store.lengths[0] < len(SOURCE_B)
+    assert store.read(0, 0, int(store.lengths[0])).max() < store.vocab_size
     monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / "other"))
-    again = StdlibDocuments("file", "bpe", 300, directory=sources)
+    again = StdlibDocuments("bpe", 300, directory=sources)
     for number, length in enumerate(store.lengths.tolist()):
         assert again.read(number, 0, length).tolist() == store.read(number, 0, length).tolist()
 
@@ -126,19 +116,17 @@ def test_a_cache_that_cannot_be_written(sources: Path, cache: Path) -> None:
 
 
 def test_a_pickled_store_opens_the_files_itself(sources: Path) -> None:
-    store = StdlibDocuments("file", directory=sources)
+    store = StdlibDocuments(directory=sources)
     pickled = pickle.dumps(store)
-    assert SOURCE_A[:20] not in pickled
+    assert SOURCE_B[:20] not in pickled
     assert texts(pickle.loads(pickled)) == texts(store)
 
 
 def test_bad_input_is_answered(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unit='line' is not one of definition, file"):
-        StdlibDocuments("line")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer='words'"):
-        StdlibDocuments("file", "words")  # type: ignore[arg-type]
+        StdlibDocuments("words")  # type: ignore[arg-type]
     for wrong in (("bytes", 300), ("bpe", 255)):
         with pytest.raises(ValueError, match=f"vocab_size={wrong[1]}"):
-            StdlibDocuments("file", *wrong)
+            StdlibDocuments(*wrong)
     with pytest.raises(ValueError, match="holds no documents"):
-        StdlibDocuments("file", directory=tmp_path / "nowhere")
+        StdlibDocuments(directory=tmp_path / "nowhere")
