@@ -61,7 +61,6 @@ class RecurrentRows:
         counts: rows that hold a token, of each rank.
         order: int64 [sum of counts], for each row in the order of segments its place among the rows
             of all ranks, one rank after another; None where they are in order.
-        back: int64 [sum of counts], the inverse.
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
         states: the step's, which ``MicroBatchTensors.with_cache`` fills in.
     """
@@ -69,7 +68,6 @@ class RecurrentRows:
     segments: tuple[Segment, ...]
     counts: tuple[int, ...]
     order: Tensor | None = None
-    back: Tensor | None = None
     replicas: int = 1
     states: RecurrentStates | None = None
 
@@ -113,10 +111,10 @@ def recurrent_rows(
     chunks = np.lexsort((first, place[document]))
     order = ranges(rows[:-1][chunks], (last - first)[chunks])
     counts = tuple(np.diff(rows[layout.first]).tolist())
-    if np.array_equal(order, np.arange(len(order))):
-        return RecurrentRows(tuple(segments), counts, replicas=replicas)
-    back = torch.from_numpy(np.argsort(order))
-    return RecurrentRows(tuple(segments), counts, torch.from_numpy(order), back, replicas)
+    moved = not np.array_equal(order, np.arange(len(order)))
+    return RecurrentRows(
+        tuple(segments), counts, torch.from_numpy(order) if moved else None, replicas
+    )
 
 
 def to_all_rows(
@@ -154,8 +152,8 @@ def to_own_rows(
 
     Rows of padding, up to ``padded_rows``, are zero.
     """
-    if rows.back is not None:
-        out = out.index_select(0, rows.back)
+    if rows.order is not None:
+        out = torch.empty_like(out).index_copy(0, rows.order, out)
     if group_size(group) > 1 and rows.tokens:
         sent = _all_to_all(out.flatten(1), rows.counts, group, False)
         out = sent.unflatten(2, out.shape[1:]).flatten(1, 2)

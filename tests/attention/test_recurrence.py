@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_wlb.attention.recurrence import Segment, recurrent_rows
+from lightning_wlb.attention.recurrence import (
+    Segment,
+    recurrent_rows,
+    to_all_rows,
+    to_own_rows,
+)
 from lightning_wlb.plan import Slice
 from lightning_wlb.sharding import layout
 
@@ -25,7 +32,6 @@ def test_rows_in_order_are_not_moved():
         layout("per_document", (4, 2), 1, 1), (Slice(0, 0, 0, 4), Slice(1, 0, 0, 2)), {}, 1
     )
     assert rows.order is None
-    assert rows.back is None
 
 
 @given(
@@ -47,5 +53,8 @@ def test_every_token_is_found_on_the_rank_that_holds_it(lengths, ranks, sharding
     order = range(len(tokens)) if rows.order is None else rows.order.tolist()
     wanted = [(number, each) for number, length in enumerate(lengths) for each in range(length)]
     assert [tokens[place] for place in order] == wanted
-    if rows.order is not None and rows.back is not None:
-        assert np.array_equal(rows.order[rows.back], np.arange(len(tokens)))
+    own = torch.tensor([[document * 100 + offset] for document, offset in tokens])
+    there = to_all_rows([own[:, None]], replace(rows, counts=(len(tokens),)), None)[0]
+    assert there.flatten().tolist() == [number * 100 + each for number, each in wanted]
+    back = to_own_rows(there, len(tokens), rows, None)
+    assert torch.equal(back[:, 0], own)
