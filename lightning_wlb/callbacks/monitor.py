@@ -25,7 +25,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
 from lightning_wlb.argument_checks import flag, whole
@@ -33,11 +32,9 @@ from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
 from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.run_summary import (
-    COMPARED_STEPS,
     LEVELS,
     Records,
     StepRecord,
-    departure,
     ranks_in_words,
     strategies_table,
     summary_table,
@@ -80,7 +77,7 @@ class ImbalanceMonitor(L.Callback):
             tables and of :meth:`summary` leave out.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
             lists them), path or object. Predicted figures then stand beside the measured ones, as
-            ``wlb/..._predicted``, and one warning says if they differ by more than 20 %.
+            ``wlb/..._predicted`` in the log, and in the table.
 
     Attributes:
         heat_map_path: where the heat map was written, on rank 0 once fit has ended.
@@ -179,10 +176,6 @@ class ImbalanceMonitor(L.Callback):
         timed = self._records.add(record, number)
         if timed and self._drawing is not None:
             self._drawing.add(plan.step, timings, counts, elapsed, plan.schemes)
-        if timed and self.profile is not None and self._records.timed == COMPARED_STEPS:
-            warning = departure(self.summary(), self.profile)
-            if warning is not None:
-                rank_zero_warn(warning)
         figures = self._records.rates(record.tokens, record.flops, record.seconds)
         if self._strategies:
             figures["strategy"] = number

@@ -23,7 +23,6 @@ import numpy as np
 from rich.table import Table
 
 from lightning_wlb.callbacks.imbalance import Imbalance, Level
-from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import AXES
 
 LEVELS = (
@@ -33,13 +32,6 @@ LEVELS = (
     *(f"{level}_predicted" for level in Imbalance._fields),
 )
 """A step's imbalance degrees: measured, from the plan's FLOPs, and by the cost model."""
-
-
-TOLERANCE = 0.2
-"""Fraction by which a measured figure may differ from its prediction without a warning."""
-
-COMPARED_STEPS = 10
-"""Timed steps over which the two are compared, once in a run."""
 
 
 class StepRecord(NamedTuple):
@@ -205,30 +197,6 @@ def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
         name = f"strategy {each['strategy']}" if each["strategy"] else "mesh"
         table.add_row(name, str(each["steps"]), *(_shown(each[figure]) for figure in shown))
     return table
-
-
-def departure(summary: dict[str, float], profile: Profile) -> str | None:
-    """The text of a warning if a measured figure departs from its prediction by a fifth or more.
-
-    The profile is then of another device or of another state of it, or something runs on it that
-    the cost model does not know. ``summary`` has the run's figures so far, with those predicted.
-    """
-    pairs = {"step time (s)": ("seconds_per_step", "seconds_per_step_predicted")}
-    for level in ("pipeline", "data", "context"):
-        name = f"imbalance_{level}"
-        pairs[f"{level}-level imbalance"] = (f"{name}_aggregate", f"{name}_predicted_aggregate")
-    apart = [
-        f"{name} measured {summary[measured]:.3g}, predicted {summary[predicted]:.3g}"
-        for name, (measured, predicted) in pairs.items()
-        if abs(summary[measured] - summary[predicted]) > TOLERANCE * summary[predicted]
-    ]
-    if not apart:
-        return None
-    return (
-        f"Measurement departs from prediction by more than {TOLERANCE:.0%}: {'; '.join(apart)}."
-        f" The prediction is by {profile.provenance}. Measure this device with `lightning-wlb"
-        " profile`, or look for what else is running on it."
-    )
 
 
 def summary_table(summary: dict[str, float], sizes: Mapping[str, int]) -> Table:

@@ -32,7 +32,8 @@ SYNCHRONISATION: dict[str, Any] = {"facecolor": "white", "edgecolor": "#8a8a8a",
 MOST_LABELLED_RANKS = 32
 """Rows are labelled and bars numbered in timelines of up to so many ranks."""
 
-_UNITS = (("s", 10**9), ("ms", 10**6), ("µs", 10**3), ("ns", 1))
+_MS = 10**6
+"""Nanoseconds."""
 
 
 Step = Sequence[Simulation]
@@ -104,15 +105,14 @@ def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:
         len(steps), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     end = max(step[0].total_ns for step, _ in steps.values())
-    unit, size = next((unit for unit in _UNITS if end >= 5 * unit[1]), _UNITS[-1])
     stages = max([1, *(len(_stages(row.spans)) for _, rows in steps.values() for row in rows)])
     numbered = False
     for panel, (name, (step, rows)) in zip(panels, steps.items(), strict=True):
         idle = sum(row.idle for row in rows) / len(rows)
-        shown = f"{name}: {_shown(step[0].total_ns / size)} {unit}, {idle:.1%} idle"
+        shown = f"{name}: {_shown(step[0].total_ns / _MS)} ms, {idle:.1%} idle"
         panel.set_title(shown, fontsize=10, loc="left")
-        numbered |= _draw_rows(panel, step[0], rows, size, stages, end)
-    panels[-1].set_xlabel(f"time from the start of the step ({unit})", fontsize=9)
+        numbered |= _draw_rows(panel, step[0], rows, stages, end)
+    panels[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     handles = _legend(stages, any(step[0].synchronisation_ns for step, _ in steps.values()))
     figure.legend(
         handles=handles,
@@ -139,11 +139,11 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
 
 
 def _draw_rows(
-    panel: Axes, step: Simulation, rows: Sequence[TimelineRow], size: int, stages: int, end: int
+    panel: Axes, step: Simulation, rows: Sequence[TimelineRow], stages: int, end: int
 ) -> bool:
     """Draw a timeline, and return whether any bar had room for its micro-batch's number.
 
-    ``step`` is any replica of it. The time axis counts in units of ``size`` ns and ends at ``end``
+    ``step`` is any replica of it. The time axis ends at ``end``
     ns; a row of the picture has at most so many ``stages``.
     """
     numbered = False
@@ -155,7 +155,7 @@ def _draw_rows(
         fits = labelled and stop - begin >= (len(text) + 0.5) * room_for_digit
         if fits:
             look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
-            at = (begin + stop) / 2 / size
+            at = (begin + stop) / 2 / _MS
             panel.text(at, number, text, color=colour, fontsize=7, **look)
         return fits
 
@@ -166,25 +166,25 @@ def _draw_rows(
             for action, _, _ in row.spans
         ]
         idle = [(begin, stop) for begin, stop, _ in row.waits]
-        _bars(panel, number, idle, size, zorder=1, **IDLE)
+        _bars(panel, number, idle, zorder=1, **IDLE)
         for begin, stop, other in row.waits:
             if other:
                 for text in (f"waits for {other}", f"for {other}"):
                     if write(number, begin, stop, text, "black"):
                         break
         look = {"facecolors": colours, "edgecolors": "white", "linewidth": 0.4}
-        _bars(panel, number, [each[1:] for each in row.spans], size, zorder=2, **look)
+        _bars(panel, number, [each[1:] for each in row.spans], zorder=2, **look)
         for (action, begin, stop), colour in zip(row.spans, colours, strict=True):
             text = str(action.micro_batch)
             numbered |= write(number, begin, stop, text, text_colour(colour))
         if step.synchronisation_ns:
             synchronisation = [(step.compute_ns, step.total_ns)]
-            _bars(panel, number, synchronisation, size, zorder=2, linewidth=0.5, **SYNCHRONISATION)
+            _bars(panel, number, synchronisation, zorder=2, linewidth=0.5, **SYNCHRONISATION)
         if labelled and step.compute_ns:
             beside = panel.get_yaxis_transform()
             idle_share = f"{row.idle:.0%} idle"
             panel.text(1.005, number, idle_share, transform=beside, fontsize=8, va="center")
-    panel.set_xlim(0, end / size or 1)
+    panel.set_xlim(0, end / _MS or 1)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -196,9 +196,9 @@ def _draw_rows(
     return numbered
 
 
-def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], size: int, **look: Any) -> None:
+def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], **look: Any) -> None:
     """Bars in a rank's row, from begin to end in ns."""
-    widths = [(begin / size, (stop - begin) / size) for begin, stop in times]
+    widths = [(begin / _MS, (stop - begin) / _MS) for begin, stop in times]
     panel.broken_barh(widths, (rank - 0.42, 0.84), **look)
 
 

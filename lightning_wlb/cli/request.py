@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from lightning_wlb.argument_checks import whole
-from lightning_wlb.cli.shared_options import given_model, load_lengths, names_of, sizes_of
+from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.cli.shared_options import given_model, load_lengths, sizes_of
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import AXES, Mesh
@@ -70,7 +70,8 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
             virtual_stages = 2 if schedule == "interleaved" else 1
         steps, packing = STEPS, COMPARED
     steps = whole("--steps", steps if arguments.steps is None else arguments.steps, 1)
-    packings = names_of("--packing", arguments.packing or packing, list(PACKINGS))
+    given = (arguments.packing or packing).split(",")
+    packings = [choice("--packing", name, PACKINGS) for name in given]
     if searched and len(packings) > 1:
         raise ValueError(
             f"--packing {','.join(packings)}: a mesh is searched for one at a time. Give one, or"

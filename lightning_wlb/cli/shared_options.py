@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,6 @@ def model_config(text: str) -> TransformerConfig:
         ValueError: a preset or size is unknown, or a size is not a number.
     """
     name, changes = _with_changes(text)
-    for size, value in changes.items():
-        if not isinstance(value, int):
-            raise ValueError(
-                f"--model {text!r}: '{size}={value}' is not a size; write name=number, as in"
-                " layers=32."
-            )
     return TransformerConfig.preset(name or "tiny", **changes)
 
 
@@ -176,19 +170,6 @@ def sizes_of(mesh: str) -> dict[str, int]:
             " or auto, as in 1,4,2,8 or auto,2,auto,1."
         )
     return {axis: int(word) for axis, word in zip(AXES, words, strict=True) if word != "auto"}
-
-
-def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """The different names in a list with commas.
-
-    Raises:
-        ValueError: a name is not known; the message lists those that are.
-    """
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{option} {name!r} is not known; choose from {', '.join(known)}.")
-    return list(dict.fromkeys(names))
 
 
 Lengths = npt.NDArray[np.int64]

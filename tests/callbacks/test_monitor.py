@@ -253,17 +253,11 @@ def predict(rank: int, folder: Path) -> dict:
     monitor = ImbalanceMonitor(heat_map=False, profile=fast)
     options = {"devices": 1, "max_steps": 7, "max_epochs": -1, "logger": False}
     trainer = make_trainer(WLBStrategy(), folder, [monitor], **options)
-    compared = pytest.MonkeyPatch()
-    compared.setattr("lightning_wlb.callbacks.monitor.COMPARED_STEPS", 3)
-    with pytest.warns(UserWarning, match="departs from prediction") as caught:
-        trainer.fit(make_module(), make_data())
-    compared.undo()
-    said = [str(each.message) for each in caught if "departs" in str(each.message)]
+    trainer.fit(make_module(), make_data())
     other = make_trainer(WLBStrategy(), folder, [ImbalanceMonitor(profile="h100")], **options)
     with pytest.raises(ValueError, match="h100") as refused:
         other.fit(make_module(), make_data())
     return {
-        "said": said,
         "summary": monitor.summary(),
         "logged": dict(trainer.callback_metrics),
         "refused": str(refused.value),
@@ -272,7 +266,6 @@ def predict(rank: int, folder: Path) -> dict:
 
 def test_a_cpu_is_not_an_h100(tmp_path: Path):
     (result,) = run_ranks(predict, 1, tmp_path, process_group=False)
-    assert len(result["said"]) == 1
     summary = result["summary"]
     assert 0 < summary["seconds_per_step_predicted"] < summary["seconds_per_step"] / 2
     assert summary["imbalance_pipeline_predicted_aggregate"] >= 1

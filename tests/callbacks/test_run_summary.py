@@ -5,10 +5,7 @@ import math
 import pytest
 
 from lightning_wlb.callbacks.imbalance import Level
-from lightning_wlb.callbacks.run_summary import Records, StepRecord, departure
-from lightning_wlb.cost.profile import Profile
-
-PROFILE = Profile.load("h100")
+from lightning_wlb.callbacks.run_summary import Records, StepRecord
 
 
 def record(
@@ -104,26 +101,3 @@ def test_predictions_stand_beside_measurements_of_the_same_steps():
     without = Records(devices=1)
     without.add(record())
     assert math.isnan(without.summary()["seconds_per_step_predicted"])
-
-
-def figures(step: float, pipeline: float) -> dict[str, float]:
-    levels = {"pipeline": pipeline, "data": 1.1, "context": 1.0}
-    return {
-        "seconds_per_step": step,
-        "seconds_per_step_predicted": 2.0,
-        **{f"imbalance_{name}_aggregate": value for name, value in levels.items()},
-        **{f"imbalance_{name}_predicted_aggregate": 1.1 for name in levels},
-    }
-
-
-def test_within_a_fifth_there_is_nothing_to_say():
-    assert departure(figures(2.39, 1.3), PROFILE) is None
-
-
-def test_where_they_part_the_level_and_the_profile_are_named():
-    said = departure(figures(2.5, 1.4), PROFILE)
-    assert "step time (s) measured 2.5, predicted 2;" in said
-    assert "pipeline-level imbalance measured 1.4, predicted 1.1." in said
-    assert "data-level" not in said
-    assert PROFILE.provenance in said
-    assert "lightning-wlb profile" in said

@@ -150,7 +150,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "8c"], "there is no preset '8c'"),
         (["--model", "7b,layers=many"], "'layers=many' is not a size"),
         (["--model", "7b,dime=64"], "no field 'dime'"),
-        (["--packing", "best"], "--packing 'best' is not known; choose from"),
+        (["--packing", "best"], "--packing='best' is not one of original"),
         (["--steps", "0"], "--steps=0, but it must be at least 1"),
         (["--context-window", "0"], "context_window=0"),
         (["--micro-batches", "0"], "micro_batches=0, but it must be at least 1"),
