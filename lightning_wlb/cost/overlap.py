@@ -6,8 +6,8 @@ products beside it end with the later one of the two. While it travels the devic
 product have nothing beside them, or the other way round. Element-wise work and attention hide
 nothing.
 
-``chunks`` is the number of parts with which a layer waits least, so that short micro-batches, whose
-parts would take little but launches and hops, travel in one.
+Short micro-batches, whose parts would take little but launches and hops, travel in one, and so do
+all where links are so fast that there is next to nothing to hide (:func:`chunks_of`).
 
 Cost: some microseconds; times are remembered by rows. Not for messages that share a link with
 others at the same time, as those of parameters may do between nodes.
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 MOST_CHUNKS = 4
 """Parts beyond four hide little more, and each has fewer rows for its products."""
+
+LEAST_GAIN = 0.0025
+"""Part of a layer's products that more parts must save. Over loopback, where there was half of that
+to save, four parts made a forward 1.02 times as long (benchmarks/results/overlap.md, then)."""
 
 ROWS_OF_A_PART = 1024
 """Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""
@@ -86,7 +90,10 @@ def halves(dim: int, layer: LayerShape) -> tuple[HalfLayer, HalfLayer]:
 
 
 def chunks_of(latency: LatencyModel, rows: int) -> int:
-    """Parts in which the rows of a micro-batch travel: so many that layers wait least."""
+    """Parts in which the rows of a micro-batch travel: the fewest with which layers wait least.
+
+    More must save :data:`LEAST_GAIN` of the layers' products.
+    """
 
     def waits(chunks: int) -> float:
         return sum(
@@ -95,7 +102,10 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
             for half in exposed_halves(kind, rows, chunks)
         )
 
-    return min(range(1, MOST_CHUNKS + 1), key=waits)
+    waited = [waits(chunks) for chunks in range(1, MOST_CHUNKS + 1)]
+    products = sum(kind.products_ns(rows, back) for kind in latency.kinds for back in (False, True))
+    enough = min(waited) + LEAST_GAIN * products
+    return 1 + next(parts for parts, each in enumerate(waited) if each <= enough)
 
 
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:

@@ -148,7 +148,7 @@ class GatheredRows:
         """Gradients of own rows and of the weights."""
         sums = None
         if needs_rows:
-            sums = _Sums(gradient, gradient.shape, self._group)
+            sums = RowSums(gradient, gradient.shape, self._group)
             sums.post(slice(None), gradient)
         rows: Tensor | None = None
         if self._arriving is not None:
@@ -216,7 +216,7 @@ class _Arriving:
             yield True, self._last
 
 
-class _Sums:
+class RowSums:
     """Sums over the ranks, [rows, ...], on their way part by part.
 
     ``shape`` is that of what each rank adds, [ranks · rows, ...], and ``like`` has its dtype.
@@ -315,7 +315,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
         size = group_size(travel.group)
-        sums, parts = _Sums(y, (len(y), len(weight)), travel.group), y.view(size, -1, y.shape[1])
+        sums, parts = RowSums(y, (len(y), len(weight)), travel.group), y.view(size, -1, y.shape[1])
         for part in row_parts(parts.shape[1], travel.chunks):
             share = parts[:, part]
             product = y.new_empty(size, share.shape[1], len(weight))

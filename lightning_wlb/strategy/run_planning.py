@@ -62,8 +62,10 @@ class RunPlanning:
         """In how many parts the rows of an attached model travel, see :class:`.ProcessGroups`."""
         assert self._run is not None
         split, _, devices = self._run
-        if not (devices.overlap and split.executor.model.overlaps):
+        if not devices.overlap:
             return None
+        if not split.executor.model.overlaps:  # others have no parts; gradients may still be late
+            return lambda rows, ranks: 1
         predictor = None if data is None else self.context(data).predictor
         if predictor is None:
             return default_chunks

@@ -86,7 +86,8 @@ class WLBStrategy(ParallelStrategy):
             which rounds where two ranks' values meet. None: float32 or wider, as gradients of
             parameters always are.
         overlap: ``"auto"``: layers compute while tensor-parallel messages travel, in as many parts
-            as the device profile says, and keep less for backward; ``"off"``: they wait for each.
+            as the device profile says, and keep less for backward (blocks of Hugging Face families
+            in backward alone, see docs/families.md); ``"off"``: they wait for each.
         dynamic: heterogeneous pipelines, each set a sequence of :class:`.Scheme`, that a training
             step may run on in place of the mesh's, where their simulated step is shortest, which
             needs a device profile; parameters and optimizer state stay as the mesh has them.

@@ -4,8 +4,8 @@ transformers' configs name a *style* for each module of a layer (``base_model_tp
 :func:`split_of` says what a style means for a parameter, and hooks around modules do what it means
 for rows. Between layers each rank holds its share of the rows. Within a *block*, a direct child of
 a layer that holds split parameters or attends, it holds all rows, and its heads or columns of
-them. So rows are gathered in front of a block, whose backward adds up the ranks' gradients. Behind
-it:
+them. So rows are gathered in front of a block, whose backward adds up the ranks' gradients,
+while those of weights are computed (:mod:`.late_gradients`). Behind it:
 
 * where the block's output is a plain sum over ranks (:func:`output_is_sum`), it is reduced and
   scattered by rows;
@@ -45,6 +45,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_wlb.distributed.collectives import reduce_dtype
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
+from lightning_wlb.models.huggingface.late_gradients import forget_late, gather_late, late_linear
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 _REPLICATE = "replicate"
@@ -219,6 +220,8 @@ def _presenting(base: Any, names: tuple[str, ...]) -> Any:
         return property(read)
 
     members: dict[str, Any] = {name: reader(name) for name in names}
+    if base.forward is nn.Linear.forward:
+        members["forward"] = late_linear
     return type(base.__name__, (base,), members | {"__module__": base.__module__})
 
 
@@ -274,7 +277,12 @@ def add_hooks(
             is_split = any(splits[name].dim is not None for name in names)
             if not is_split and not attends(block):
                 continue
-            block.register_forward_pre_hook(_gather, with_kwargs=True)
+            linear = [
+                cast(nn.Linear, each)
+                for each in block.modules()
+                if type(each).forward is late_linear
+            ]
+            block.register_forward_pre_hook(partial(_gather, linear), with_kwargs=True)
             styles = [
                 (module, plan.get(plan_name(f"{prefix}.{name}".rstrip("."))))
                 for name, module in block.named_modules()
@@ -303,15 +311,22 @@ def _current_group() -> ProcessGroup | None:
     return None if run is None else run.groups.tensor
 
 
-def _gather(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All rows of the hidden states, the first argument; [1, P/TP, dim] -> [1, P, dim]."""
-    group = _current_group()
-    if group_size(group) == 1:
+def _gather(
+    linear: Sequence[nn.Linear], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """All rows of the hidden states, the first argument; [1, P/TP, dim] -> [1, P, dim].
+
+    ``linear`` are the block's linear layers.
+    """
+    run = running()
+    group = None if run is None else run.groups.tensor
+    forget_late(linear)
+    if run is None or group is None or group_size(group) == 1:
         return args, kwargs
-    if args:
-        return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
-    hidden = gather_rows(kwargs["hidden_states"][0], group)[None]
-    return args, kwargs | {"hidden_states": hidden}
+    (own,) = args[0] if args else kwargs["hidden_states"]
+    late = run.groups.chunks is not None and torch.is_grad_enabled() and len(own) > 0
+    every = (gather_late(own, group, linear) if late else gather_rows(own, group))[None]
+    return ((every, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": every})
 
 
 def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Callable[..., Any]:

@@ -70,6 +70,15 @@ torch have run, which are slow and hold much memory. `flash-linear-attention`, `
 
 Mixtures among both lists train without their load-balancing losses.
 
+## Tensor-parallel messages
+
+A block (attention, a feed-forward network) gathers rows and adds up its output, in forward and in
+backward. Its modules are transformers' own, so that the first three of these four messages are
+waited for. In backward the last, the sum of the rows' gradients, travels while the gradients of
+weights of the block's linear layers are computed: in every family above, with adapters too, and
+with `WLBStrategy(overlap="auto")`, the default. Matrices that are no `nn.Linear`, as those of
+experts, have their gradients before it.
+
 `make test` runs a covering choice; `python -m pytest -m families` all of it.
 
 ## Refused

@@ -1,0 +1,99 @@
+"""Gradients of weights behind a block's last message in backward, in modules that stay as they are.
+
+A block of a family's own modules ends its backward by adding up the gradients of its rows over the
+tensor-parallel ranks. Nothing of the block waits for that sum, and what is in front of it waits for
+nothing else. So its linear layers (``nn.Linear``, whatever the family computes in between) leave
+the gradients of their trained weights until the sum has been posted: :func:`gather_late` gathers a
+block's rows, is in autograd's graph before all of the block, so that its backward comes last, and
+computes these gradients there.
+
+Cost: the inputs of these layers and the gradients of their outputs are held until the block's
+backward ends, which is less than it held when it began. The other three messages of a block are
+waited for; experts' matrices, which are no linear layers, have their gradients in the usual order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_wlb.distributed.collectives import all_gather
+from lightning_wlb.models.row_products import RowSums
+
+_LATE = "_late_gradients"  # what a linear layer's forward finds in its __dict__
+
+
+def gather_late(x: Tensor, group: ProcessGroup, layers: Sequence[nn.Linear]) -> Tensor:
+    """The rows of all ranks, [group size · rows, dim], in front of a block of linear layers.
+
+    It is :func:`.gather_rows`, of which the backward also has the gradients of the layers' trained
+    weights. Their class must have :func:`late_linear` as its forward.
+    """
+    trained = [each for each in layers if each.weight.requires_grad]
+    kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in trained]
+    for layer, of_layer in zip(trained, kept, strict=True):
+        layer.__dict__[_LATE] = of_layer
+    return _gather(x, group, kept, *(each.weight for each in trained))
+
+
+def forget_late(layers: Sequence[nn.Linear]) -> None:
+    """Let layers compute gradients in the usual order from now on."""
+    for each in layers:
+        each.__dict__.pop(_LATE, None)
+
+
+def late_linear(self: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of ``nn.Linear``."""
+    kept = self.__dict__.get(_LATE)
+    if kept is None or not input.requires_grad:
+        return F.linear(input, self.weight, self.bias)
+    return _multiply(input, self.weight.detach(), self.bias, kept)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, kept: Any, *weights: Tensor) -> Tensor:
+        ctx.group, ctx.kept = group, kept
+        return all_gather(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        sums = None
+        if ctx.needs_input_grad[0]:
+            sums = RowSums(gradient, gradient.shape, ctx.group)
+            sums.post(slice(None), gradient)
+        of_weights: list[Tensor | None] = []
+        for of_layer in ctx.kept:
+            shares = [share.flatten(0, -2).t() @ rows.flatten(0, -2) for share, rows in of_layer]
+            of_weights.append(sum(shares[1:], shares[0]) if shares else None)
+            of_layer.clear()
+        return None if sums is None else sums.arrived(), None, None, *of_weights
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        ctx.kept = kept
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.kept.append((gradient, x))
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ weight, None, of_bias, None
+
+
+_gather: Callable[..., Tensor] = _Gather.apply
+_multiply: Callable[..., Tensor] = _Multiply.apply
