@@ -9,26 +9,21 @@ and causally over the last n keys. Their results are merged by log-sum-exp,
 
 Sinks (:mod:`.kernel_interface`) are merged in the same way, as one more part.
 
-With a sliding window of W keys the queries are cut into blocks of fewer than W. Each block is a
-segment that reads the W - 1 keys in front of it and its own, and only the former are masked.
-
 The kernel's backward recomputes probabilities as exp(score - lse). Called once for each part, with
 the *merged* output and lse, it yields that part's exact share of the gradients.
 
 In grouped-query attention the query heads that share a key/value head become a batch dimension,
 over which keys and values have stride 0: nothing is copied.
 
-Cost: the pairs that a causal mask leaves, up to twice as many with a sliding window, and a constant
-for each call, which dominates where many segments have a few tokens; no memory that grows with
-queries · keys. Not for windows of a few tokens. Half types are accumulated in float32.
-Soft-capped scores are not in torch's kernel: :mod:`.kernels_exact` computes them, at two to three
-times the cost.
+Cost: the pairs that a causal mask leaves, and a constant for each call, which dominates where many
+segments have a few tokens; no memory that grows with queries · keys. Half types are accumulated in
+float32. Soft-capped scores and sliding windows are not in torch's kernel: :mod:`.kernels_exact`
+computes them, at two to three times the cost.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +33,6 @@ from torch.autograd.function import once_differentiable
 from lightning_wlb.attention.kernel_interface import (
     AttentionOptions,
     Segment,
-    blocks_of,
     gradient_of_sinks,
     segments_of,
     with_sinks,
@@ -46,9 +40,6 @@ from lightning_wlb.attention.kernel_interface import (
 from lightning_wlb.attention.kernels_exact import exact_attention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.distributed.collectives import sum_dtype
-
-BLOCK = 256
-"""Most queries of a block under a sliding window; a mask has a block times a window elements."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -62,31 +53,10 @@ def cpu_attention(
     Raises:
         ValueError: if a segment has no query, or fewer keys than queries.
     """
-    if options.softcap is not None:
+    if options.softcap is not None or options.sliding_window is not None:
         return exact_attention(q, k, v, metadata, options)
-    segments, sliding_window = list(segments_of(metadata)), options.sliding_window
-    if sliding_window is not None:
-        segments = [block for each in segments for block in _in_window(each, sliding_window)]
     inputs = _dense(q), _dense(k), _dense(v), options.sinks
-    return _attend(*inputs, segments, options.scale, sliding_window)
-
-
-def _in_window(segment: Segment, sliding_window: int) -> Iterator[Segment]:
-    """The segment in blocks so short that no query's mask hides all keys in front of its block."""
-    _, queries, _, before = segment
-    fits = before + queries <= sliding_window
-    size = queries if fits else min(max(sliding_window - 1, 1), BLOCK)
-    return blocks_of(segment, size, sliding_window)
-
-
-def _mask(query: Tensor, before: int, sliding_window: int | None) -> Tensor | None:
-    """[queries, before], -inf where a key is outside of the window; None where none is."""
-    count = query.shape[2]
-    if sliding_window is None or before + count <= sliding_window:
-        return None
-    # Query i stands before + i - j behind key j.
-    outside = torch.ones(count, before, dtype=torch.bool).tril(before - sliding_window)
-    return query.new_zeros(count, before).masked_fill_(outside, -math.inf)
+    return _attend(*inputs, list(segments_of(metadata)), options.scale)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -118,7 +88,6 @@ class _CpuAttention(torch.autograd.Function):
         sinks: Tensor | None,
         segments: list[Segment],
         scale: float | None,
-        sliding_window: int | None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=sum_dtype(q.dtype))
@@ -138,7 +107,6 @@ class _CpuAttention(torch.autograd.Function):
                     values[:, :, prefix],
                     0.0,
                     False,
-                    attn_mask=_mask(query, before, sliding_window),
                     scale=scale,
                 )
                 merged = torch.logaddexp(part_lse, other_lse)
@@ -150,7 +118,7 @@ class _CpuAttention(torch.autograd.Function):
             outs.narrow(2, first_query, count).copy_(part)
             lses.narrow(2, first_query, count).copy_(part_lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.segments, ctx.scale, ctx.sliding_window = segments, scale, sliding_window
+        ctx.segments, ctx.scale = segments, scale
         return out
 
     @staticmethod
@@ -158,14 +126,8 @@ class _CpuAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grad_q = torch.empty_like(q)
-        # Without a window a key is read in one call alone; with one in that of every block whose
-        # window it is in.
-        alone = ctx.sliding_window is None
         grad_k, grad_v = (
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            if alone
-            else torch.zeros(x.shape, dtype=lse.dtype)
-            for x in (k, v)
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)
         )
         queries, keys, values, outs, lses = _views(q, k, v, out, lse)
         grad_outs, grad_queries = (_by_key_head(x, k.shape[1]) for x in (_dense(grad_out), grad_q))
@@ -188,7 +150,6 @@ class _CpuAttention(torch.autograd.Function):
                     statistic,
                     0.0,
                     causal,
-                    attn_mask=None if causal else _mask(query, length, ctx.sliding_window),
                     scale=ctx.scale,
                 )
                 if causal:
@@ -196,11 +157,11 @@ class _CpuAttention(torch.autograd.Function):
                 else:
                     grad_query += shares[0]
                 for whole, share in ((grad_keys, shares[1]), (grad_values, shares[2])):
-                    part = whole.narrow(1, first, length)
+                    # A key is read in one call alone.
                     total = share[0] if len(share) == 1 else share.sum(0, dtype=lse.dtype)
-                    (part.copy_ if alone else part.add_)(total)
+                    whole.narrow(1, first, length).copy_(total)
         grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None
 
 
 _attend: Callable[..., Tensor] = _CpuAttention.apply

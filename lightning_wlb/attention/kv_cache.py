@@ -49,23 +49,21 @@ class _Entry:
     keys: Tensor
     values: Tensor
     gradients: tuple[Tensor, Tensor] | None = None
+    over: bool = False  # the owner's backward has run
 
 
 class KeyValueCache:
     """Keys and values by (layer, micro-batch), for one step of one rank.
 
-    Args:
-        in_graph: keep them attached to autograd's graph, so that one backward over the whole step
-            finds its own way and no gradients are left here. For a step on one rank that one loss
-            sums up.
+    A step that one loss sums up may run one backward: autograd goes through what was computed last
+    first, and so through the slices of a piece in reverse.
 
     Attributes:
         states: what recurrences hand from slice to slice.
     """
 
-    def __init__(self, in_graph: bool = False) -> None:
-        self.in_graph = in_graph
-        self.states = RecurrentStates(in_graph)
+    def __init__(self) -> None:
+        self.states = RecurrentStates()
         self._entries: dict[tuple[int, int], _Entry] = {}
 
     def __len__(self) -> int:
@@ -89,6 +87,7 @@ class KeyValueCache:
     def add_gradients(self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor) -> None:
         """Leave the gradients of some rows for their owner's backward."""
         entry = self._entries[layer, run.micro_batch]
+        assert not entry.over, "a slice's backward runs before those of earlier ones"
         if entry.gradients is None:
             dtype = sum_dtype(grad_keys.dtype)
             entry.gradients = (
@@ -99,9 +98,12 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Gradients of keys and of values that later slices have left; None if there are none."""
+        """Gradients of keys and values that later slices have left, for the owner's backward."""
         entry = self._entries.get((layer, micro_batch))
-        return None if entry is None else entry.gradients
+        if entry is None:
+            return None
+        entry.over = True
+        return entry.gradients
 
     def drop(self, micro_batch: int, layers: Iterable[int]) -> None:
         """Free a micro-batch whose backward has run."""
@@ -166,15 +168,9 @@ class _CallInBackward(torch.autograd.Function):
 
 
 class RecurrentStates:
-    """States at the ends of slices, for one step of one rank.
+    """States at the ends of slices, for one step of one rank."""
 
-    Args:
-        in_graph: keep them attached to autograd's graph, for a step on one rank that one loss sums
-            up.
-    """
-
-    def __init__(self, in_graph: bool = False) -> None:
-        self.in_graph = in_graph
+    def __init__(self) -> None:
         self._states: dict[Any, State] = {}
         self.gradients: dict[Any, State] = {}
 
@@ -183,7 +179,7 @@ class RecurrentStates:
 
     def leave(self, key: Any, out: Tensor, state: State) -> Tensor:
         """``out``, whose backward also has the gradient that :meth:`take` found for ``state``."""
-        if self.in_graph or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             self._states[key] = state
             return out
         kept: Tensor = _Left.apply(out, self, key, *state)
@@ -191,7 +187,7 @@ class RecurrentStates:
 
     def take(self, key: Any, anchor: Tensor) -> State:
         """What was left; ``anchor`` is any tensor of the graph that the result is put into."""
-        if self.in_graph or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._states[key]
         taken: State = _Taken.apply(anchor, self, key)
         return taken

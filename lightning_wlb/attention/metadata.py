@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,17 +133,15 @@ class AttentionMetadata:
 
         ``rows`` and the number of ranks are the layout's, the window is that of the indices.
         """
-        return AttentionMetadata(
-            rows=rows,
-            queries=len(indices.offset),
-            cu_seqlens_q=torch.from_numpy(indices.cu_seqlens_q),
-            cu_seqlens_k=torch.from_numpy(indices.cu_seqlens_k),
-            max_seqlen_q=indices.max_seqlen_q,
-            max_seqlen_k=indices.max_seqlen_k,
-            key_index=None if context_parallel_size == 1 else torch.from_numpy(indices.key_index),
-            gathered=indices.gathered,
-            send_index=torch.from_numpy(indices.send_index) if indices.send_counts else None,
-            send_counts=indices.send_counts,
-            receive_counts=indices.receive_counts,
-            sliding_window=sliding_window,
-        )
+        named = {each.name: getattr(indices, each.name) for each in fields(indices)}
+        kept = named.keys() & {each.name for each in fields(AttentionMetadata)}
+        arrays: dict[str, Any] = {
+            name: torch.from_numpy(value) if isinstance(value := named[name], np.ndarray) else value
+            for name in kept
+        }
+        if context_parallel_size == 1:
+            arrays["key_index"] = None
+        if not indices.send_counts:
+            arrays["send_index"] = None
+        queries = len(indices.offset)
+        return AttentionMetadata(rows, queries, **arrays, sliding_window=sliding_window)

@@ -87,17 +87,13 @@ def packed_attention(
             " context_parallel_size for the strategy and the data."
         )
     own, messages = _own(k, v, metadata), KeyMessages(metadata, group)
-    in_graph = slices is not None and slices.cache_and_layer[0].in_graph
     travel = size > 1 and metadata.rows > 0
     # A kernel that reads one run saves views of what this rank holds anyway.
-    copied = travel or (slices is not None and len(slices.runs) > 1 and not in_graph)
-    sent = send(k, v, own, messages) if travel or (slices is not None and not in_graph) else None
+    copied = travel or (slices is not None and len(slices.runs) > 1)
+    sent = send(k, v, own, messages) if travel or slices is not None else None
     q = queries() if callable(queries) else queries
     if sent is not None:
         keys, values = receive(sent, messages)
-    elif in_graph:
-        messages.send(k, v)
-        keys, values = messages.receive()
     else:
         keys, values = k[: metadata.queries], v[: metadata.queries]
     _check_rows(q, "q", metadata)
@@ -131,7 +127,7 @@ def _own(k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Pair:
         return k.detach(), v.detach()
     cache, layer = slices.cache_and_layer
     # Contiguous, lest a view of something larger is kept.
-    own = (k, v) if cache.in_graph else (k.detach().contiguous(), v.detach().contiguous())
+    own = k.detach().contiguous(), v.detach().contiguous()
     if slices.keeps:
         cache.put(layer, slices.micro_batch, *own)
     return own

@@ -36,7 +36,7 @@ import numpy as np
 from lightning_wlb.cost.attention_tiles import last_tiles_end, padded_pairs
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
-from lightning_wlb.cost.overlap import Exposed, RowsTime, exposed_halves
+from lightning_wlb.cost.overlap import Exposed, exposed_halves
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable, Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
@@ -218,10 +218,14 @@ class LatencyModel:
         share = 1000 * flops // layer_linear_flops(self.layer, 1)
         return forward * share // 1000 + waited
 
-    def rows_ns(self, rows: int) -> RowsTime:
-        """Times of a layer that depend on rows only; remembered, as rows recur in every plan."""
+    def rows_ns(self, rows: int) -> tuple[int, int, tuple[int, ...]]:
+        """Times of a layer without its attention kernel and the exchange of keys.
+
+        Forward, backward without recomputation, and what each mode of ``Recompute`` adds to it.
+        They depend on rows only, and are remembered, as rows recur in every plan.
+        """
         if rows not in self._of_rows:
-            self._of_rows[rows] = RowsTime(
+            self._of_rows[rows] = (
                 self.linear_ns(rows, backward=False) + self.tensor_parallel_ns(rows),
                 self.linear_ns(rows, backward=True) + self.tensor_parallel_ns(rows, backward=True),
                 tuple(self.again_ns(rows, mode) for mode in get_args(Recompute)),
@@ -229,7 +233,7 @@ class LatencyModel:
         return self._of_rows[rows]
 
     @cached_property
-    def _of_rows(self) -> dict[int, RowsTime]:
+    def _of_rows(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
         return {}
 
     # Compute, the ends of the model

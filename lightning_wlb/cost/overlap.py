@@ -34,20 +34,6 @@ ROWS_OF_A_PART = 1024
 """Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""
 
 
-class RowsTime(NamedTuple):
-    """Times in ns of a layer on a rank, without its attention kernel and the exchange of keys.
-
-    Attributes:
-        forward: the forward pass.
-        backward: the backward pass, without recomputation.
-        again: what each mode of ``Recompute`` adds to the backward.
-    """
-
-    forward: int
-    backward: int
-    again: tuple[int, ...]
-
-
 class HalfLayer(NamedTuple):
     """Shares of a layer's products: those of its attention or its feed-forward half.
 

@@ -18,14 +18,12 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, NoReturn, Protocol, Self, get_args, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
-import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from lightning_wlb.argument_checks import choice, flag, number, whole
@@ -36,7 +34,7 @@ from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepLoader, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
-from lightning_wlb.models.load_from_checkpoint import load_module, numbered
+from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 
@@ -50,7 +48,7 @@ class DefersInitialisation(Protocol):
     defers_initialisation: bool
 
 
-class LanguageModule(L.LightningModule):
+class LanguageModule(LoadsCheckpoints):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
     For a model of your own override :meth:`build_model`, which returns any :class:`.Decoder`; a
@@ -227,7 +225,7 @@ class LanguageModule(L.LightningModule):
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:
             total = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0
-        cache = KeyValueCache(in_graph=True)
+        cache = KeyValueCache()
         for micro_batch in batch.micro_batches:
             total = total + self.model(micro_batch.with_cache(cache))
         return total / self.loss_denominator(batch.plan)
@@ -352,43 +350,6 @@ class LanguageModule(L.LightningModule):
         states = checkpoint.get("optimizer_states")
         if states and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             checkpoint["optimizer_states"] = numbered(self, states)
-
-    @_restricted_classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **options: Any,
-    ) -> Self:
-        """A module with the weights of a checkpoint, in this one process.
-
-        Args:
-            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or another
-                strategy's file.
-            map_location: for a folder a device; None means the CPU.
-            hparams_file: for a file only.
-            strict: whether all weights must be there, and no others; None: what the module says.
-            weights_only: for a file only. None means True: plain types and tensors, as a folder is
-                always read, and no class is imported.
-            options: arguments of the module in place of those that were saved.
-
-        Raises:
-            ValueError: a folder that is no checkpoint, is damaged, or was given with what is for
-                files only.
-        """
-        return load_module(
-            cls,
-            super().load_from_checkpoint,
-            checkpoint_path,
-            map_location,
-            hparams_file,
-            strict,
-            weights_only,
-            options,
-        )
 
 
 def _betas(given: Any) -> tuple[float, float]:

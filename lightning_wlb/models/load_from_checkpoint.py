@@ -15,13 +15,14 @@ Cost: the weights twice in memory, or the optimizer state twice, until the secon
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -30,72 +31,64 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 
-_Module = TypeVar("_Module", bound=L.LightningModule)
 
-_INSTANTIATOR = "_instantiator"  # LightningCLI's hyperparameter: it is to make the module
+class LoadsCheckpoints(L.LightningModule):
+    """A module that loads what any strategy has written."""
 
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
+    ) -> Self:
+        """A module with the weights of a checkpoint, in this one process.
 
-def load_module(
-    cls: type[_Module],
-    by_lightning: Callable[..., Any],
-    checkpoint: Any,
-    map_location: Any,
-    hparams_file: Any,
-    strict: bool | None,
-    weights_only: bool | None,
-    arguments: dict[str, Any],
-) -> _Module:
-    """A module of a class with the weights of a checkpoint.
+        Args:
+            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or another
+                strategy's file.
+            map_location: a device; None means the CPU.
+            hparams_file: for a file only.
+            strict: whether all weights must be there, and no others; None: what the module says.
+            weights_only: for a file only. None means True: plain types and tensors, as a folder is
+                always read, and no class is imported.
+            options: arguments of the module in place of those that were saved.
 
-    The arguments from ``checkpoint`` on are those of :meth:`.LanguageModule.load_from_checkpoint`.
-    ``by_lightning`` is Lightning's method of that name, for files that LightningCLI did not write.
-
-    Raises:
-        ValueError: a folder that is no checkpoint, is damaged, or was given with what is for files
-            only.
-    """
-    local = isinstance(checkpoint, str | Path)
-    path = Path(checkpoint).expanduser() if local else None
-    folder = path is not None and path.is_dir()
-    if folder and (hparams_file is not None or weights_only is False):
-        raise ValueError(
-            f"hparams_file={hparams_file!r}, weights_only={weights_only}: {checkpoint} is a folder,"
-            " which holds plain types and its own hyperparameters. Leave both out, and give"
-            " arguments that are to be others by name."
-        )
-    if weights_only is not False:
-        # Lightning would choose False for an address, and call LightningCLI where a file says so.
-        weights_only, arguments = True, arguments | {_INSTANTIATOR: None}
-    by_cli = (
-        path is not None
-        and path.is_file()
-        and weights_only
-        and hparams_file is None
-        and _INSTANTIATOR in StoredCheckpoint(path).hyper_parameters
-    )
-    if path is not None and (folder or by_cli):
-        module = _load_stored(cls, path, strict, arguments)
+        Raises:
+            ValueError: what is no checkpoint, is damaged, or was given with what is for files only.
+        """
+        local = isinstance(checkpoint_path, str | Path)
+        path = Path(checkpoint_path).expanduser() if local else None
+        plain = weights_only is not False and hparams_file is None
+        if path is not None and path.is_dir() and not plain:
+            raise ValueError(
+                f"hparams_file={hparams_file!r}, weights_only={weights_only}: {path} is a folder,"
+                " which holds plain types and its own hyperparameters. Leave both out, and give"
+                " arguments that are to be others by name."
+            )
+        if weights_only is not False:
+            options = options | {"_instantiator": None}  # LightningCLI, which is to make the module
+        if path is None or not path.exists() or not plain:
+            # Lightning would choose weights_only=False for an address.
+            weights_only = weights_only is not False
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **options
+            )
+        read = StoredCheckpoint(path)
+        stored = read.rest | {"state_dict": read.read(read.names)}
+        given = stored.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        # Only a class that is imported already, and a subclass, takes the place of the one asked
+        # for.
+        module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
+        found = getattr(sys.modules.get(module_name), class_name, None)
+        made = found if isinstance(found, type) and issubclass(found, cls) else cls
+        given.update(options)
+        module = _load_state(made, stored, strict=strict, **options)
+        assert isinstance(module, cls)
         return module if map_location is None else module.to(map_location)
-    loaded: _Module = by_lightning(
-        checkpoint, map_location, hparams_file, strict, weights_only, **arguments
-    )
-    return loaded
-
-
-def _load_stored(
-    cls: type[_Module], path: Path, strict: bool | None, arguments: Mapping[str, Any]
-) -> _Module:
-    stored = StoredCheckpoint(path)
-    checkpoint = stored.rest | {"state_dict": stored.read(stored.names)}
-    given = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    # Only a class that is imported already, and a subclass, takes the place of the one asked for.
-    module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
-    found = getattr(sys.modules.get(module_name), class_name, None)
-    made = found if isinstance(found, type) and issubclass(found, cls) else cls
-    given.update(arguments)
-    module = _load_state(made, checkpoint, strict=strict, **arguments)
-    assert isinstance(module, cls)
-    return module
 
 
 def numbered(

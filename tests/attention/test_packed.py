@@ -100,12 +100,11 @@ def slices_of(
     rank: int = 0,
     ranks: int = 1,
     window: int | None = None,
-    in_graph: bool = False,
 ) -> Iterator[tuple[AttentionMetadata, Tensor]]:
     """One piece, each of its slices a micro-batch: metadata, and which tokens the rows hold."""
     members = [[Slice(0, 0, *edges)] for edges in pairwise(cuts)]
     layouts = [layout("per_document", [part.tokens], ranks, 1) for (part,) in members]
-    replica, cache = SlicedReplica(layouts, members, window), KeyValueCache(in_graph)
+    replica, cache = SlicedReplica(layouts, members, window), KeyValueCache()
     for number, made in enumerate(layouts):
         indices = replica.indices(number, rank)
         slices = SliceMetadata(number, indices.runs, indices.rows, indices.keeps, cache)
@@ -119,7 +118,7 @@ def sliced_errors(
     options: AttentionOptions,
     value_dim: int | None,
     recomputed: bool,
-    in_graph: bool = False,
+    at_once: bool = False,
 ) -> list[float]:
     """As :func:`errors`, of a piece in four slices, one of a single token."""
     cuts = [0, 40, 41, 48, 90]
@@ -130,7 +129,7 @@ def sliced_errors(
     attention = VarlenAttention("cpu")
     found = [torch.zeros_like(x) for x in wanted]
     steps = []
-    for metadata, tokens in slices_of(cuts, rank, ranks, options.sliding_window, in_graph):
+    for metadata, tokens in slices_of(cuts, rank, ranks, options.sliding_window):
         rows = [torch.full((metadata.rows, *x.shape[1:]), math.nan, dtype=x.dtype) for x in inputs]
         for row, x in zip(rows, inputs, strict=True):
             row[: metadata.queries] = x[tokens]
@@ -139,10 +138,10 @@ def sliced_errors(
         out = packed_attention(*leaves, None, described, attention, groups, options)
         found[0][tokens] = out.detach()[: metadata.queries]
         steps.append((out, leaves, rows[3], tokens))
-    if in_graph:
+    if at_once:
         torch.autograd.backward([step[0] for step in steps], [step[2] for step in steps])
     for out, leaves, gradient, tokens in reversed(steps):
-        if not in_graph:
+        if not at_once:
             out.backward(gradient)
         for total, leaf in zip(found[1:], leaves, strict=False):
             assert leaf.grad is not None
@@ -174,11 +173,11 @@ def test_slices_on_two_ranks_equal_dense_attention() -> None:
 
 @pytest.mark.parametrize("options", EVERY_OPTION)
 @pytest.mark.parametrize("value_dim", [None, 5])
-@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 def test_slices_on_one_rank_equal_dense_attention(
-    options: AttentionOptions, value_dim: int | None, in_graph: bool
+    options: AttentionOptions, value_dim: int | None, at_once: bool
 ) -> None:
-    assert max(sliced_errors(0, NO_GROUPS, options, value_dim, False, in_graph)) <= 1e-12
+    assert max(sliced_errors(0, NO_GROUPS, options, value_dim, False, at_once)) <= 1e-12
 
 
 def one_piece(options: AttentionOptions) -> AttentionMetadata:

@@ -35,14 +35,11 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_wlb.distributed.collectives import reduce_dtype
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.huggingface.attention import running
 from lightning_wlb.models.huggingface.late_gradients import forget_late, gather_late, late_linear
@@ -345,7 +342,9 @@ def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Calla
 
 _scatter = _of_output(lambda out, group: scatter_rows(out[0], group)[None])
 _own_rows = _of_output(lambda out, group: out.chunk(group_size(group), 1)[group_rank(group)])
-_sum_over_ranks = _of_output(lambda out, group: _SumOverRanks.apply(out, group))
+_sum_over_ranks = _of_output(
+    lambda out, group: gather_rows(scatter_rows(out.flatten(0, -2), group), group).view_as(out)
+)
 _gather_columns = _of_output(
     lambda out, group: gather_rows(out.movedim(-1, 0).contiguous(), group).movedim(0, -1)
 )
@@ -355,24 +354,3 @@ def _own_columns(module: nn.Module, args: Any) -> Any:
     group = _current_group()
     size = group_size(group)
     return (args[0].chunk(size, -1)[group_rank(group)], *args[1:]) if size > 1 else args
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, on every rank; the gradients, each a part, are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _summed(gradient, ctx.group), None
-
-
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, which is sent in :func:`.reduce_dtype`."""
-    wide = x.to(reduce_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
-    dist.all_reduce(wide, group=group)
-    return wide.to(x.dtype)
