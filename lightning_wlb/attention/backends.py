@@ -1,8 +1,6 @@
 """Which kernel runs: the backends of causal attention over packed segments of different length.
 
-Segments (:class:`.Kernel`) are whole documents, with as many keys as queries, or the chunks of
-context-parallel sharding, with a prefix of keys before them. The backend is chosen when
-:class:`VarlenAttention` is made:
+The backend is chosen when :class:`VarlenAttention` is made; segments are those of :class:`.Kernel`:
 
 =========  ============================================  ==================  ======  ==============
 name       kernel                                        dtypes              device  lacks
@@ -18,10 +16,8 @@ name       kernel                                        dtypes              dev
 ``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
 an option (:class:`.AttentionOptions`) that the backend lacks is refused.
 
-A new backend is an entry in :data:`BACKENDS`. Two other places know the name that its loader
-returns: ``cost/memory_model.py`` counts what a kernel's backward allocates, by name, and
-``profiling/device.py`` ranks the fast kernels of a device. The CUDA backends have not been run by
-this project (:mod:`.kernels_gpu`).
+Two other places know the name that a backend's loader returns: ``cost/memory_model.py`` counts what
+a kernel's backward allocates, and ``profiling/device.py`` ranks the fast kernels of a device.
 
 Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
 packing, where ``scaled_dot_product_attention`` is simpler and as fast.
@@ -106,8 +102,7 @@ def available_backends() -> list[str]:
 def kernel_name(backend: str, device: torch.device | str) -> str:
     """Which kernel a backend runs on a device of this machine, by the name that profiles give it.
 
-    One of ``"cpu"``, ``"torch (FlashAttention-2)"``, ``"flash_attn 2"``, ``"flash_attn 3"``,
-    ``"flash_attn 4"`` and ``"exact"``. A library for CUDA is imported for CUDA devices only.
+    A library for CUDA is imported for CUDA devices only.
 
     Raises:
         ValueError: as :class:`VarlenAttention` does, or if the backend does not run there.

@@ -15,9 +15,8 @@ unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel asks for
 where it only warns), the packages are told. Determinism takes more memory, in 2.x and in torch
 several times the float32 gradient of the queries where there are few segments and heads.
 
-This project has not run them on a GPU, sinks, caps and determinism included. Without one the tests
-call torch's own operators on tensors without memory and compare with the packages' parameters as
-released; tests marked ``gpu`` compare with dense attention.
+This project has not run them on a GPU. Without one the tests call torch's own operators on tensors
+without memory and compare with the packages' parameters as released.
 """
 
 from __future__ import annotations

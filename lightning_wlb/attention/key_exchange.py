@@ -70,7 +70,13 @@ class KeyMessages:
             return
         metadata = self._metadata
         if metadata.slices is not None:
-            self._runs = _runs(metadata.slices, k, v)
+            cache, layer = metadata.slices.cache_and_layer
+            self._runs = [
+                (k[run.start : run.stop], v[run.start : run.stop])
+                if run.micro_batch == OWN
+                else cache.read(layer, run)
+                for run in metadata.slices.runs
+            ]
             if metadata.key_index is None:
                 return
             local = k.new_empty(self._gathered, 2, *k.shape[1:])
@@ -158,17 +164,6 @@ class KeyMessages:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-
-def _runs(slices: SliceMetadata, k: Tensor, v: Tensor) -> list[Pair]:
-    """The rows that this rank puts together: own ones, and those of earlier slices."""
-    cache, layer = slices.cache_and_layer
-    return [
-        (k[run.start : run.stop], v[run.start : run.stop])
-        if run.micro_batch == OWN
-        else cache.read(layer, run)
-        for run in slices.runs
-    ]
 
 
 def _added(slices: SliceMetadata, rows: int, of_keys: Tensor, of_values: Tensor) -> Pair:

@@ -12,12 +12,11 @@ autograd keeps for those micro-batches anyway, except under activation checkpoin
 *States.* A recurrence leaves its state at a slice's end in the same way, and the next slice's
 backward leaves the state's gradient (:class:`RecurrentStates`).
 
-*Refetch.* A kernel saves the keys and values that it read for its backward. Under context
-parallelism they are those of whole prefixes, about CP times what the rank itself holds, in every
-layer; for sliced pieces they are more. :func:`attend_with_refetch` lets autograd save a number in
-their place (``saved_tensors_hooks``, so it works for every kernel). They are fetched again right
-before the kernel's backward, outside of what is timed as attention, and freed right after it.
-Fetching may be collective: it happens once in the backward of every rank, with or without queries.
+*Refetch.* A kernel saves the keys and values that it read for its backward, of whole prefixes.
+:func:`attend_with_refetch` lets autograd save a number in their place (``saved_tensors_hooks``, so
+it works for every kernel). They are fetched again right before the kernel's backward, outside of
+what is timed as attention, and freed right after it. Fetching may be collective: it happens once in
+the backward of every rank, with or without queries.
 
 Cost: one more exchange of keys, in backward. Not inside a checkpoint that recomputes the whole
 layer: the checkpoint's own hooks would no longer see what the kernel saves.

@@ -41,10 +41,9 @@ class SliceMetadata:
 
     Args:
         micro_batch: index in the replica's forward order.
-        runs: the rows whose keys are read, in order
-            (:class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`).
-        rows: how many rows each rank puts one after another.
-        keeps: whether other slices read this one's keys.
+        runs: see :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`.
+        rows: see there.
+        keeps: see there.
         cache: the step's, which ``MicroBatchTensors.with_cache`` fills in.
         layer: global number of the running layer, which ``AttentionMetadata.for_layer`` fills in.
     """

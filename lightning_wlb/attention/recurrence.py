@@ -1,7 +1,7 @@
 """Recurrences over packed rows: what begins where, what a slice hands to the next, who computes it.
 
-Linear attention, a state-space layer and a causal convolution carry something from row to row. On
-packed rows it must begin anew with every piece, and go on where a slice continues a piece:
+Linear attention, a state-space layer and a causal convolution carry something from row to row,
+which begins anew with every piece, and goes on where a slice continues one:
 
 * *Segments* are the pieces, or parts of pieces, of a micro-batch (:class:`RecurrentRows`).
 * *States* at the end of a slice are left for the next slice of its piece, whose backward runs first
@@ -37,13 +37,9 @@ from lightning_wlb.sharding.integer_ranges import offsets, ranges
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of one piece in a micro-batch.
+    """Tokens ``[start, stop)`` of a piece, (document, origin), counted from its origin.
 
-    Args:
-        piece: document and origin.
-        start: the first token, counted from the piece's origin.
-        stop: the end.
-        goes_on: whether a later micro-batch has more of the piece.
+    ``goes_on`` says whether a later micro-batch has more of the piece.
     """
 
     piece: tuple[int, int]
@@ -82,11 +78,8 @@ def recurrent_rows(
 ) -> RecurrentRows:
     """The segments of a micro-batch and where their rows lie.
 
-    Args:
-        layout: how the micro-batch lies on the ranks that share it.
-        slices: its slices, in the order of the layout.
-        ends: where the last slice of each sliced piece ends; (document, origin) -> token.
-        replicas: how many replicas share it.
+    ``slices`` are in the order of the layout, and ``ends`` says where the last slice of each sliced
+    piece ends: (document, origin) -> token.
     """
     pieces = {(each.document, each.origin): None for each in slices}
     number = {piece: index for index, piece in enumerate(pieces)}

@@ -27,8 +27,8 @@ MOST_CHUNKS = 4
 """Parts beyond four hide little more, and each has fewer rows for its products."""
 
 LEAST_GAIN = 0.0025
-"""Part of a layer's products that more parts must save. Over loopback, where there was half of that
-to save, four parts made a forward 1.02 times as long (benchmarks/results/overlap.md, then)."""
+"""Part of a layer's products that more parts must save: over loopback, where 0.2 % could be saved,
+four parts made a forward 1.026 times as long, one 1.003 (benchmarks/overlap_measured.py)."""
 
 ROWS_OF_A_PART = 1024
 """Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""

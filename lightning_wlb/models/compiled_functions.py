@@ -2,16 +2,13 @@
 
 :data:`EAGER` has the functions as they are; :meth:`BlockFunctions.compiled` has them compiled, with
 ``LanguageModule(compile=True)``. Inductor then makes one kernel of a norm, one of a rotation, one
-of SwiGLU, and two of what the loss does to logits in half types. Backward
-computes cheap things again instead of reading them, so autograd saves less than the memory model
-counts (of SwiGLU three matrices instead of four). What lies on two sides of a collective, as the
-residual sum and the norm behind it, is not fused.
+of SwiGLU, and two of what the loss does to logits in half types. Autograd saves less than the
+memory model counts (of SwiGLU three matrices instead of four).
 
-A function is compiled once for any number of rows: that dim is marked dynamic. It must compile as
-one graph, and a rank on which it does not compile ends the run: all others would wait for it in
-every step. Parameters are arguments, because a step may bring other tensors of the same shapes, as
-gathered ones are. A function runs uncompiled on fewer than two rows, for which inductor would
-compile again, and under a dispatch mode, which looks at every operation.
+A function is compiled once for any number of rows, as one graph; a rank on which it does not
+compile ends the run, since all others would wait for it in every step. It runs uncompiled on fewer
+than two rows, for which inductor would compile again, and under a dispatch mode, which looks at
+every operation.
 
 Cost: seconds of compiler time per function, at its first call with gradients and at its first
 without; some tens of microseconds of checks per call. Not for functions that communicate or call

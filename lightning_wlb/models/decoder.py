@@ -5,11 +5,9 @@ of one's own. Nothing else of a model is asked for: :class:`.LanguageModule` cal
 :meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts,
 :attr:`~Decoder.tied` and :meth:`~Decoder.tensor_parallel_plan`.
 
-Initial values are a function of the seed and a parameter's name, and of nothing else. Each
-parameter is drawn whole, in float32 on the CPU, by a generator of its own that is seeded with a
-hash of the two; a rank then keeps its shard. So the same model comes out on one process, under any
-tensor-parallel size and on any pipeline stage. Cost: every rank draws the whole of every parameter
-of which it holds a shard, and needs memory for the largest in float32.
+Initial values are a function of the seed and a parameter's name, so that the same model comes out
+on any mesh: each parameter is drawn whole, in float32 on the CPU, by a generator that is seeded with a
+hash of the two, and a rank keeps its shard. Cost: memory for the largest in float32.
 """
 
 from __future__ import annotations
@@ -163,14 +161,7 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
-    """Refuse a model that does not do what was asked for, or cannot be trained exactly.
-
-    ``asked`` is the user's ``activation_checkpointing``; with ``"auto"`` plans ask for what the
-    model does.
-
-    Raises:
-        ValueError: the model recomputes something else, or has dropout, with the remedy.
-    """
+    """Refuse a model that recomputes something else than the user ``asked`` for, or has dropout."""
     name, own = type(model).__name__, model.activation_checkpointing
     if "auto" not in (asked, own) and asked != own:
         raise ValueError(
@@ -191,11 +182,7 @@ def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
 def check_micro_batches(
     micro_batches: Iterable[MicroBatchTensors], planned: ActivationCheckpointing
 ) -> None:
-    """Refuse micro-batches of a plan that was made with another activation checkpointing.
-
-    Raises:
-        ValueError: one recomputes something other than ``planned``, with the remedy.
-    """
+    """Refuse micro-batches of a plan that was made with other checkpointing than ``planned``."""
     for micro_batch in micro_batches:
         if planned not in ("auto", micro_batch.recompute):
             raise ValueError(

@@ -16,11 +16,8 @@ the gradient of the output matrix in place, without a copy in either type. That 
 stand-ins for the two operators only (tests/models/test_loss.py).
 
 Cost: one extra product of hidden states and output matrix in backward, a third more than the head
-would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster. Torch's
-``linear_cross_entropy`` with the same chunks takes 1.1 to 1.3 times as long on a CPU, and with its
-own chunks 1.5 to 2 times (``benchmarks/loss_head.py``); in bfloat16 it rounds the loss of every
-row, and its ``reduction="sum"``, as Liger's fused loss, computes gradients in forward, so that each
-micro-batch whose backward has not run yet holds a gradient as large as the output matrix.
+would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster. For torch's
+and Liger's fused losses see docs/design.md.
 """
 
 from __future__ import annotations

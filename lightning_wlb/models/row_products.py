@@ -10,11 +10,9 @@ multiplies by one that is split by rows, and sums and scatters. :class:`Gathered
   gradient of the gathered rows is computed, and that is summed and scattered while the weights'
   gradients are. A row-wise product's gradient is gathered in parts, like rows in forward.
 
-Rows that are kept because backward has just recomputed them are not gathered again. Weights that
-are all frozen need no rows.
-
-Every rank of a group posts the same operations in the same order, forward and backward. Sums are in
-:func:`.reduce_dtype`, part by part in one order, so that a repetition has the same bits.
+Rows that backward has just recomputed are not gathered again, nor rows for frozen weights. Every
+rank of a group posts the same operations in the same order. Sums are in :func:`.reduce_dtype`, part
+by part in one order, so that a repetition has the same bits.
 
 Cost: a third more bytes gathered, and rows · dim elements more memory in the backward of a half
 layer; it saves (1 - 1/TP) · rows · dim elements from forward to backward. Not for few rows, whose

@@ -3,9 +3,7 @@
 Each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints, gradient norms
 and FSDP2 know what part of which global parameter a rank holds. Within a step of ``WLBStrategy``
 modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them out. The model
-moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism: between
-the matrix products each rank holds 1/TP of the rows). DTensor's dispatch would cost more than a
-small layer.
+moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism).
 
 Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
 where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
@@ -146,8 +144,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Plac
     Args:
         model: the whole model or a stage.
         mesh: the tensor axis, one-dimensional.
-        plan: parameter-name pattern (as in ``fnmatch``) -> ``Shard(dimension)`` or
-            ``Replicate()``; the first pattern that fits a name counts.
+        plan: see :meth:`.Decoder.tensor_parallel_plan`; the first pattern that fits a name counts.
 
     Raises:
         ValueError: a parameter that no pattern names (it would be right on every rank by itself,

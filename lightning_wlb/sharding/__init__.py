@@ -20,30 +20,14 @@ first key that its first query sees) to the chunk's end, causal and aligned at t
 last query is that of the last key.
 """
 
-from lightning_wlb.sharding.adaptive import (
-    ADAPTIVE,
-    Tokens,
-    choose,
-    choose_each,
-)
-from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout
-from lightning_wlb.sharding.rank_indices import (
-    RankIndices,
-    rank_indices,
-    traffic,
-    uses_all_to_all,
-)
-
-__all__ = [
-    "ADAPTIVE",
-    "SHARDINGS",
-    "Layout",
-    "RankIndices",
-    "Tokens",
-    "choose",
-    "choose_each",
-    "layout",
-    "rank_indices",
-    "traffic",
-    "uses_all_to_all",
-]
+from lightning_wlb.sharding.adaptive import ADAPTIVE as ADAPTIVE
+from lightning_wlb.sharding.adaptive import Tokens as Tokens
+from lightning_wlb.sharding.adaptive import choose as choose
+from lightning_wlb.sharding.adaptive import choose_each as choose_each
+from lightning_wlb.sharding.layout import SHARDINGS as SHARDINGS
+from lightning_wlb.sharding.layout import Layout as Layout
+from lightning_wlb.sharding.layout import layout as layout
+from lightning_wlb.sharding.rank_indices import RankIndices as RankIndices
+from lightning_wlb.sharding.rank_indices import rank_indices as rank_indices
+from lightning_wlb.sharding.rank_indices import traffic as traffic
+from lightning_wlb.sharding.rank_indices import uses_all_to_all as uses_all_to_all

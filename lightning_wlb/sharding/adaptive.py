@@ -8,8 +8,8 @@ Candidates are tried in order, and the first one within 2 % of the ideal (whole 
 loaded ranks) ends the search: no prediction is better than that, and the first candidates send
 least.
 
-A step has thousands of small micro-batches, so :func:`choose_each` takes all of them at once: only
-the cutting is done for each micro-batch, the rest is array arithmetic over all chunks together.
+Only the cutting is done for each micro-batch of a step, the rest is array arithmetic over all of
+their chunks (:func:`choose_each`).
 
 Cost: about 50 µs for each candidate tried. A run whose micro-batches must all have the same
 sharding should name it instead.
@@ -34,8 +34,7 @@ CANDIDATES = ("hybrid", "per_document_contiguous", "per_sequence", "ptrr")
 worth to the others: ``benchmarks/candidate_shardings.py``."""
 
 IDEAL_PERCENT = 102
-"""Predicted latency at which the search for a sharding ends, in percent of the ideal: no prediction
-is better than that."""
+"""Predicted latency at which the search for a sharding ends, in percent of the ideal."""
 
 
 class Tokens(NamedTuple):

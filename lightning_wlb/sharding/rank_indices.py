@@ -26,9 +26,7 @@ ALL_TO_ALL_PERCENT = 75
 An all-gather runs at a higher share of a link's speed than messages of different sizes between all
 pairs; how much higher was not measured by this project."""
 
-
-def _no_rows() -> Integers:
-    return np.empty(0, dtype=np.int64)
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +108,7 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     document, stop, queries = documents[own], stops[own], lengths[own]
 
     gathered, arriving = 0, 0
-    send_index = _no_rows()
+    send_index = _NO_ROWS
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
     # The row of the buffer with each chunk's first token, whether or not that token is sent.
