@@ -1,16 +1,15 @@
 """A slow kernel that has every option, dtype and device: plain torch operations over all pairs.
 
-The CUDA kernels of :mod:`.kernels_gpu` have half types alone, in which gradients can be compared to
-two or three digits only. This one has float32 and float64, so that a model's gradients on a GPU can
-be compared with those of one process, or on a CPU. It goes through each segment in blocks of
-queries. Backward computes each block's weights again and lets autograd differentiate them, so that
-no more than a block is in memory. Half types are computed in float32, which on CUDA is what
-``torch.set_float32_matmul_precision`` says. Results are bit for bit the same on every call.
+The CUDA kernels of :mod:`.kernels_gpu` have half types alone. This one has float32 and float64, so
+that a model's gradients on a GPU can be compared with those of one process. It goes through each
+segment in blocks of queries. Backward computes each block's weights again and lets autograd
+differentiate them, so that no more than a block is in memory. Half types are computed in float32,
+which on CUDA is what ``torch.set_float32_matmul_precision`` says. Results are the same bit for bit.
 
-Cost: all pairs of a block of :data:`BLOCK` queries with its keys, masked ones included, in several
-tensors of heads · block · keys elements at a time, keys and values repeated for each query head, a
-few dozen small kernels for each block, and a wait for the device in each call. Never for training
-at length. It has not been run on CUDA.
+Cost: all pairs of a block of :data:`BLOCK` queries with the keys in its sight, masked ones too, in
+several tensors of heads · block · keys elements at a time, keys and values repeated for each query
+head, dozens of small kernels for each block, and a wait for the device in each call. Not for
+training at length on a GPU, on which it has not been run.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class RecurrentRows:
 
     Args:
         segments: in the order in which a recurrence computes them.
-        counts: rows that hold a token, of each rank.
+        counts: rows of each rank that hold a token.
         order: int64 [sum of counts], for each row in the order of segments its place among the rows
             of all ranks, one rank after another; None where they are in order.
         replicas: data-parallel replicas whose context-parallel groups share the micro-batch.

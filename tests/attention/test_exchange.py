@@ -17,6 +17,7 @@ from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.sharding import layout, rank_indices
 from tests.attention.support import as_it_is
+from tests.attention.test_packed import slices_of
 from tests.ranks import run_ranks
 
 
@@ -118,7 +119,10 @@ def order_of(
     size = dist.get_world_size()
     made = layout(sharding, lengths, size, 1)
     metadata = AttentionMetadata.from_indices(rank_indices(made, rank), made.rows, size)
-    metadata = metadata.for_layer(0, recomputed)
+    return order_with(metadata.for_layer(0, recomputed), inside)
+
+
+def order_with(metadata: AttentionMetadata, inside: bool) -> list[str]:
     events: list[str] = []
 
     class Work:
@@ -151,7 +155,7 @@ def order_of(
             events.append(ctx.name)
             return 2 * gradient, None
 
-    hidden, k, v = (torch.randn(made.rows, 2, 8, requires_grad=True) for _ in range(3))
+    hidden, k, v = (torch.randn(metadata.rows, 2, 8, requires_grad=True) for _ in range(3))
     with (
         logged(key_exchange, "all_gather_into"),
         logged(key_exchange, "reduce_scatter_into"),
@@ -208,6 +212,22 @@ def test_projections_run_during_the_exchange_where_attention_is_given_them() -> 
             again = [] if recomputed else send
             wanted.append(["queries", *send, "output", "|", "output", *again, *back, "queries"])
     assert run_ranks(orders, 2) == [wanted] * 2
+
+
+def order_of_a_slice(rank: int) -> list[str]:
+    first, second = (each.for_layer(0) for each, _ in slices_of([0, 64, 105], rank, 2))
+    assert second.slices is not None
+    assert second.slices.cache is not None
+    second.slices.cache.put(0, 0, *(torch.randn(first.rows, 2, 8) for _ in range(2)))
+    return order_with(second, True)
+
+
+def test_projections_run_during_the_exchange_of_slices_too() -> None:
+    for order in run_ranks(order_of_a_slice, 2):
+        forward, backward = order[:4], order[5:]
+        assert forward == ["all_gather_into", "queries", "wait", "output"]
+        assert backward[:3] == ["all_gather_into", "output", "wait"]
+        assert backward[3:] == ["reduce_scatter_into", "queries", "wait"]
 
 
 def orders_of_three_tokens(rank: int) -> tuple[bool, list[list[str]]]:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -87,6 +87,37 @@ def compared(rank: int) -> float:
 def test_parts_are_as_exact_as_whole_products(ranks: int) -> None:
     """Also of rows that the parts do not divide, of none, and of frozen weights."""
     assert max(run_ranks(compared, ranks)) <= 1e-13
+
+
+Drawn = tuple[int, int, bool, list[int]]
+
+
+def compared_as_drawn(rank: int, drawn: list[Drawn]) -> float:
+    worst = 0.0
+    for rows, chunks, kept, frozen in drawn:
+        plain, found = (half_layer(rows, each, False, kept, tuple(frozen)) for each in (0, chunks))
+        for one, wanted in zip(found, plain, strict=True):
+            if wanted.numel():
+                scale = wanted.abs().max().clamp(min=1e-30)
+                worst = max(worst, ((one - wanted).abs().max() / scale).item())
+    return worst
+
+
+@settings(max_examples=2, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.integers(1, 6),
+            st.booleans(),
+            st.lists(st.integers(0, 3), unique=True),
+        ),
+        min_size=12,
+        max_size=12,
+    )
+)
+def test_any_rows_in_any_parts_are_as_exact(drawn: list[Drawn]) -> None:
+    assert max(run_ranks(compared_as_drawn, 3, drawn)) <= 1e-13
 
 
 def saved(rank: int, kept: bool, chunks: int) -> set[tuple[int, ...]]:
