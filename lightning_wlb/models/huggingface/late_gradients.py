@@ -56,7 +56,7 @@ def late_linear(self: nn.Linear, input: Tensor) -> Tensor:
     return _multiply(input, self.weight.detach(), self.bias, kept)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherLate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, kept: Any, *weights: Tensor) -> Tensor:
         ctx.group, ctx.kept = group, kept
@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
         return None if sums is None else sums.arrived(), None, None, *of_weights
 
 
-class _Multiply(torch.autograd.Function):
+class _MultiplyLate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: list[tuple[Tensor, Tensor]]
@@ -95,5 +95,5 @@ class _Multiply(torch.autograd.Function):
         return gradient @ weight, None, of_bias, None
 
 
-_gather: Callable[..., Tensor] = _Gather.apply
-_multiply: Callable[..., Tensor] = _Multiply.apply
+_gather: Callable[..., Tensor] = _GatherLate.apply
+_multiply: Callable[..., Tensor] = _MultiplyLate.apply
