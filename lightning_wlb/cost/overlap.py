@@ -28,7 +28,7 @@ MOST_CHUNKS = 4
 
 LEAST_GAIN = 0.0025
 """Part of a layer's products that more parts must save: over loopback, where 0.2 % could be saved,
-four parts made a forward 1.026 times as long, one 1.003 (benchmarks/overlap_measured.py)."""
+four parts made a forward 1.026 times as long, one 1.003 (benchmarks/results/overlap.md)."""
 
 ROWS_OF_A_PART = 1024
 """Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""
