@@ -218,7 +218,7 @@ class LatencyModel:
         share = 1000 * flops // layer_linear_flops(self.layer, 1)
         return forward * share // 1000 + waited
 
-    def rows_ns(self, rows: int) -> tuple[int, int, tuple[int, ...]]:
+    def rows_ns(self, rows: int) -> tuple[int, ...]:
         """Times of a layer without its attention kernel and the exchange of keys.
 
         Forward, backward without recomputation, and what each mode of ``Recompute`` adds to it.
@@ -228,12 +228,12 @@ class LatencyModel:
             self._of_rows[rows] = (
                 self.linear_ns(rows, backward=False) + self.tensor_parallel_ns(rows),
                 self.linear_ns(rows, backward=True) + self.tensor_parallel_ns(rows, backward=True),
-                tuple(self.again_ns(rows, mode) for mode in get_args(Recompute)),
+                *(self.again_ns(rows, mode) for mode in get_args(Recompute)),
             )
         return self._of_rows[rows]
 
     @cached_property
-    def _of_rows(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
+    def _of_rows(self) -> dict[int, tuple[int, ...]]:
         return {}
 
     # Compute, the ends of the model

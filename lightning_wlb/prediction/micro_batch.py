@@ -223,7 +223,7 @@ def times_by_mode(
         exchange: of the keys, as ``attention``.
     """
     counts = np.array(list(latency.shape.kinds.values()))
-    of_kinds = [[(*each[:2], *each.again) for each in map(k.rows_ns, rows)] for k in latency.kinds]
+    of_kinds = [list(map(kind.rows_ns, rows)) for kind in latency.kinds]
     forward, backward, *again = np.array(of_kinds, np.int64).transpose(2, 0, 1)
     (first, second), (fetches, gathers) = attention, exchange
     # A backward puts keys together again; what a recurrence reads is gathered if it is recomputed.

@@ -5,7 +5,7 @@ one action and freed by another (:meth:`StepMemory.freed`):
 
 * the gradients of an earlier micro-batch's keys, and of a recurrence's state at its end: the first
   backward of a later slice of the same piece makes them for the whole micro-batch, and the
-  micro-batch's own backward frees them (:mod:`~lightning_wlb.attention.sliced`);
+  micro-batch's own backward frees them (:mod:`~lightning_wlb.attention.key_exchange`);
 * the gradient that a backward sends to the stage before, which is held until a message comes back
   that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
   until its own backward anyway.
