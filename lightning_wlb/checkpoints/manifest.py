@@ -110,10 +110,16 @@ class Manifest:
 
 
 def write(
-    folder: Path, kind: str, save: str, ranks: int, step: int, files: Mapping[str, File], *by: Saver
+    folder: Path,
+    kind: str,
+    save: str,
+    ranks: int,
+    step: int,
+    files: Mapping[str, File],
+    by: Saver = Saver(),
 ) -> None:
     """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
-    listed = Manifest(kind, save, ranks, step, float(time.time()), files, *by)
+    listed = Manifest(kind, save, ranks, step, float(time.time()), files, by)
     content = {"format": FORMAT, **asdict(listed)}
     whole = {"content": content, "crc32": _checksum(content)}
     (folder / NAME).write_text(json.dumps(whole, indent=1))

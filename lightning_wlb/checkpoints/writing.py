@@ -125,9 +125,9 @@ def _finish(
                     " system that all nodes share."
                 )
             listed[name] = file
-    by = () if run is None else (run.next_save(aside.path.parent),)
+    by = manifest.Saver() if run is None else run.next_save(aside.path.parent)
     given = aside.folder, manifest.CHECKPOINT, aside.save, len(everyone), step, listed
-    manifest.write(*given, *by)
+    manifest.write(*given, by)
     atomic_folders.reached("listed")
     atomic_folders.finish(aside)
 

@@ -231,7 +231,7 @@ class Processes:
             if rank > 0 or "EADDRINUSE" not in str(error):
                 raise
             raise _no_rank_0(*where) from error
-        self._faults.begin(rank, environment.world_size(), device, self.timeout)
+        self._faults.begin(rank, environment.world_size(), self.timeout)
 
     def check_connected(self, world_size: int) -> None:
         """Refuse what all ranks of a run do together where this one has left them.

@@ -30,15 +30,13 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_wlb.data.loader_workers import live_on_without_parent
-from lightning_wlb.distributed.collective_errors import text_of
-from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.distributed.collective_errors import Ranks, text_of
 from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer, heartbeat_seconds
 from lightning_wlb.supervision.progress import AFTER, CALLBACKS, OPTIMISING, PROGRESS, REDUCING
 from lightning_wlb.supervision.signals import NOTICES
@@ -69,7 +67,7 @@ class Faults(pl.Callback):
         self._watchdog: Watchdog | None = None
         self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
 
-    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    def begin(self, rank: int, world_size: int, timeout: timedelta) -> None:
         """Watch from now on; collective over all ranks."""
         self.end()
         self._rank, self._size, self.alone = rank, world_size, None
@@ -91,9 +89,8 @@ class Faults(pl.Callback):
         host = os.environ.get("MASTER_ADDR", "localhost")  # unset where the user has connected them
         with suppress(OSError):
             link = Connection(socket.create_connection((host, address[0]), 20.0))
-        reached = gather_from_all_ranks(torch.tensor([link is not None], device=device)).flatten()
-        if not all(reached.tolist()):
-            missing = [rank for rank, there in enumerate(reached.tolist()) if not there]
+        reached = Ranks().every(lambda: link is not None)
+        if missing := [rank for rank, there in enumerate(reached) if not there]:
             rank_zero_warn(
                 f"Ranks {missing[:8]} cannot reach port {address[0]} of rank 0: the run is not"
                 " watched, and after an exception nothing is saved. Let ranks connect to any port"

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_wlb.supervision import heartbeat, signals, watchdog
@@ -40,7 +39,7 @@ def failing(rank: int, folder: Path, interrupts: bool) -> None:
     os.environ.update(RANK=str(rank))
     dist.init_process_group("gloo")
     faults = Faults()
-    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    faults.begin(rank, 2, timedelta(seconds=60))
     sys.stderr = open(folder / f"{rank}.err", "w")  # noqa: SIM115
     if rank == 0:
         if interrupts:
@@ -89,7 +88,7 @@ def locked(rank: int, folder: Path, dies: bool) -> None:
                 os.write(full, bytes(1 << 16))
         os.set_blocking(full, True)
         os.dup2(full if not dies else os.open(folder / "0.err", os.O_CREAT | os.O_WRONLY), 2)
-    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=2.5 if not dies else 60))
+    faults.begin(rank, 2, timedelta(seconds=2.5 if not dies else 60))
     dist.barrier()
     if rank == 1 and dies:
         os._exit(1)
@@ -119,7 +118,7 @@ def test_a_rank_in_foreign_code_that_holds_the_lock_is_ended_too(dies, tmp_path)
 
 def watched(rank: int) -> str:
     faults = Faults()
-    faults.begin(rank, 2, torch.device("cpu"), timedelta(seconds=60))
+    faults.begin(rank, 2, timedelta(seconds=60))
     assert faults._watchdog is not None
     if (child := os.fork()) == 0:
         faulthandler.cancel_dump_traceback_later()  # as at its end: the timer's thread is not here
