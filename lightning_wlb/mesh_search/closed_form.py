@@ -14,17 +14,15 @@ never takes less than its longest piece, unless the packing shares pieces betwee
 2, 4 and 8 times the least number that the cap allows. All micro-batches recompute as little as fits
 in memory, with as many open as 1F1B opens.
 
-The closed form does not know how even planning makes micro-batches. So its order among good meshes
-says next to nothing (rank correlation about 0), but a mesh that it finds slow is slow. It keeps the
-best of all meshes on the settings of ``benchmarks/results/meshes.json``. Without so many numbers M,
-without the longest piece or without f it would lose it there (by 4 to 30 %).
+It does not know how even planning makes micro-batches: on the settings of
+``benchmarks/results/meshes.json`` the best of all meshes is among its first seven, but seldom the
+first. Without so many numbers M, without the longest piece or without f it would lose it there.
 
-Cost: 1 to 2 ms for a mesh.
+Cost: about 2 ms for a mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -68,21 +66,20 @@ class ClosedForm:
 
     def estimate(self, mesh: Mesh) -> Estimate:
         """The fastest step over numbers of micro-batches and modes that fit."""
-        request = self.request
-        predictor = request.predictor(mesh)
+        predictor = self.request.predictor(mesh)
         state = max(predictor.memory.state_bytes)
-        step_ns = 0
         if state > predictor.usable_bytes:
-            return Estimate(step_ns, state)
-        for count in self._counts(mesh):
-            step = self._least_ns(predictor, count)
-            if step and (step_ns == 0 or step < step_ns):
-                step_ns = step
-        return Estimate(step_ns, state)
+            return Estimate(0, state)
+        least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
+        multiples = MULTIPLES if self._slices else MULTIPLES[:1]
+        steps = (self._least_ns(predictor, multiple * least) for multiple in multiples)
+        return Estimate(min(filter(None, steps), default=0), state)
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
         """Time of a step with so many micro-batches and the least recomputation; 0: none fits."""
-        rows = self._rows(predictor.latency.mesh, count)
+        mesh = predictor.latency.mesh
+        rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
+        rows = -(-rows // mesh.tensor) * mesh.tensor
         for mode in self.request.modes:
             if self._held(predictor, rows, count, mode) <= predictor.usable_bytes:
                 return self._step_ns(predictor, rows, count, mode)
@@ -110,19 +107,9 @@ class ClosedForm:
     def _step_tokens(self) -> int:
         return int(self._all.sum()) // len(self._pieces)
 
-    def _counts(self, mesh: Mesh) -> Iterator[int]:
-        """The numbers of micro-batches of a replica that are tried."""
-        least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
-        for multiple in MULTIPLES if self._slices else MULTIPLES[:1]:
-            yield multiple * least
-
     @property
     def _slices(self) -> bool:
         return self.request.data.packing_choice.method in SLICING
-
-    def _rows(self, mesh: Mesh, count: int) -> int:
-        rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
-        return -(-rows // mesh.tensor) * mesh.tensor
 
     def _held(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
         """Bytes of the fuller of first and last rank, with as many micro-batches as 1F1B opens."""

@@ -249,25 +249,15 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
         ranks = latency.mesh.pipeline * latency.mesh.data
         whole += ranks * step.total_ns
         spent[IDLE] += sum(sum(each.idle_ns) for each in step.simulations)
-        spent["gathering parameters"] += sum(
-            latency.mesh.pipeline * (each.begin_ns + each.synchronisation_ns)
-            for each in step.simulations
+        spent["gathering parameters"] += latency.mesh.pipeline * sum(
+            each.begin_ns + each.synchronisation_ns for each in step.simulations
         )
+        spent["tensor-parallel communication"] += step.waited_ns[0]
         for cost in (cost for of_replica in step.costs for cost in of_replica):
-            least, rows = cost.by_mode[0], cost.rows
-            parallel = sum(
-                n * kind.tensor_parallel_ns(rows, backward=backward)
-                for n, kind in zip(counts, latency.kinds, strict=True)
-                for backward in (False, True)
-            )
-            linear = sum(
-                n * kind.linear_ns(rows, backward=backward)
-                for n, kind in zip(counts, latency.kinds, strict=True)
-                for backward in (False, True)
-            )
+            least = cost.by_mode[0]
+            rows = of_layers(kind.rows_ns(cost.rows)[:2] for kind in latency.kinds)
             attention = layers * sum(least.attention_ns)
-            spent["tensor-parallel communication"] += parallel
             spent["attention imbalance"] += attention - layers * sum(least.mean_attention_ns)
-            spent["exchange of keys"] += of_layers(least.layer_ns) - linear - parallel - attention
+            spent["exchange of keys"] += of_layers(least.layer_ns) - rows - attention
             spent["recomputation"] += of_layers(cost.layer_ns) - of_layers(least.layer_ns)
     return {name: spent[name] / whole for name in LOSSES}

@@ -118,11 +118,12 @@ class MeshRequest:
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits of everything that decides the answer."""
+        packing = self.data.packing_choice
         facts = {
             "documents": len(self.lengths),
             "lengths": hashlib.sha256(np.ascontiguousarray(self.lengths, "<i8").data).hexdigest(),
             "shape": asdict(self.shape),
-            "data": asdict(self.data),
+            "data": asdict(self.data) | {"packing": [packing.method, asdict(packing.options)]},
             "profile": asdict(self.profile),
             "devices": self.devices,
             "fixed": dict(sorted(self.fixed.items())),

@@ -10,11 +10,6 @@ and another event; what lies between the events, over the number of calls, is th
 That it was so can be seen: when all is queued the device must still be asleep. If it is not, the
 sample is dropped, and all later sleeps are twice as long.
 
-``torch.utils.benchmark`` takes wall-clock time over many calls, which hides the host only where the
-device is the slower of the two; Triton's ``do_bench`` keeps the queue full by clearing the cache
-before every call. Caches are left as they are here, since in a training step, too, a kernel reads
-what the one before it has just written.
-
 Cost: a sleep of half a millisecond for each sample, up to 70 ms where the host is slow. Not for
 calls that wait for the device in their middle: no sleep is long enough for those, and after the
 longest a sample counts as it is. The CUDA half has not been run by this project.
