@@ -240,7 +240,7 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
     latency = predictor.latency
     counts, layers = latency.shape.kinds.values(), latency.shape.layers
 
-    def of_layers(layer_ns: Iterable[tuple[int, int]]) -> int:
+    def of_layers(layer_ns: Iterable[Sequence[int]]) -> int:
         return sum(n * sum(of_kind) for n, of_kind in zip(counts, layer_ns, strict=True))
 
     spent = dict.fromkeys(LOSSES, 0.0)
