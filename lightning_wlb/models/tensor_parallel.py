@@ -89,14 +89,9 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' tensors, of which each rank gets its own rows.
+    """The sum of the ranks' [group size · rows, ...], of which each rank gets its own [rows, ...].
 
-    Args:
-        x: [group size · rows, ...], equally shaped on every rank.
-        group: None or a group of one rank gives ``x`` back as it is.
-
-    Returns:
-        [rows, ...]; summed in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
+    It is summed in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
 
     Raises:
         ValueError: the rows do not divide by the group's size.

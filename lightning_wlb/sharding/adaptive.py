@@ -4,9 +4,8 @@ Ranks wait for each other, so a sharding is as fast as its slowest rank: the sum
 kernel costs of that rank's segments. The paper chooses between two shardings by a device profile;
 here any cost of segments may drive the choice.
 
-Candidates are tried in order, and the first one within 2 % of the ideal (whole pieces on equally
-loaded ranks) ends the search: no prediction is better than that, and the first candidates send
-least.
+Candidates are tried in order, those first that send least. The first one within 2 % of the ideal
+(whole pieces on equally loaded ranks) ends the search: no prediction is better than that.
 
 Only the cutting is done for each micro-batch of a step, the rest is array arithmetic over all of
 their chunks (:func:`choose_each`).
@@ -81,7 +80,6 @@ def choose_each(
     """The sharding of least predicted latency for each micro-batch; of equal ones the first tried.
 
     Args:
-        micro_batches: any number of micro-batches.
         tensor_parallel_size: the padded rows are a multiple of it.
         cost: what segments cost, forward and backward together.
         candidates: names in :data:`.SHARDINGS`, at least one, in the order in which to try them.
