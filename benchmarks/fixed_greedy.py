@@ -51,7 +51,6 @@ class FixedGreedyPacker(Packer):
 
     Options: ClassVar[type[PackingOptions]] = FixedGreedyOptions
     cuts_stream: ClassVar[bool] = True
-    cap_percent: ClassVar[int] = 100
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)

@@ -183,7 +183,12 @@ def deal_greedily(
     Raises:
         ValueError: a piece that no pipeline can run.
     """
-    check_costs(costs)
+    for index, each in enumerate(costs):
+        if all(cost is None for cost in each):
+            raise ValueError(
+                f"piece {index} can run on none of {len(each)} pipelines: it is longer than any of"
+                " them holds. Give a pipeline of more context or tensor ranks."
+            )
     # 62 bits hold the largest bound, whatever the unit of the costs is.
     unit = (max(stages) * sum(max(filter(None, each), default=0) for each in costs) >> 62) + 1
     never = np.iinfo(np.int64).max
@@ -215,13 +220,3 @@ def deal_greedily(
         bounds[trial, chosen] = grown[trial, chosen]
     best = homes[bounds.max(axis=1).argmin()]
     return [np.flatnonzero(best == pipeline).tolist() for pipeline in range(len(stages))]
-
-
-def check_costs(costs: Costs) -> None:
-    """Raise ValueError for a piece that no pipeline can run."""
-    for index, each in enumerate(costs):
-        if all(cost is None for cost in each):
-            raise ValueError(
-                f"piece {index} can run on none of {len(each)} pipelines: it is longer than any of"
-                " them holds. Give a pipeline of more context or tensor ranks."
-            )

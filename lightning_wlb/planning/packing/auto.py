@@ -21,17 +21,16 @@ window; this overhead bounds the number of micro-batches. Predicted times are no
 work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
 less work for the replicas that were late.
 
-No pieces wait for later steps, since slices fill the pipeline without that. On a pipeline of one
-stage there is no bubble to fill, so pieces stay whole, in as few micro-batches as the cap allows.
-Where on one stage memory is known and the user gave no cap, micro-batches may be as long as memory
-allows, several numbers of them are tried, and pieces that no replica can hold without recomputation
-may also be shared.
+No pieces wait for later steps. On one stage there is no bubble to fill, so pieces stay whole, in as
+few micro-batches as the cap allows. Where memory is known there and the user gave no cap,
+micro-batches may be as long as memory allows, several numbers of them are tried, and pieces that no
+replica can hold without recomputation may also be shared.
 
-Cost, in plans scored: 7 to 10 for the first replica's search, 1 for each further one, about 7 for
-one that searches again; for each dealing with shared pieces as many, and one to four of the step;
-at one stage under known memory 4 for a search, and where it is short 14 and up to fifteen dealings.
-That is milliseconds for hundreds of pieces (``benchmarks/results/packing.md``), several times that
-by a device profile. On thousands of ranks it is most of a plan (``docs/scale.md``).
+Cost, in plans scored: a search (6 to 9, see there) for the first replica and for each that searches
+again, 1 for the others; as many for each dealing with shared pieces, and one to four of the step;
+on one stage where memory is short up to fifteen dealings. That is milliseconds for hundreds of
+pieces (``benchmarks/results/packing.md``), several times that by a device profile. On thousands of
+ranks it is most of a plan (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -83,11 +82,6 @@ class AutoPacker(Packer):
 
     compares_plans: ClassVar[bool] = True
     arranges: ClassVar[bool] = True
-    cap_percent: ClassVar[int] = 100
-
-    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """All pieces in one list, which the mesh divides."""
-        return [pieces], []
 
     def cap(self, place: Placement) -> int:
         """The user's cap or C; on one stage, without a cap of the user's, what memory holds."""

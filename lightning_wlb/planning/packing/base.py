@@ -72,7 +72,7 @@ class Rules:
 
 
 class Packer:
-    """One packing method over a run; a subclass defines :meth:`.Packer.pack`."""
+    """One packing method over a run; a subclass defines :meth:`.Packer.pack` or ``replicas``."""
 
     Options: ClassVar[type[PackingOptions]] = PackingOptions
     """Dataclass of the method's own options."""
@@ -82,7 +82,7 @@ class Packer:
     """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
     """Whether micro-batches are made by :meth:`.Packer.replicas`, from all pieces of the step."""
-    cap_percent: ClassVar[int] = 150
+    cap_percent: ClassVar[int] = 100
     """The cap where the user gives none, in percent of C."""
     deal: ClassVar[Deal] = heaviest_first
     """How whole micro-batches are dealt to the replicas."""
@@ -127,8 +127,12 @@ class Packer:
         return batch
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit."""
-        raise NotImplementedError
+        """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit.
+
+        Methods that arrange have all of them in one list, since micro-batches depend on the mesh.
+        """
+        assert self.arranges, "a method that does not arrange packs"
+        return [pieces], []
 
     def cap(self, place: Placement) -> int:
         """Most tokens of a micro-batch on a mesh."""

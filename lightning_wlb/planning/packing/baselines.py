@@ -28,7 +28,6 @@ class OriginalPacker(Packer):
     """Windows of C tokens of the stream, dealt to replicas in turn."""
 
     cuts_stream: ClassVar[bool] = True
-    cap_percent: ClassVar[int] = 100
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
@@ -55,7 +54,6 @@ def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatche
 class BestFitPacker(Packer):
     """Best-fit-decreasing of each global batch, without delay."""
 
-    cap_percent: ClassVar[int] = 100
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:

@@ -37,11 +37,6 @@ class HydraulisPacker(Packer):
     """Whole pieces, dealt by Algorithm 1 and packed by Equation 1, without delay."""
 
     arranges = True
-    cap_percent = 100
-
-    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """All pieces in one list, because their micro-batches depend on the mesh."""
-        return [pieces], []
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """Both stages of the assignment."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_wlb.argument_checks import whole
-from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.planning.dp_merge import merge_pieces, most_sharers, own_work, slice_shared
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions
 from lightning_wlb.planning.plan_scoring import Placement
@@ -49,11 +49,6 @@ class SlimPacker(Packer):
 
     Options: ClassVar[type[PackingOptions]] = SlimOptions
     arranges: ClassVar[bool] = True
-    cap_percent: ClassVar[int] = 100
-
-    def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """All pieces in one list, because their micro-batches depend on the mesh."""
-        return [pieces], []
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """Pieces dealt to replicas by work, and the MicroPacks of each."""

@@ -67,6 +67,7 @@ class WlbPacker(Packer):
     """Outlier queues before the greedy packing, heaviest-first dealing of micro-batches after."""
 
     Options: ClassVar[type[PackingOptions]] = WlbOptions
+    cap_percent: ClassVar[int] = 150
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)

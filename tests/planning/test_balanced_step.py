@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.planning.partition import partition
+from lightning_wlb.planning.balanced_step import partition
 
 WORKS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
