@@ -31,6 +31,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.workloads import REFERENCE_WORK, SHAPES, generator_a
+from lightning_wlb.cost.attention_tiles import reference_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
@@ -149,8 +150,13 @@ class Case(NamedTuple):
         lengths = self.lengths()
         work, mesh, scorer = self.scorer(lengths, profile)
 
+        cost = reference_kernel_cost
+        if isinstance(scorer, ProfileScorer):
+            cost = scorer.predictor.latency.segment_cost  # as a run has it
+
         def planned(settings: DataSettings, scorer: Any) -> Result:
-            plan = Planner(lengths, settings, work, mesh, scorer=scorer).next_step()
+            given = lengths, settings, work, mesh
+            plan = Planner(*given, scorer=scorer, kernel_cost=cost).next_step()
             assert isinstance(plan, StepPlan)
             verdict = scorer(plan.replicas)
             done = sum(work.total(piece.tokens) for piece in plan.pieces)
