@@ -5,15 +5,8 @@ into actions, the simulator predicts it and the executor runs it. A plan holds p
 strings only, is the same on every rank, and can be printed, validated, compared by digest and
 sent through JSON.
 
-Vocabulary (docs/design.md):
-
-* a *document* is an entry of the document store, by number;
-* a *piece* is the part of a document that attends only to itself: a whole document, or what
-  the context window (or ``original`` packing) cut from one. Positions start at its origin;
-* a *slice* is the part of a piece that runs in one micro-batch. A piece in one slice is the
-  usual case; a piece in several is SlimPack.
-
-Cost: validation is linear in the number of slices.
+A *piece* is the part of a *document* that attends only to itself, a *slice* the part of a piece
+that runs in one micro-batch (docs/design.md, "What the words mean").
 """
 
 from lightning_wlb.plan.micro_batches import (

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_wlb.planning.dealing import Costs, deal_greedily, heaviest_first, round_robin
-from tests.planning.exact_dealing import deal_exactly, lower_bound
 
 
 def test_round_robin_keeps_the_order() -> None:
@@ -39,6 +38,12 @@ def test_heaviest_first_is_within_one_micro_batch_of_even(loads, replicas) -> No
     assert max(totals) - min(totals) <= max(loads)
 
 
+def lower_bound(costs: Costs, own, pipeline: int, stages: int) -> int:
+    """Hydraulis' Equation 2: no packing of a pipeline's own pieces takes less."""
+    mine = [costs[index][pipeline] or 0 for index in own]
+    return sum(mine) + (stages - 1) * max(mine, default=0)
+
+
 def worst(costs: Costs, dealt, stages) -> int:
     return max(
         lower_bound(costs, own, pipeline, stages[pipeline]) for pipeline, own in enumerate(dealt)
@@ -46,6 +51,7 @@ def worst(costs: Costs, dealt, stages) -> int:
 
 
 def best_of_all(costs: Costs, stages) -> int:
+    """Equation 3, over all dealings."""
     return min(
         worst(costs, [[i for i, home in enumerate(homes) if home == r] for r in allowed], stages)
         for allowed in [range(len(stages))]
@@ -77,11 +83,8 @@ def test_bound_and_seed() -> None:
         ),
     ],
 )
-def test_exact_is_the_best_of_all_dealings_and_greedy_is_near_it(costs, stages) -> None:
+def test_greedy_is_near_the_best_of_all_dealings(costs, stages) -> None:
     best = best_of_all(costs, stages)
-    dealt, proven = deal_exactly(costs, stages)
-    assert proven
-    assert worst(costs, dealt, stages) == best
     greedy = deal_greedily(costs, stages)
     assert best <= worst(costs, greedy, stages) <= 1.05 * best
     # More trials are never worse, and some order is bad.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.packing.hydraulis import pack_pipeline
-from tests.planning.exact_dealing import lower_bound
+from tests.planning.test_dealing import lower_bound
 from tests.planning.test_packings import WORK
 from tests.planning.test_slicing import LINEAR, pieces_of
 
