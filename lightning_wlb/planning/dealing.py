@@ -183,10 +183,10 @@ def deal_greedily(
     Raises:
         ValueError: a piece that no pipeline can run.
     """
-    for index, each in enumerate(costs):
-        if all(cost is None for cost in each):
+    for index, row in enumerate(costs):
+        if all(cost is None for cost in row):
             raise ValueError(
-                f"piece {index} can run on none of {len(each)} pipelines: it is longer than any of"
+                f"piece {index} can run on none of {len(row)} pipelines: it is longer than any of"
                 " them holds. Give a pipeline of more context or tensor ranks."
             )
     # 62 bits hold the largest bound, whatever the unit of the costs is.
