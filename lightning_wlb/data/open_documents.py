@@ -75,7 +75,7 @@ def _is_texts(source: Any) -> bool:
 def _is_sequences(source: Any) -> bool:
     if isinstance(source, str) or not isinstance(source, Sequence):
         return False
-    return not any(_is_path(each) for each in source[:1])
+    return not any(isinstance(each, str | Path) for each in source[:1])
 
 
 def _stdlib(
@@ -144,7 +144,7 @@ def _path_of(source: Any) -> Path | None:
     if isinstance(source, Mapping):
         keys = (PATH, *(kind.key for kind in KINDS if kind.key is not None))
         source = next((source[key] for key in keys if key in source), None)
-    return Path(source) if _is_path(source) else None
+    return Path(source) if isinstance(source, str | Path) else None
 
 
 KINDS: list[Kind] = [
@@ -257,7 +257,7 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
                 " options of what it names."
             )
         kind, source = keys[named[0]], given.pop(named[0])
-        if kind is not None and kind.key != "mixture" and not _is_path(source):
+        if kind is not None and kind.key != "mixture" and not isinstance(source, str | Path):
             raise ValueError(f"{name}: {kind.key}={source!r} is no path. Give that of the files.")
         both = sorted(given.keys() & options.keys())
         if both:
@@ -281,7 +281,11 @@ def _with_paths(name: str, source: Any) -> Any:
         return found
     if isinstance(source, str) and source != "stdlib":
         return Path(source).expanduser()
-    if isinstance(source, list | tuple) and source and all(_is_path(each) for each in source):
+    if (
+        isinstance(source, list | tuple)
+        and source
+        and all(isinstance(each, str | Path) for each in source)
+    ):
         return [Path(each).expanduser() for each in source]
     return source
 
@@ -320,10 +324,6 @@ def _shown(source: Any) -> str:
     if isinstance(source, Mapping):
         return f"={dict(source)!r}"
     return f" of type {type(source).__name__}"
-
-
-def _is_path(source: Any) -> bool:
-    return isinstance(source, str | Path)
 
 
 def hold_out(

@@ -72,9 +72,7 @@ class PlanningContext:
             reduce_dtype="float32",
             schemes=(),
             chooser=None,
-            activation_checkpointing=(
-                module.planned_checkpointing if isinstance(module, CheckpointingModule) else "none"
-            ),
+            activation_checkpointing=getattr(module, "planned_checkpointing", "none"),
         )
 
     @property
@@ -105,27 +103,9 @@ class PlanningStrategy(Protocol):
         """What the steps of the run are planned for, once the model is split."""
 
 
-@runtime_checkable
-class ShapedModule(Protocol):
-    """A LightningModule whose documents can be weighed."""
-
-    @property
-    def model_shape(self) -> ModelShape:
-        """The sizes of the model's layers."""
-
-
-@runtime_checkable
-class CheckpointingModule(ShapedModule, Protocol):
-    """A LightningModule that recomputes activations as a step plan says: LanguageModule."""
-
-    @property
-    def planned_checkpointing(self) -> ActivationCheckpointing:
-        """What plans have its micro-batches compute again in backward."""
-
-
 def own_shape(module: object) -> ModelShape | None:
-    """The shape that a LightningModule says that it has, if any."""
-    shape = module.model_shape if isinstance(module, ShapedModule) else None
+    """The ``model_shape`` of a LightningModule, the sizes of its layers, if it has one."""
+    shape = getattr(module, "model_shape", None)
     return shape if isinstance(shape, ModelShape) else None
 
 

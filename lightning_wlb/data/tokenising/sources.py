@@ -20,7 +20,6 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,21 +144,24 @@ def rows(part: Part) -> Iterator[Row]:
         return
     compressed = part.path.suffix == ".gz"  # of which few bytes could be gigabytes of values
     most = min(MOST_BYTES, max(1 << 24, 64 * part.stop)) if compressed else MOST_BYTES
-    with _opened(part.path) as file, _naming_damage(part.path):
-        at = part.start
-        if at:
-            # The line that is under way here belongs to the part in which it begins.
-            file.seek(at - 1)
-            at += len(file.readline(MOST_BYTES)) - 1
-        while (compressed or at < part.stop) and (line := file.readline(most + 1)):
-            if len(line) > most:
-                raise ValueError(
-                    f"{_place(part.path, at)} has more than {most:,} bytes, and a line is one"
-                    " document. Divide it, or remove it."
-                )
-            if not line.isspace():
-                yield Row(_record(line, part.path, at), part.path, at, len(line))
-            at += len(line)
+    try:
+        with _opened(part.path) as file:
+            at = part.start
+            if at:
+                # The line that is under way here belongs to the part in which it begins.
+                file.seek(at - 1)
+                at += len(file.readline(MOST_BYTES)) - 1
+            while (compressed or at < part.stop) and (line := file.readline(most + 1)):
+                if len(line) > most:
+                    raise ValueError(
+                        f"{_place(part.path, at)} has more than {most:,} bytes, and a line is one"
+                        " document. Divide it, or remove it."
+                    )
+                if not line.isspace():
+                    yield Row(_record(line, part.path, at), part.path, at, len(line))
+                at += len(line)
+    except (zlib.error, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{part.path} cannot be unpacked: {error}. Compress it again.") from error
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -186,14 +188,6 @@ def _check_once(path: str, seen: dict[str, str]) -> None:
             f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
             " one of them from the source."
         )
-
-
-@contextmanager
-def _naming_damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (zlib.error, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be unpacked: {error}. Compress it again.") from error
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -69,7 +69,9 @@ class TextEncoder:
         self._column, self._eos = column, eos
         file = tokenizer_file(name)
         if file is not None:
-            self._tokenizer = _from_file(file)
+            with explained(f"{file} is no tokenizer of the tokenizers library"):
+                check_model(file)
+                self._tokenizer = Tokenizer.from_file(str(file))
             own, definition = _eos_beside(file, self._tokenizer), read_bytes(file, 1 << 28)
         else:
             loaded = hugging_face_tokenizer(name)
@@ -221,13 +223,6 @@ def digest_of(*parts: object) -> str:
         fingerprint.update(part if isinstance(part, bytes) else repr(part).encode())
         fingerprint.update(b"\0")
     return fingerprint.hexdigest()[:16]
-
-
-def _from_file(path: Path) -> Tokenizer:
-    with explained(f"{path} is no tokenizer of the tokenizers library"):
-        check_model(path)
-        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    return tokenizer
 
 
 def never_cut_or_pad(tokenizer: Tokenizer) -> None:
