@@ -137,7 +137,8 @@ class MeshRequest:
             "mixture": [list(share) for share in self.mixture],
             "steps": self.steps,
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(facts, sort_keys=True, default=str)  # a packing is a class
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def usable_bytes(self) -> int:
