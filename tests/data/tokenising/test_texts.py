@@ -96,7 +96,7 @@ def test_a_hugging_face_tokenizer_gives_the_same(tmp_path) -> None:
     encoder = TextEncoder(str(tmp_path), "text")
     assert documents(encoder, LINES) == [[*made(line)["input_ids"], 1] for line in LINES]
     assert encoder.describe() == (
-        "Documents begin with what the tokenizer adds, '<s>' and end in '</s>'."
+        "Documents begin with what the tokenizer adds, '<s>' and end in '</s>' (token 1)."
     )
     digest = encoder.digest
     assert TextEncoder(str(tmp_path), "text").digest == digest
