@@ -85,7 +85,8 @@ def count_activations(executor: Executor) -> ActivationCount:
                 super().run(action)
             # What a backward leaves for other micro-batches and ranks: the gradients of earlier
             # slices' keys, and those that have been sent.
-            count.add([*self.messages.held, *self.cache.gradients])
+            sent = [tensor for _, tensor in self.messages._sends.values()]
+            count.add([*sent, *self.messages._local.values(), *self.cache.gradients])
             count.sample()
 
     def counted(batch: StepBatch, denominator: int) -> Tensor:

@@ -28,6 +28,7 @@ from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModul
 from lightning_wlb.models.tensor_parallel import assign
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
+from tests.strategy.changed_plans import changed_data
 from tests.strategy.harness import Case, Recorder, data, documents, relative_error, trainer
 
 
@@ -87,13 +88,8 @@ def packed_rows(lengths: Sequence[int]) -> tuple[list[Tensor], MicroBatchTensors
     )
 
 
-class Packed(HuggingFaceModule):
+class Valued(HuggingFaceModule):
     """The module under test, with :func:`value` for its parameters."""
-
-    def build_model(self) -> nn.Module:
-        # The strategy leaves buffers as they are, and Lightning's own float64 run widens them; some
-        # families make parameters in float32, which would round these values.
-        return super().build_model().double()
 
     def init_weights(self) -> None:
         decoder = self.model
@@ -101,6 +97,15 @@ class Packed(HuggingFaceModule):
             source = decoder.tied.get(name, name)
             whole = value(decoder.family_name(source), decoder.family_shape(source))
             assign(parameter, whole.view(parameter.shape))
+
+
+class Packed(Valued):
+    """The same in float64."""
+
+    def build_model(self) -> nn.Module:
+        # The strategy leaves buffers as they are, and Lightning's own float64 run widens them; some
+        # families make parameters in float32, which would round these values.
+        return super().build_model().double()
 
 
 class ByDocument(Packed):
@@ -135,7 +140,7 @@ class ByDocument(Packed):
 
 @dataclass(frozen=True)
 class Run:
-    """A run of AdamW steps of a family's tiny model."""
+    """A run of AdamW steps of a family's tiny model; ``change``: how its plans are rewritten."""
 
     family: str
     mesh: tuple[int, int, int, int] = (1, 1, 1, 1)
@@ -144,6 +149,7 @@ class Run:
     schedule: str = "1f1b"
     virtual: int = 1
     checkpointing: str = "none"
+    change: str | None = field(default=None, compare=False)
     steps: int = 2
     learning_rate: float = 1e-2
     fields: tuple[tuple[str, Any], ...] = ()
@@ -185,7 +191,8 @@ def on_ranks(rank: int, runs: tuple[Run, ...]) -> list[dict[str, Any]]:
             )
             ranks = int(np.prod(run.mesh))
             runner = trainer(strategy, ranks, max_steps=run.steps, callbacks=[recorder])
-            runner.fit(module, data(run.case))
+            made = changed_data(run.case, run.change) if run.change else data(run.case)
+            runner.fit(module, made)
         results.append(named_by_family(recorder.record(), module.model))
     return results
 

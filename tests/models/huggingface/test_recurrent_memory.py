@@ -15,13 +15,13 @@ from benchmarks.activation_count import count_activations
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.recurrent import FAMILIES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.schedule.actions import FORWARD
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training import executor
 from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.support import Valued
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, data, trainer
 
@@ -75,7 +75,7 @@ class Compared(L.Callback):
         for each in (shape, stateless(shape)):
             model = Predictor(LatencyModel(profile, each, rank.mesh), pipeline.stages)
             simulation = model.simulate(batch.plan.replicas).simulations[rank.data]
-            constant = simulation.memory[rank.pipeline][0][1]
+            constant = simulation.constant_bytes[rank.pipeline]
             predicted.append([held - constant for held in simulation.held_bytes[rank.pipeline]])
         self.held = Held(
             [span.action.kind for span in simulation.spans[rank.pipeline]],
@@ -104,7 +104,7 @@ def held(family: str, mesh: Mesh) -> Held:
 
     executor.Step.run = sampled
     try:
-        module = HuggingFaceModule(tiny(family), activation_checkpointing="full")
+        module = Valued(tiny(family), activation_checkpointing="full")
         made = data(Case(), packing={"method": "slim", "micro_packs": 2})
         options = {"callbacks": [compared], "precision": "32-true", "max_steps": 1}
         trainer(WLBStrategy(*mesh), math.prod(mesh), **options).fit(module, made)
