@@ -1,10 +1,5 @@
 """ImbalanceMonitor: how evenly the mesh works, measured while it trains.
 
-Put it into a Trainer that runs ``strategy="wlb"``::
-
-    monitor = ImbalanceMonitor()
-    trainer = L.Trainer(strategy="wlb", devices=2, callbacks=[monitor])
-
 Every rank times the forward and the backward of each of its micro-batches (the executor's
 stopwatch). At the end of a step one all-gather of 32 bytes per micro-batch and rank brings the
 times together, and every rank computes the same figures. The sizes are known beforehand from the
@@ -30,7 +25,6 @@ from rich.console import Console
 from lightning_wlb.argument_checks import flag, whole
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.callbacks.heat_map import HeatMap
-from lightning_wlb.callbacks.imbalance import Imbalance
 from lightning_wlb.callbacks.run_summary import (
     LEVELS,
     Records,
@@ -118,8 +112,8 @@ class ImbalanceMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure, and forget the run before."""
-        strategy = _strategy(trainer)
-        executor = _executor(trainer)
+        strategy, executor = trainer.strategy, _executor(trainer)
+        assert isinstance(strategy, WLBStrategy)
         executor.measure()
         self._mesh = strategy.mesh
         dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
@@ -168,10 +162,24 @@ class ImbalanceMonitor(L.Callback):
             trainer.strategy.root_device,
         )
         timings = imbalance.in_pipelines(everyone, shapes)
-        slots = imbalance.slots(plan)
-        measured = imbalance.measured_imbalance(timings, slots)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
-        record = _record(plan, work, elapsed, wait, measured, self._predicted(plan))
+        step = self._predicted(plan)
+        record = StepRecord(
+            tokens=plan.tokens,
+            target_tokens=plan.target_tokens,
+            delay_mean=plan.delay,
+            delay_max=plan.max_delay,
+            drain=plan.drain,
+            flops=imbalance.step_flops(plan, work),
+            seconds=elapsed,
+            wait=wait,
+            seconds_predicted=float("nan") if step is None else step.total_ns / 1e9,
+            levels=(
+                *imbalance.measured_imbalance(timings, imbalance.slots(plan)),
+                *imbalance.planned_imbalance(plan, work),
+                *(imbalance.UNKNOWN if step is None else imbalance.predicted_imbalance(step)),
+            ),
+        )
         number = 1 + self._strategies.index(plan.schemes) if plan.schemes else 0
         timed = self._records.add(record, number)
         if timed and self._drawing is not None:
@@ -258,30 +266,6 @@ class ImbalanceMonitor(L.Callback):
         return [each for each in found if each["steps"]]
 
 
-def _record(
-    plan: StepPlan,
-    work: Work,
-    seconds: float,
-    wait: float,
-    measured: Imbalance,
-    step: StepPrediction | None,
-) -> StepRecord:
-    """A step's figures as measured, as planned and as predicted."""
-    predicted = imbalance.UNKNOWN if step is None else imbalance.predicted_imbalance(step)
-    return StepRecord(
-        tokens=plan.tokens,
-        target_tokens=plan.target_tokens,
-        delay_mean=plan.delay,
-        delay_max=plan.max_delay,
-        drain=plan.drain,
-        flops=imbalance.step_flops(plan, work),
-        seconds=seconds,
-        wait=wait,
-        seconds_predicted=float("nan") if step is None else step.total_ns / 1e9,
-        levels=(*measured, *imbalance.planned_imbalance(plan, work), *predicted),
-    )
-
-
 def _logged(record: StepRecord, figures: dict[str, float]) -> dict[str, float]:
     """One step's figures by the names under which they are logged."""
     levels = zip(LEVELS, record.levels, strict=True)
@@ -309,15 +293,10 @@ def _epochs(state: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _strategy(trainer: L.Trainer) -> WLBStrategy:
-    assert isinstance(trainer.strategy, WLBStrategy)
-    return trainer.strategy
-
-
 def _executor(trainer: L.Trainer) -> Executor:
-    executor = _strategy(trainer).executor
-    assert executor is not None
-    return executor
+    assert isinstance(trainer.strategy, WLBStrategy)
+    assert trainer.strategy.executor is not None
+    return trainer.strategy.executor
 
 
 def _all_gather(

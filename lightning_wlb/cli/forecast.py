@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_wlb.callbacks.imbalance import Level, predicted_imbalance
+from lightning_wlb.callbacks.imbalance import Imbalance, predicted_imbalance
 from lightning_wlb.cli.request import BASELINE, DEFAULT, PRACTICE, REFERENCE
 from lightning_wlb.cost.flops import attention_flops, linear_flops
 from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of
@@ -88,9 +88,11 @@ class Forecast:
             "tokens": row.tokens,
             "tokens_per_step": float(tokens.mean()),
             "tokens_per_step_spread": float(tokens.std() / tokens.mean()),
-            **_imbalance("pipeline", [each.pipeline for each in levels]),
-            **_imbalance("data", [each.data for each in levels]),
-            **_imbalance("context", [each.context for each in levels]),
+            **{
+                f"imbalance_{name}_aggregate": sum(each.peak for each in steps)
+                / sum(each.even for each in steps)
+                for name, steps in zip(Imbalance._fields, zip(*levels, strict=True), strict=True)
+            },
             "delay_mean": self.delay,
             "delay_max": max(plan.max_delay for plan in plans),
             "idle": self.idle,
@@ -164,16 +166,6 @@ def _too_large(
         f" {request.data.micro_batches} finds a mesh that holds it, or says how many devices it"
         " takes."
     )
-
-
-def _imbalance(level: str, steps: Sequence[Level]) -> dict[str, float]:
-    degrees = [step.degree for step in steps]
-    return {
-        f"imbalance_{level}_mean": float(np.nanmean(degrees)),
-        f"imbalance_{level}_p99": float(np.nanpercentile(degrees, 99)),
-        f"imbalance_{level}_aggregate": sum(step.peak for step in steps)
-        / sum(step.even for step in steps),
-    }
 
 
 @dataclass(frozen=True)

@@ -229,12 +229,6 @@ def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -
 
 
 def _lengths_of_documents(source: str, vocab_size: int) -> Lengths:
-    plain = source != "stdlib" and not set(source) & set("{}*?[]")
-    if plain and not any(Path(source + end).exists() for end in ("", ".bin")):
-        raise ValueError(
-            f"--lengths: there is no file or folder {source}. Give {GENERATOR_A}, stdlib, a file of"
-            " lengths, or documents."
-        )
     # Documents need pyarrow and torch, which plain lengths do without.
     import yaml
 

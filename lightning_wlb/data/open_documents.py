@@ -302,7 +302,8 @@ def _kind_of(name: str, source: Any) -> Kind:
         )
     paths = source if isinstance(source, list) else [source]
     missing = [path for path in paths if isinstance(path, Path) and not path.exists()]
-    what = f"there is no file {missing[0]}" if missing else "these are no documents that are known"
+    if missing:
+        raise ValueError(f"{name}{_shown(source)}: there is no file or folder {missing[0]}.")
     if _is_texts(source):
         raise ValueError(
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
@@ -311,8 +312,8 @@ def _kind_of(name: str, source: Any) -> Kind:
             " chats, or of texts the path with the option tokenizer=..."
         )
     raise ValueError(
-        f"{name}{_shown(source)}: {what}. Give a document store (lengths, vocab_size, read and"
-        " mask: lightning_wlb.DocumentStore), or one of: "
+        f"{name}{_shown(source)}: these are no documents that are known. Give a document store"
+        " (lengths, vocab_size, read and mask: lightning_wlb.DocumentStore), or one of: "
         + "; ".join(kind.description for kind in KINDS)
         + "."
     )

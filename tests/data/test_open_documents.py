@@ -41,9 +41,9 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("no/such", {}, r"documents='no/such': there is no file no/such\. Give"),
+        ("no/such", {}, r"documents='no/such': there is no file or folder no/such\.$"),
         ("no/such*", {}, "no file fits this pattern"),
-        (["a.arrow", "b.txt"], {}, "there is no file a.arrow"),
+        (["a.arrow", "b.txt"], {}, "there is no file or folder a.arrow"),
         (3, {}, "documents of type int: these are no documents that are known"),
         ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, tokens"),
         ({"path": "a", "tokens": "b"}, {}, "a mapping of documents has one of path, tokens"),
