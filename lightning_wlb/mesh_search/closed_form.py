@@ -15,8 +15,8 @@ never takes less than its longest piece, unless the packing shares pieces betwee
 in memory, with as many open as 1F1B opens.
 
 It does not know how even planning makes micro-batches: on the settings of
-``benchmarks/results/meshes.json`` the best of all meshes is among its first seven, but seldom the
-first. Without so many numbers M, without the longest piece or without f it would lose it there.
+``benchmarks/results/meshes.json`` the best mesh that is known is among its first eleven, but seldom
+the first. Without so many numbers M, without the longest piece or without f it would lose it there.
 
 Cost: about 2 ms for a mesh.
 """
