@@ -1,16 +1,15 @@
-"""Half an hour on one GPU: how fast, and as predicted; in parts of under ten minutes.
+"""An hour on one GPU: is it right, how fast, and as predicted; in parts of under ten minutes.
 
-Whether it is right, ``make test-gpu`` says, and ``python -m pytest --device cuda
-tests/strategy/test_gradients.py``.
-
-1. *profile*: device profiles of the layers of 7b and llama3-8b, and their error on what was held
+1. *right*: the tests marked ``gpu``, and gradients against one process, on this device.
+2. *profile*: device profiles of the layers of 7b and llama3-8b, and their error on what was held
    out; the files serve ``lightning-wlb plan --profile`` and the parts below.
-2. *train*: a decoder of a billion parameters at 128K on Generator A, ``original`` and ``auto`` in
+3. *train*: a decoder of a billion parameters at 128K on Generator A, ``original`` and ``auto`` in
    turn: step time, tokens per second, MFU and memory, beside their prediction.
-3. *papers*: WLB-LLM's Figures 10 and 15, and our call over the bare kernel.
+4. *papers*: WLB-LLM's Figures 10 and 15, and our call over the bare kernel.
+5. *trace*: one profiled step, and where its time goes.
 
-``--part`` takes a number or a name. Results are in ``gpu_<name>.json`` under ``--output``,
-written after each row: a row that fails with its error, and the names of rows for
+``--part`` takes a number or a name. Results are in ``gpu_<name>.json`` under ``--output``, and as
+tables beside it, written after each row: a row that fails with its error, and the names of rows for
 which no time was left. The last line is one JSON object. The exit status is 1 where a row failed or
 was left out.
 
@@ -28,13 +27,15 @@ from types import ModuleType
 import torch
 
 from benchmarks import report
-from benchmarks.gpu import papers, profile, train
+from benchmarks.gpu import papers, profile, right, trace, train
 from benchmarks.gpu.recording import Run, record
 
 PARTS: dict[str, ModuleType] = {
+    "right": right,
     "profile": profile,
     "train": train,
     "papers": papers,
+    "trace": trace,
 }
 """In order of their numbers, from 1; each has ``rows(run)`` and ``summary(done)``."""
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = report.parser("gpu", __doc__)
     parser.epilog = (__doc__ or "").partition("\n\n")[2]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--part", type=part, required=True, help="1 to 3, or its name")
+    parser.add_argument("--part", type=part, required=True, help="1 to 5, or its name")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the program")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds (default 540)")
@@ -82,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         chosen.summary,
         lambda line: print(line, flush=True),
     )
+    if arguments.part == "papers":
+        done = {name: row for name, row in result["rows"].items() if "error" not in row}
+        papers.draw(done, result["device"], output / "gpu_papers.png")
     print(json.dumps(result), flush=True)
     failed = any("error" in row for row in result["rows"].values())
     return int(failed or bool(result["left_out"]))

@@ -1,7 +1,7 @@
-"""Part 3: two figures of WLB-LLM with real kernels, every rank of a group in turn on one device.
+"""Part 4: two figures of WLB-LLM with real kernels, every rank of a group in turn on one device.
 
 Attention of one LLaMA2-7B layer (32 heads of 128); the latency of a context-parallel group is that
-of its slowest rank. No collective runs. What is predicted and chosen goes by the profile of part 1.
+of its slowest rank. No collective runs. What is predicted and chosen goes by the profile of part 2.
 
 * Figure 10: forward latency and achieved TFLOP/s of equal segments over their number of queries,
   with the keys that each reads fixed;
@@ -10,13 +10,15 @@ of its slowest rank. No collective runs. What is predicted and chosen goes by th
   the better one ("optimal"); our choice, and over the best single sharding; attention split by
   heads; and the relative error of the predicted slowest rank.
 
-A sharding whose ranks read more keys than ``most_keys`` is left out.
+A sharding whose ranks read more keys than ``most_keys`` is left out. A picture is drawn as far as
+there are rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,3 +203,30 @@ def summary(done: Figures) -> dict[str, Any]:
         "worst_path_over_bare": max(paths, default=None),
         "worst_median_error": max((abs(row["predicted_error"][1]) for row in groups), default=None),
     }
+
+
+def draw(done: Figures, device: str, file: Path) -> None:
+    """Both figures as one picture, as far as there are rows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    segments = [row for name, row in done.items() if name.startswith("figure 10")]
+    left.plot(
+        [row["queries"] for row in segments], [row["forward_tflops"] for row in segments], "o-"
+    )
+    left.set_xscale("log", base=2)
+    left.set(xlabel="queries of a segment", ylabel="TFLOP/s, forward", title=device)
+    for row in (row for name, row in done.items() if name.startswith("figure 15")):
+        base = row["ms"].get(PAPER[0])
+        if base is not None:
+            speed = [base / ms for ms in row["ms"].values()]
+            label = f"{row['window'] // 1024}K, CP {row['ranks']}"
+            right.plot(list(row["ms"]), speed, "o-", label=label)
+    right.set(ylabel=f"speed over {PAPER[0]}", title="Slowest rank, forward + backward")
+    right.tick_params(axis="x", rotation=30)
+    if right.has_data():
+        right.legend()
+    figure.savefig(file, dpi=120)

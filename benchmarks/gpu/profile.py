@@ -1,4 +1,4 @@
-"""Part 1: device profiles of real layers, and how well they predict what was held out of the fit.
+"""Part 2: device profiles of real layers, and how well they predict what was held out of the fit.
 
 A profile is written to ``gpu_profile_<layers>.json``. Parts that predict begin with a row that asks
 :func:`measured`, which takes the file where it is of this device and of this torch, and measures
@@ -59,7 +59,6 @@ def measured(run: Run, name: str, config: TransformerConfig) -> Profile:
         name=f"measured-{name}",
         device=run.device,
         dtype=dtype_of(run.device),
-        threads=torch.get_num_threads(),
         grid=SMALL_GRID if run.small else None,
         links=False,
     )

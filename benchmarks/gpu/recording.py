@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.page import page
 from lightning_wlb.attention.backends import VarlenAttention, available_backends
 
 Row = tuple[str, Callable[[], dict[str, Any]]]
@@ -72,7 +73,8 @@ def record(
     """Make the rows of a part in order, within its limit.
 
     Args:
-        name: of the part, and of the file in ``run.output``, ``gpu_<name>.json``.
+        name: of the part, and of the files in ``run.output``, ``gpu_<name>.json`` and, as tables,
+            ``gpu_<name>.md``.
         rows: to make; their names differ.
         run: with the limit. Where a row outlasts it, the file is written and the *process ends*,
             with its result as the last line and exit status 1: a row may wait for the device for
@@ -161,9 +163,13 @@ class _Part:
 
     def _write(self) -> None:
         # Never half a file, also where the process is killed while it writes.
-        fresh = self._path.with_suffix(".json.new")
-        fresh.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(self._path)
+        for suffix, content in (
+            (".json", json.dumps(self.result, indent=1) + "\n"),
+            (".md", page(self.result)),
+        ):
+            fresh = self._path.with_suffix(f"{suffix}.new")
+            fresh.write_text(content, encoding="utf-8")
+            fresh.replace(self._path.with_suffix(suffix))
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Part 2: a decoder of about a billion parameters trains, with ``original`` and ``auto`` in turn.
+"""Part 3: a decoder of about a billion parameters trains, with ``original`` and ``auto`` in turn.
 
 Documents of Generator A, bf16-mixed, selective recomputation, one device. Each row is some steps of
 one packing by a Trainer; the packings take turns, so that what changes on the machine meets both.

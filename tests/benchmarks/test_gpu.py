@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, right
 from benchmarks.gpu.kernels import bare_call
 from benchmarks.gpu.papers import PAPER, figure_10, figure_15
 from benchmarks.gpu.papers import SMALL as SMALL_SIZES
+from benchmarks.gpu.trace import kind_of, shares
 from benchmarks.workloads import LLAMA2_7B_LAYER
 from lightning_wlb.attention.kernel_interface import PLAIN
 from lightning_wlb.attention.kernels_cpu import cpu_attention
@@ -67,3 +68,53 @@ def test_the_bare_call_is_the_library_s_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "flash_library", lambda: (library, 2))
     wanted = bare_call("cpu", metadata)(q, k, v)
     assert torch.equal(bare_call("flash_attn 2", metadata)(q, k, v), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("flash::FlashAttnFwdSm90<cutlass::gemm::KernelTma>", "attention"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("aten::addmm", "products"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_shares_of_kernels() -> None:
+    found = shares([("copy", 10.0), ("gemm", 60.0), ("copy", 10.0), ("flash", 15.0), ("add", 5.0)])
+    assert found["shares"] == {"other": 0.25, "products": 0.6, "attention": 0.15}
+    assert found["milliseconds"] == 0.1
+    assert found["largest_others"] == [
+        {"name": "copy", "share": 0.2, "calls": 2},
+        {"name": "add", "share": 0.05, "calls": 1},
+    ]
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"><properties><property name="error" value="1e-3"/></properties></testcase>
+<testcase name="b"><failure message="short">long text</failure></testcase>
+<testcase name="c"><skipped message="needs a CUDA device"/></testcase>
+<testcase name="d"><skipped message="needs a CUDA device"/></testcase>
+<testcase name="e"><error message="only a message"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_became_of_tests() -> None:
+    assert right.outcome(REPORT) == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 2,
+        "failures": [
+            {"test": "b", "text": "long text"},
+            {"test": "e", "text": "only a message"},
+        ],
+        "skipped_for": {"needs a CUDA device": 2},
+        "recorded": {"a": {"error": "1e-3"}},
+    }
+    assert "tests/attention/test_backends.py" in right.files_with_gpu_tests()

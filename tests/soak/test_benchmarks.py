@@ -29,15 +29,19 @@ def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_parts(rank: int, folder: str) -> list[int]:
-    names = ("profile", "papers", "train")
+    names = ("profile", "papers", "train", "trace")
     options = ["--device", "cpu", "--small", "--output", folder]
     return [gpu_part([*options, "--part", name]) for name in names]
 
 
 def test_parts_of_the_gpu_hour_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
     (statuses,) = run_ranks(run_parts, 1, str(tmp_path), process_group=False)
-    assert statuses == [0, 0, 0]
-    found = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in PARTS}
+    assert statuses == [0, 0, 0, 0]
+    found = {
+        name: json.loads((tmp_path / f"gpu_{name}.json").read_text())
+        for name in PARTS
+        if name != "right"
+    }
     assert all(each["left_out"] == [] for each in found.values())
     assert Profile.load(str(tmp_path / found["profile"]["rows"]["tiny"]["file"])).measured
     rows = found["train"]["rows"]
@@ -48,3 +52,19 @@ def test_parts_of_the_gpu_hour_in_tiny_sizes_on_a_cpu(tmp_path: Path) -> None:
         assert second["tokens_per_second"] == second["tokens"] / second["seconds"]
     assert found["train"]["summary"]["auto_over_original"] > 0
     assert set(found["papers"]["summary"]) == set(summary({}))
+    assert (tmp_path / "gpu_papers.png").stat().st_size > 10_000
+    step = found["trace"]["rows"]["step"]
+    assert sum(step["shares"].values()) == pytest.approx(1)
+    assert set(step["shares"]) == {"products", "attention", "other"}
+    assert (tmp_path / "gpu_trace.json.gz").stat().st_size > 1000
+
+
+def test_part_1_of_the_gpu_hour_counts_tests(tmp_path: Path) -> None:
+    """Without a CUDA device those of kernels are skipped."""
+    options = ["--part", "1", "--device", "cpu", "--small", "--output", str(tmp_path)]
+    assert gpu_part(options) == 0
+    result = json.loads((tmp_path / "gpu_right.json").read_text())
+    kernels, gradients = result["rows"].values()
+    assert kernels["passed"] + kernels["skipped"] > 50
+    assert gradients["passed"] == result["summary"]["passed"] - kernels["passed"] >= 3
+    assert result["summary"]["failed"] == 0
