@@ -1,4 +1,4 @@
-"""Runs on two nodes of one machine, which :mod:`tests.soak.slow_link` makes.
+"""Runs on two nodes of one machine, which :mod:`benchmarks.slow_link` makes.
 
 Ranks are started as torchrun would start them on each node, by the variables that it sets; they are
 forks of a server that has everything imported, which then move into their namespace.
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import slow_link
 from benchmarks.ranks import free_port
-from tests.soak import forked, slow_link
+from benchmarks.slow_link import ADDRESSES, INTERFACE, Network
+from tests.soak import forked
 from tests.soak.processes import Ending, _context, _environment, _living, kill, session
-from tests.soak.slow_link import ADDRESSES, INTERFACE, Network
 from tests.soak.training import Run
 
 
