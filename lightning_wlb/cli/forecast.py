@@ -56,6 +56,12 @@ class Forecast:
         return self.row.tokens_per_second / other.row.tokens_per_second
 
     @property
+    def hidden(self) -> float:
+        """The share of tensor-parallel messages' time in which products run; 0 without any."""
+        waited, sent = np.sum([step.waited_ns for step in self.steps], axis=0).tolist()
+        return 1 - waited / sent if sent else 0.0
+
+    @property
     def idle(self) -> float:
         """The mean over steps of the share of the ranks' time in which they wait."""
         return float(np.mean([step.bubble for step in self.steps]))
@@ -102,6 +108,7 @@ class Forecast:
             "model_flop_utilisation": row.flops_per_second / first.devices / first.peak_flops,
             "peak_gigabytes": row.peak_bytes / 1e9,
             "recomputed": row.recomputed,
+            "hidden_messages": self.hidden,
             "speedup_per_token": self.over(baseline),
             "speedup_per_flop": base.times(row),
         }

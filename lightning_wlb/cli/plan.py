@@ -244,6 +244,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _table(comparison: Comparison) -> Table:
     request, rows, shape = comparison.request, comparison.rows, comparison.request.shape
+    shares = ", ".join(f"{row['packing']} {row['hidden_messages']:.0%}" for row in rows)
+    hidden = f" Behind products, of the time of tensor-parallel messages: {shares}."
+    if not any(row["hidden_messages"] for row in rows):
+        hidden = ""
     table = Table(
         title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
@@ -256,6 +260,7 @@ def _table(comparison: Comparison) -> Table:
             " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
             f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a"
             " document saves attention, so packings that cut differently differ here)."
+            f"{hidden}"
         ),
         title_justify="left",
         caption_justify="left",

@@ -198,6 +198,18 @@ def test_what_does_not_fit_is_answered_with_meshes_on_which_it_does(capsys, mode
 TIGHT = ["--model", "7b", "--mesh", "1,4,2,8", "--context-window", "150000", "--steps", "5"]
 
 
+def test_how_much_of_messages_is_behind_products_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = answer(capsys, *TIGHT, "--json")
+    assert code == 0
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert all(0 < row["hidden_messages"] < 1 for row in rows)
+    shares = ", ".join(f"{row['packing']} {row['hidden_messages']:.0%}" for row in rows)
+    assert f"of tensor-parallel messages: {shares}." in " ".join(out.split())
+    assert "Behind products" not in answer(capsys)[1], "nobody sends any"
+
+
 def test_a_row_that_does_not_fit_is_named_beside_those_that_do(capsys):
     code, out, _ = answer(capsys, *TIGHT, "--activation-checkpointing", "none", "--json")
     assert code == 0
