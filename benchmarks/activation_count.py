@@ -79,7 +79,7 @@ def count_activations(executor: Executor) -> ActivationCount:
     class CountedStep(Step):
         def run(self, action: Action) -> None:
             if not count.held_bytes:
-                for each in executor.step_parameters._in_step:  # parameters are no activations
+                for each in executor.bucket_lifetimes._in_step:  # parameters are no activations
                     each.wait()
             with count if action.kind == FORWARD else nullcontext():
                 super().run(action)

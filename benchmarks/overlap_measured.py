@@ -32,7 +32,7 @@ from lightning_wlb.cost.rates import LinearTable
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import ProcessGroups
 from lightning_wlb.mesh import Mesh
-from lightning_wlb.models import row_products
+from lightning_wlb.models import tensor_parallel_overlap
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.tensor_parallel import shard_parameters
 from lightning_wlb.models.transformer import Transformer
@@ -99,8 +99,8 @@ def nothing_sent() -> Iterator[None]:
         return _There()
 
     with (
-        mock.patch.object(row_products, "all_gather_into", gathered),
-        mock.patch.object(row_products, "reduce_scatter_into", scattered),
+        mock.patch.object(tensor_parallel_overlap, "all_gather_into", gathered),
+        mock.patch.object(tensor_parallel_overlap, "reduce_scatter_into", scattered),
         mock.patch.object(key_exchange, "all_gather_into", gathered),
         mock.patch.object(key_exchange, "reduce_scatter_into", scattered),
         mock.patch.object(dist, "all_gather", all_gathered),

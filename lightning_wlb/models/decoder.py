@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         activation_checkpointing: ``"auto"`` if the layers compute again in backward what
             ``micro_batch.recompute`` says; else the one mode that they always have.
         overlaps: whether layers compute while tensor-parallel messages travel, as ``groups.chunks``
-            says (:mod:`.row_products`).
+            says (:mod:`.tensor_parallel_overlap`).
     """
 
     embed: nn.Module | None

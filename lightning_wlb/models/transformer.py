@@ -10,7 +10,7 @@ and ``layers`` may hold some of the layers, under their global numbers.
 
 Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
 all rows are gathered in front of the two halves of a layer and reduce-scattered behind them, while
-products that do not wait for them run (:mod:`.row_products`). Under
+products that do not wait for them run (:mod:`.tensor_parallel_overlap`). Under
 context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
 other ranks' keys and values.
 
@@ -51,8 +51,8 @@ from lightning_wlb.models.compiled_functions import EAGER, BlockFunctions, rotar
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.loss import token_loss
-from lightning_wlb.models.row_products import GatheredRows, RowTravel, summed_products
 from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
+from lightning_wlb.models.tensor_parallel_overlap import GatheredRows, RowTravel, summed_products
 from lightning_wlb.plan import Recompute
 
 Attend = Callable[[Queries, Tensor, Tensor, Project], Tensor]

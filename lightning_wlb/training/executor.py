@@ -36,8 +36,8 @@ from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
 from lightning_wlb.supervision.progress import EXCHANGING, PROGRESS, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
+from lightning_wlb.training.bucket_lifetimes import StepParameters
 from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
-from lightning_wlb.training.step_parameters import StepParameters
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Executor:
         self.groups = groups
         self.parameters = parameters
         self.heterogeneous: Callable[[StepPlan], StepRuntime] | None = None
-        self.step_parameters: StepParameters = parameters
+        self.bucket_lifetimes: StepParameters = parameters
         self.reduce_dtype = torch.float32
         self.chunks: Callable[[int, int], int] | None = None
         self.stopwatch: Stopwatch | None = None
@@ -159,7 +159,7 @@ class Executor:
             self.stopwatch.begin_step()
         rows = enumerate(batch.micro_batches)
         shared = {number for number, each in rows if each.attention.replicas > 1}
-        self.step_parameters = runtime.parameters
+        self.bucket_lifetimes = runtime.parameters
         with reducing_in(self.reduce_dtype), runtime.parameters.step(programs[place], shared):
             for action in programs[place]:
                 PROGRESS.note(RUNNING, action)
@@ -175,12 +175,12 @@ class Executor:
 
     def finish(self) -> None:
         """Wait for the gradients of the last step and set ``.grad`` of the sharded parameters."""
-        self.step_parameters.finish()
+        self.bucket_lifetimes.finish()
 
     @property
     def left_mesh(self) -> bool:
         """Whether the last step ran on heterogeneous pipelines, which add tied gradients up."""
-        return self.step_parameters is not self.parameters
+        return self.bucket_lifetimes is not self.parameters
 
     def _runtime(self, plan: StepPlan) -> StepRuntime:
         if not plan.schemes:

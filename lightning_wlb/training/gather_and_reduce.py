@@ -2,7 +2,7 @@
 
 Between steps a rank holds a shard of each parameter of its stages (:mod:`.sharded_parameters`),
 grouped into buckets: a layer, an end, or what else the model has. When each is gathered and reduced
-is in :mod:`.step_parameters`.
+is in :mod:`.bucket_lifetimes`.
 
 Reduction is a plain sum: the loss is divided by the *global* number of target tokens. The gradient
 of a parameter that tensor-parallel ranks hold alike is summed over them at the end.
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_wlb.distributed.collectives import all_gather_into, reduce_scatter_into
+from lightning_wlb.training.bucket_lifetimes import BucketInStep, StepParameters
 from lightning_wlb.training.sharded_parameters import (
     Bucket,
     ShardedParameter,
@@ -30,7 +31,6 @@ from lightning_wlb.training.sharded_parameters import (
     refuse_hooks,
     set_gradient,
 )
-from lightning_wlb.training.step_parameters import BucketInStep, StepParameters
 
 
 class ParameterBuckets(StepParameters):

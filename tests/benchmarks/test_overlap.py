@@ -34,8 +34,12 @@ def test_products_sleep_for_their_time_and_compute_nothing(monkeypatch: pytest.M
 def test_what_arrives_at_once_has_the_shapes_of_messages() -> None:
     x, gathered, own = torch.arange(6.0).view(2, 3), torch.empty(4, 3), torch.empty(1, 3)
     with overlap_measured.nothing_sent():
-        overlap_measured.row_products.all_gather_into(gathered, x, group=None, async_op=True).wait()
-        overlap_measured.row_products.reduce_scatter_into(own, x, group=None, async_op=True).wait()
+        overlap_measured.tensor_parallel_overlap.all_gather_into(
+            gathered, x, group=None, async_op=True
+        ).wait()
+        overlap_measured.tensor_parallel_overlap.reduce_scatter_into(
+            own, x, group=None, async_op=True
+        ).wait()
     assert torch.equal(gathered, torch.cat([x, x]))
     assert torch.equal(own, x[:1])
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_wlb.models.compiled_functions import rotary_frequencies, rotate, rotate_real
 from lightning_wlb.models.config import TransformerConfig
-from lightning_wlb.models.row_products import RowTravel
+from lightning_wlb.models.tensor_parallel_overlap import RowTravel
 from lightning_wlb.models.transformer import Transformer
 from tests.device import DEVICE
 from tests.models.steps import (

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_wlb.distributed.collectives import all_gather
-from lightning_wlb.models.row_products import RowSums
+from lightning_wlb.models.tensor_parallel_overlap import RowSums
 
 _LATE = "_late_gradients"  # what a linear layer's forward finds in its __dict__
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
-from lightning_wlb.models import row_products
+from lightning_wlb.models import tensor_parallel_overlap
 from lightning_wlb.models.huggingface.late_gradients import forget_late, gather_late
 from lightning_wlb.models.huggingface.tensor_parallel import present_shards
 from lightning_wlb.models.tensor_parallel import gather_rows
@@ -83,7 +83,7 @@ class Products(TorchDispatchMode):
 def order(rank: int) -> list[str]:
     layers, x = made(rank)
     log: list[str] = []
-    post = row_products.reduce_scatter_into
+    post = tensor_parallel_overlap.reduce_scatter_into
 
     def posting(*args: Any, **options: Any) -> Any:
         log.append("sum")
@@ -92,7 +92,7 @@ def order(rank: int) -> list[str]:
 
     every = gather_late(x, dist.group.WORLD, layers)
     out = layers[1](layers[0](every))
-    with mock.patch.object(row_products, "reduce_scatter_into", posting), Products(log):
+    with mock.patch.object(tensor_parallel_overlap, "reduce_scatter_into", posting), Products(log):
         out.sum().backward()
     return log
 

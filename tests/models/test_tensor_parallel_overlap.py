@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_wlb.distributed.process_groups import ProcessGroups
-from lightning_wlb.models import row_products
-from lightning_wlb.models.row_products import (
+from lightning_wlb.models import tensor_parallel_overlap
+from lightning_wlb.models.tensor_parallel_overlap import (
     GatheredRows,
     RowTravel,
     row_parts,
@@ -167,16 +167,18 @@ def posted(rank: int) -> dict[str, list[str]]:
         with (
             mock.patch.object(dist, "all_gather", noting("gather", dist.all_gather)),
             mock.patch.object(
-                row_products,
+                tensor_parallel_overlap,
                 "all_gather_into",
-                noting("gather", row_products.all_gather_into),
+                noting("gather", tensor_parallel_overlap.all_gather_into),
             ),
             mock.patch.object(
-                row_products,
+                tensor_parallel_overlap,
                 "reduce_scatter_into",
-                noting("sum", row_products.reduce_scatter_into),
+                noting("sum", tensor_parallel_overlap.reduce_scatter_into),
             ),
-            mock.patch.object(row_products, "_times", noting("product", row_products._times)),
+            mock.patch.object(
+                tensor_parallel_overlap, "_times", noting("product", tensor_parallel_overlap._times)
+            ),
         ):
             half_layer(6, 2, True, kept)
         result[str(kept)] = list(log)
