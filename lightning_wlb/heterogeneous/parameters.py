@@ -1,7 +1,7 @@
 """The parameters of a step on heterogeneous pipelines, pulled from shards; gradients pushed back.
 
 The counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose pipelines differ
-from the mesh's; when each bucket travels is in :mod:`~lightning_wlb.training.bucket_lifetimes`. What
+from the mesh's; when each bucket travels says :mod:`~lightning_wlb.training.bucket_lifetimes`. What
 every rank sends to every other in each turn is in :mod:`.planning.exchanges`; here it is sent. A
 turn is one uneven all-to-all over all ranks. A rank that lacks nothing joins with nothing to
 receive, so that all ranks post the same collectives in one order: pulls from the first turn to the
