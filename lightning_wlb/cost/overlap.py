@@ -1,10 +1,10 @@
 """What is left to wait for of tensor-parallel messages that travel while products run.
 
-:mod:`lightning_wlb.models.tensor_parallel_overlap` says what runs while what travels. Here a message
-and the products beside it end with the later one of the two. While it travels the device computes slower
-(``Profile.slowed_beside``). Where rows travel in n equal parts, the first message and the last
-product have nothing beside them, or the other way round. Element-wise work and attention hide
-nothing.
+:mod:`lightning_wlb.models.tensor_parallel_overlap` says what runs while what travels. Here a
+message and the products beside it end with the later one of the two. While it travels the device
+computes slower (``Profile.slowed_beside``). Where rows travel in n equal parts, the first message
+and the last product have nothing beside them, or the other way round. Element-wise work and
+attention hide nothing.
 
 Short micro-batches, whose parts would take little but launches and hops, travel in one, and so do
 all where links are so fast that there is next to nothing to hide (:func:`chunks_of`).
