@@ -19,7 +19,7 @@ messages in the open and behind products.
 
 What would be, simulated by patched predictors (``exposed.py``, last in commit 82c3f540), is kept
 under ``removed``. Of keys: what steps of ``auto`` would take with all messages in the open, as the
-package predicts them; behind products where pieces are whole; behind products everywhere; if
+package predicted them then; behind products where pieces are whole; behind products everywhere; if
 attention of a rank's queries on its own keys ran beside them too, by 1/CP of the kernel's time; and
 without them. Of Hugging Face blocks: with sums of rows' gradients behind gradients of weights.
 

@@ -26,7 +26,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.attention.metadata import AttentionMetadata, SliceMetadata
 from lightning_wlb.attention.packed import packed_attention
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.overlap import MOST_CHUNKS, chunks_of, exposed_halves
+from lightning_wlb.cost.overlap import MOST_CHUNKS, chunks_of, exposed_halves, exposed_keys
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.cost.rates import LinearTable
 from lightning_wlb.data.batch import MicroBatchTensors
@@ -46,7 +46,6 @@ CONFIG = TransformerConfig(dim=256, layers=2, heads=4, kv_heads=4, ffn_dim=768, 
 FLOPS = 3e8  # of the device that products sleep for
 REAL = 8  # times as many rows where products are computed
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-WHOLE = {"forward": 1.0, "backward": 1.0}
 
 
 @dataclass(frozen=True)
@@ -241,6 +240,14 @@ def predicted_shares(latency: LatencyModel, rows: int) -> dict[str, float]:
     }
 
 
+def predicted_shares_of_keys(latency: LatencyModel, rows: int) -> dict[str, float]:
+    """The same of messages of keys, with ``rows`` rows on each of two context-parallel ranks."""
+    latency = replace(latency, mesh=Mesh(context=2))
+    there, back = (latency.exchange_keys_ns(rows, 0, backward=each) for each in (False, True))
+    fetched, summed, again = exposed_keys(latency, rows, there, back)
+    return {"forward": 1 - fetched / there, "backward": 1 - (summed + again) / (there + back)}
+
+
 def measure(rows: int, rounds: int) -> dict[str, Any]:
     """Both links and each axis; what is hidden, measured and predicted; and real products."""
     result: dict[str, Any] = {"rows": rows, "rounds": rounds, "axes": {}}
@@ -256,8 +263,8 @@ def measure(rows: int, rounds: int) -> dict[str, Any]:
             link = Link(0.0, rate) if name == "slow" else cpu.links["node"]
             latency = latency_of(rows, link)
             chunks = chunks_of(latency, rows) if axis == "tensor" else 1
-            # A message of keys has a product of its length beside it, in backward of twice that.
-            predicted = predicted_shares(latency, rows) if axis == "tensor" else WHOLE
+            shares = predicted_shares if axis == "tensor" else predicted_shares_of_keys
+            predicted = shares(latency, given)
             times = medians(_ran(name, rate, axis, given, chunks, rounds, False))
             figures: dict[str, Any] = {"chunks": chunks}
             for each in ("forward", "backward"):

@@ -13,8 +13,7 @@ Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks t
 in which each rank sends B/n bytes. On GPUs a reduce-scatter ends with B/n bytes added to those
 that arrived: two reads and a write. Messages are not overlapped with each
 other, and here not with computation: :mod:`~lightning_wlb.cost.overlap` has what products hide of
-tensor-parallel ones. (The executor sends keys while the query projection runs; this overlap is left
-out.)
+tensor- and context-parallel ones.
 
 Do not use it for oversubscribed networks, where the bandwidth depends on who else sends.
 """

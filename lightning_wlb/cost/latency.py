@@ -58,7 +58,7 @@ class LatencyModel:
         mesh: ranks along each axis.
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
         compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
-        overlap: whether tensor-parallel messages travel while products run.
+        overlap: whether messages of rows and of keys travel while products run.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -267,6 +267,11 @@ class LatencyModel:
     def waits_ns(self, rows: int) -> tuple[Exposed, Exposed]:
         """What the attention and the feed-forward half of a layer wait for these messages."""
         return exposed_halves(self, rows)
+
+    @cached_property
+    def known_chunks(self) -> dict[int, int]:
+        """What :func:`.chunks_of` remembers, by rows."""
+        return {}
 
     def messages_ns(self, rows: int, chunks: int = 1) -> tuple[int, int]:
         """One all-gather and one reduce-scatter of a part of [rows, dim] among tensor ranks."""

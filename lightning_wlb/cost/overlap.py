@@ -1,21 +1,23 @@
-"""What is left to wait for of tensor-parallel messages that travel while products run.
+"""What is left to wait for of messages that travel while products run: of rows, and of keys.
 
-:mod:`lightning_wlb.models.tensor_parallel_overlap` says what runs while what travels. Here a
-message and the products beside it end with the later one of the two. While it travels the device
-computes slower (``Profile.slowed_beside``). Where rows travel in n equal parts, the first message
-and the last product have nothing beside them, or the other way round. Element-wise work and
-attention hide nothing.
+:mod:`lightning_wlb.models.tensor_parallel_overlap` says what runs while rows travel between
+tensor-parallel ranks, :mod:`lightning_wlb.attention.packed` while keys travel between
+context-parallel ones. Here a message and the products beside it end with the later one of the two.
+While it travels the device computes slower (``Profile.slowed_beside``). Where rows travel in n
+equal parts, the first message and the last product have nothing beside them, or the other way
+round. Keys travel at once. Element-wise work and attention hide nothing.
 
 Short micro-batches, whose parts would take little but launches and hops, travel in one, and so do
 all where links are so fast that there is next to nothing to hide (:func:`chunks_of`).
 
 Cost: some microseconds; times are remembered by rows. Not for messages that share a link with
-others at the same time, as those of parameters may do between nodes.
+others at the same time, as keys with rows in a node, or with parameters between nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_wlb.cost.shape import LayerShape
@@ -88,10 +90,13 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
             for half in exposed_halves(kind, rows, chunks)
         )
 
+    if rows in latency.known_chunks:
+        return latency.known_chunks[rows]
     waited = [waits(chunks) for chunks in range(1, MOST_CHUNKS + 1)]
     products = sum(kind.products_ns(rows, back) for kind in latency.kinds for back in (False, True))
     enough = min(waited) + LEAST_GAIN * products
-    return 1 + next(parts for parts, each in enumerate(waited) if each <= enough)
+    fewest = 1 + next(parts for parts, each in enumerate(waited) if each <= enough)
+    return latency.known_chunks.setdefault(rows, fewest)
 
 
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
@@ -124,10 +129,7 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
     gather_part, scatter_part = latency.messages_ns(rows, chunks)
     forward_ns, backward_ns = (latency.products_ns(rows, each) for each in (False, True))
     each_ns = backward_ns / 2  # gradients of rows; those of weights take as long
-    slowed = 1.0 - 1.0 / latency.profile.slowed_beside
-
-    def beside(message: float, product: float) -> float:
-        return max(message - product, message * slowed)
+    beside = partial(_beside, latency)
 
     def in_parts(message: float, product: float) -> float:
         return message + (chunks - 1) * beside(message, product / chunks)
@@ -141,3 +143,32 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
 
     first, second = map(of_half, halves(latency.shape.dim, latency.layer))
     return first, second
+
+
+def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tuple[int, int, int]:
+    """What a layer waits for messages of keys, in ns: in forward, of gradients, and of keys again.
+
+    Replicas that share a micro-batch without context parallelism are taken to wait for all.
+
+    Args:
+        latency: the latency model of the layer.
+        rows: of the micro-batch on the rank.
+        there: time in ns of the message of keys and values, which backward fetches again.
+        back: time in ns of the message of their gradients.
+    """
+    if not latency.overlap or latency.mesh.context == 1:
+        return there, back, there
+    # The matrices of queries and of outputs are as large. Where rows travel too, the last part of
+    # the queries is left to compute beside keys, and gradients of weights come later.
+    tensor, (half, _) = latency.mesh.tensor > 1, halves(latency.shape.dim, latency.layer)
+    forward, backward = (half.out * latency.products_ns(rows, each) for each in (False, True))
+    return (
+        round(_beside(latency, there, forward / (chunks_of(latency, rows) if tensor else 1))),
+        round(_beside(latency, back, backward / (1 + tensor))),
+        round(_beside(latency, there, backward)),
+    )
+
+
+def _beside(latency: LatencyModel, message: float, product: float) -> float:
+    """What is waited for of a message beside a product."""
+    return max(message - product, message * (1.0 - 1.0 / latency.profile.slowed_beside))

@@ -43,7 +43,7 @@ class PlanningContext:
         chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
         activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
         compiled: whether blocks of the model are compiled.
-        overlap: whether layers compute while tensor-parallel messages travel.
+        overlap: whether layers compute while messages of rows and of keys travel.
     """
 
     shape: ModelShape

@@ -60,7 +60,7 @@ class MeshRequest:
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         compiled: whether blocks of the model are compiled.
-        overlap: whether layers compute while tensor-parallel messages travel.
+        overlap: whether layers compute while messages of rows and of keys travel.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
         mixture: what is taken of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.

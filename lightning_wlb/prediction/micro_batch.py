@@ -22,6 +22,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.overlap import exposed_keys
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.sharding import Layout, layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
@@ -175,9 +176,11 @@ def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) ->
 def exchange_ns(
     latency: LatencyModel, rows: int, received: int, keys: Sequence[int], replicas: int
 ) -> Integers:
-    """Time in which ranks put together keys and values, int64 [2 (pass), kinds, ranks].
+    """Time in which ranks put together keys and values, int64 [3, kinds, ranks].
 
-    In a layer without attention, what goes into a recurrence and comes out of it is exchanged.
+    That is in forward, in backward for their gradients, and there for keys that are put together
+    again; of messages it is what layers wait for. In a layer without attention, what goes into a
+    recurrence and comes out of it is exchanged, which only a recomputed forward repeats.
 
     Args:
         latency: the latency model on the mesh.
@@ -186,21 +189,22 @@ def exchange_ns(
         keys: rows that each rank puts in order.
         replicas: how many replicas share the micro-batch.
     """
-    return np.array(
-        [
-            [
-                [
-                    kind.exchange_keys_ns(received, each, backward=backward, replicas=replicas)
-                    if kind.layer.attends
-                    else kind.exchange_recurrence_ns(rows, replicas=replicas)
-                    for each in keys
-                ]
-                for kind in latency.kinds
-            ]
-            for backward in PASSES
-        ],
-        dtype=np.int64,
-    )
+    times = []
+    for kind in latency.kinds:
+        copies = [
+            [kind.exchange_keys_ns(0, each, backward=back) for each in keys] for back in PASSES
+        ]
+        if kind.layer.attends:
+            there, back = (
+                kind.exchange_keys_ns(received, 0, backward=back, replicas=replicas)
+                for back in PASSES
+            )
+            waits = exposed_keys(kind, rows, there, back)
+        else:
+            moved = kind.exchange_recurrence_ns(rows, replicas=replicas)
+            waits = moved, moved, 0
+        times.append(np.array((*copies, copies[0]), np.int64) + np.array(waits)[:, None])
+    return np.stack(times, axis=1)
 
 
 def reach_of(sliding_window: int | None) -> int:
@@ -220,19 +224,17 @@ def times_by_mode(
         latency: the latency model of the whole model.
         rows: rows of each rank, for each micro-batch.
         attention: of the kernel, int64 [2 (pass), kinds of layers, micro-batches, ranks].
-        exchange: of the keys, as ``attention``.
+        exchange: :func:`exchange_ns` of each, int64 [3, kinds of layers, micro-batches, ranks].
     """
     counts = np.array(list(latency.shape.kinds.values()))
     of_kinds = [list(map(kind.rows_ns, rows)) for kind in latency.kinds]
     forward, backward, *again = np.array(of_kinds, np.int64).transpose(2, 0, 1)
-    (first, second), (fetches, gathers) = attention, exchange
-    # A backward puts keys together again; what a recurrence reads is gathered if it is recomputed.
-    attends_at_all = np.array([kind.layer.attends for kind in latency.kinds])[:, None, None]
+    (first, second), (fetches, gathers, fetches_again) = attention, exchange
     modes = []
     for mode, added in zip(MODES, again, strict=True):
         whole = mode == "full"
         attends = np.array((first, second + whole * first))
-        moves = np.array((fetches, gathers + (attends_at_all | whole) * fetches))
+        moves = np.array((fetches, gathers + (fetches if whole else fetches_again)))
         layer_ns = np.array((forward, backward + added)) + (attends + moves).max(axis=-1)
         slowest = np.einsum("k,pkm->mp", counts, attends.max(axis=-1)) / counts.sum()
         mean = np.einsum("k,pkmr->mp", counts, attends) / (counts.sum() * attends.shape[-1])

@@ -53,6 +53,16 @@ def test_a_message_as_long_as_the_shortest_product_is_hidden_but_for_a_part() ->
     assert shares == {"forward": pytest.approx(0.75), "backward": pytest.approx(0.875)}
 
 
+def test_keys_have_a_product_of_their_length_beside_them_and_in_backward_two() -> None:
+    rows, config = 256, overlap_measured.CONFIG
+    product = 2 * rows * config.dim**2 / overlap_measured.FLOPS
+    for slower, forward, backward in ((1, 1.0, 1.0), (4, 0.25, 0.5)):
+        link = Link(0.0, rows * 2 * config.dim * 4 / product / slower)
+        latency = overlap_measured.latency_of(rows, link)
+        shares = overlap_measured.predicted_shares_of_keys(latency, rows)
+        assert shares == {"forward": pytest.approx(forward), "backward": pytest.approx(backward)}
+
+
 def test_published_steps_are_nearer_with_messages_behind_products() -> None:
     rows = overlap.published()
     assert len(rows) == 3

@@ -15,6 +15,7 @@ from lightning_wlb.cost.overlap import (
     chunks_of,
     default_chunks,
     exposed_halves,
+    exposed_keys,
     halves,
     waited_ns,
 )
@@ -39,6 +40,7 @@ def model(per_second: float, slowed: float = 1.0, launch_ns: float = 0.0) -> Lat
         dtype="float32",
         sustained=1.0,
         slowed_beside=slowed,
+        devices_per_node=4,
     )
     return LatencyModel(profile, SHAPE, Mesh(tensor=2), overlap=True)
 
@@ -78,6 +80,20 @@ def test_products_are_slower_beside_messages() -> None:
     attention, _ = exposed_halves(model(DIM * 4 / 2 * 1e9, slowed=2.0), 1000, 1)
     assert attention.again == pytest.approx(500)
     assert attention.backward == pytest.approx(1000 + 2 * 500)
+
+
+def test_keys_travel_beside_queries_and_outputs() -> None:
+    """Of 24 ns a row, forward, queries and outputs take 2.4 each; backward takes twice that."""
+    latency = replace(model(DIM * 4 / 2 * 1e9), mesh=Mesh(context=2))
+    assert exposed_keys(latency, 1000, 3000, 6000) == (600, 1200, 0)
+    slow = replace(model(DIM * 4 / 2 * 1e9, slowed=2.0), mesh=Mesh(context=2))
+    assert exposed_keys(slow, 1000, 3000, 6000) == (1500, 3000, 1500)
+    # Half of that on each of two tensor ranks: a fourth of the queries, gradients by rows alone.
+    both = replace(latency, mesh=Mesh(context=2, tensor=2))
+    assert chunks_of(both, 1000) == 4
+    assert exposed_keys(both, 1000, 3000, 6000) == (2700, 4800, 600)
+    for alone in (replace(both, overlap=False), replace(latency, mesh=Mesh(data=2))):
+        assert exposed_keys(alone, 1000, 3000, 6000) == (3000, 6000, 3000)
 
 
 def test_few_rows_travel_in_one_part() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
-from lightning_wlb.cost.profile import ActionOverhead, Profile
+from lightning_wlb.cost.overlap import exposed_keys
+from lightning_wlb.cost.profile import ActionOverhead, Link, Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Scheme, Slice, StepPlan
@@ -148,6 +149,23 @@ def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
     assert full[1] == pytest.approx(none[1] + later.attention_ns[0] + rest, abs=2)
     kernel = later._replace(recompute="full").attention_ns
     assert kernel == pytest.approx((later.attention_ns[0], sum(later.attention_ns)), abs=1)
+
+
+def test_of_messages_of_keys_what_is_waited_for_counts() -> None:
+    links = {"node": Link(0.0, 2e10)}  # longer than the products beside them
+    away = predictor(Mesh(context=2), profile=replace(BUSY, links=links))
+    behind = replace(away, latency=replace(away.latency, overlap=True))
+    pieces = [Slice(0, 0, 0, 8192)]
+    open_cost, cost = (each.micro_batch(pieces, "per_document") for each in (away, behind))
+    latency, rows = behind.latency, cost.rows
+    there, back = (latency.exchange_keys_ns(rows, 0, backward=each) for each in (False, True))
+    fetched, summed, again = exposed_keys(latency, rows, there, back)
+    assert again < fetched < there
+    assert summed < back
+    for mode, in_backward in zip(MODES, (again, again, fetched), strict=True):
+        before, now = (each._replace(recompute=mode).layer_ns[0] for each in (open_cost, cost))
+        assert before[0] - now[0] == there - fetched
+        assert before[1] - now[1] == (back - summed) + (there - in_backward)
 
 
 def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() -> None:
