@@ -130,7 +130,7 @@ class _WhenLightningComes(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's own spec, whose loader registers the strategy when it has run."""
+        """The spec of Lightning's registry, with a loader that also registers the strategy."""
         if name != _STRATEGIES:
             return None
         sys.meta_path.remove(self)

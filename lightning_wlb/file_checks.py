@@ -102,7 +102,7 @@ def check_model(path: str | Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why transformers could not open something, and the way out where it wants code run."""
+    """Why transformers could not open something; if it wants foreign code run, with the remedy."""
     if "trust_remote_code" not in str(error):
         return str(error) or type(error).__name__
     return (

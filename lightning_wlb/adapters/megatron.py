@@ -46,11 +46,11 @@ class PlannedPacking:
     lockstep: bool = False
 
     def get_groups_and_subsamples(self: Any, sample_id_seqlens: Samples) -> list[list[list[int]]]:
-        """[micro-batch][rank of data × context] -> numbers of its sequences.
+        """Numbers of the sequences of each micro-batch and rank, [micro-batch][data × context].
 
         Raises:
             ValueError: no model, a sequence above the cap, fewer sequences than micro-batches, or
-                ``max_num_seqs``, which this does not hold.
+                ``max_num_seqs`` is set, a bound that this scheduler does not keep.
         """
         if getattr(self, "max_num_seqs", None) is not None:
             raise ValueError("PlannedPacking knows no max_num_seqs: leave it out.")

@@ -35,7 +35,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             [micro-batch][rank], which Accelerate deals to its processes one by one.
         micro_batches: of each rank in a step: the steps of gradient accumulation.
         seed: of the order, which is new in each epoch.
-        shuffle: whether there is one; else sequences come as they are.
+        shuffle: whether the order is random; else sequences come as they are.
         options: ``max_tokens``, ``model`` or ``work``, ``lockstep`` of :func:`.plan_step`.
 
     The sequences that are left at the end of an epoch and make no whole step are left out.

@@ -93,7 +93,7 @@ class BalancedTraining:
 
 
 class _FromTrainer(BalancedBatchSampler):
-    """The sampler of the epoch in which its Trainer stands: a resumed loader hides it from it."""
+    """A sampler that reads its epoch from the Trainer, since a resumed loader sets none."""
 
     trainer: Any
 
@@ -104,7 +104,7 @@ class _FromTrainer(BalancedBatchSampler):
 
 
 def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
-    """Tokens of each row's ``input_ids``, int64; a Hugging Face data set reads none of them."""
+    """Tokens of each row, int64 [rows]; in a Hugging Face data set without reading the tokens."""
     if hasattr(dataset, "with_format"):
         import pyarrow.compute as pc
 

@@ -27,7 +27,7 @@ from lightning_wlb.adapters.plan_step import WorkOf, plan_step, shape_of
 
 
 def work_of_verl(tokens: Any) -> Any:
-    """What verl takes a sequence to cost, of which a model of 7B has the proportions."""
+    """The work of a sequence as verl estimates it, in the proportions of a 7B model."""
     return 24576 * tokens + tokens**2
 
 
@@ -72,15 +72,15 @@ def rearrange_micro_batches(
     Args:
         batch: a TensorDict with ``input_ids``, nested or with an ``attention_mask``.
         max_token_len: most tokens of a micro-batch.
-        dp_group: process group whose ranks take equally many, where ``same_micro_num_in_dp``.
-        num_batches_divided_by: their number is a multiple of it.
-        same_micro_num_in_dp: see ``dp_group``.
-        min_num_micro_batch: least number of them.
+        dp_group: data-parallel process group.
+        num_batches_divided_by: the number of micro-batches is a multiple of it.
+        same_micro_num_in_dp: whether all ranks of ``dp_group`` get equally many micro-batches.
+        min_num_micro_batch: least number of micro-batches.
         use_dynamic_bsz_balance: whether the lightest run first and last, which shortens the fill
             and the drain of a pipeline.
-        force_group_size: so many neighbours stay in one micro-batch.
+        force_group_size: number of neighbouring rows that stay in one micro-batch.
         model: as for :func:`.plan_step`, in place of ``work``.
-        work: as there.
+        work: as for :func:`.plan_step`.
 
     Returns:
         The micro-batches, and the rows of each.
@@ -127,7 +127,6 @@ def rearrange_micro_batches(
 
 
 def _largest(value: int, group: Any, device: torch.device) -> int:
-    """The largest value of the group's ranks."""
     if group is None:
         return value
     shared = torch.tensor([value], device=device)

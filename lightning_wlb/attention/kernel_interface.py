@@ -138,7 +138,7 @@ def segments_of(metadata: AttentionMetadata) -> Iterator[Segment]:
 
 
 def blocks_of(segment: Segment, size: int, sliding_window: int | None) -> Iterator[Segment]:
-    """A segment in blocks of ``size`` queries, which read no key that none of their queries sees.
+    """Cut a segment into blocks of ``size`` queries, each with just the keys that its queries see.
 
     Each block is a segment of its own: its queries are the last of the keys that it reads.
     """
@@ -159,9 +159,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient_of_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[heads]; ``grad_out`` and ``out`` are [rows, heads, head_dim], ``lse`` is [rows, heads].
+    """The gradient of the sinks, [heads], computed in the dtype of ``lse``.
 
-    Output and log-sum-exp are those of :func:`with_sinks`. Summed in the dtype of ``lse``.
+    ``out`` and ``lse`` are those with sinks (:func:`with_sinks`); ``grad_out`` and ``out`` are
+    [rows, heads, head_dim], ``lse`` is [rows, heads].
     """
     weights = (sinks.to(lse.dtype) - lse).exp_()
     along = (grad_out.to(lse.dtype) * out).sum(-1)

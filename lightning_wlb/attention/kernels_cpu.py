@@ -60,7 +60,7 @@ def cpu_attention(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The kernel takes strides for all dimensions but the last, which it reads as dense."""
+    """Copy a tensor whose last dimension has gaps, since the kernel ignores that one's stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -71,7 +71,7 @@ def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _views(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-    """All five as the kernel takes them: :func:`_by_key_head`, keys and values expanded."""
+    """The five tensors by :func:`_by_key_head`, keys and values expanded over the query heads."""
     kv_heads = k.shape[1]
     queries, outs, lses = (_by_key_head(x, kv_heads) for x in (q, out, lse.unsqueeze(-1)))
     keys, values = (_by_key_head(x, kv_heads).expand(len(queries), -1, -1, -1) for x in (k, v))

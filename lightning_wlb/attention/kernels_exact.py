@@ -4,7 +4,7 @@ The CUDA kernels of :mod:`.kernels_gpu` have half types alone. This one has floa
 that a model's gradients on a GPU can be compared with those of one process. It goes through each
 segment in blocks of queries. Backward computes each block's weights again and lets autograd
 differentiate them, so that no more than a block is in memory. Half types are computed in float32,
-which on CUDA is what ``torch.set_float32_matmul_precision`` says. Results are the same bit for bit.
+which on CUDA is what ``torch.set_float32_matmul_precision`` says. Repeated calls give equal bits.
 
 Cost: all pairs of a block of :data:`BLOCK` queries with the keys in its sight, masked ones too, in
 several tensors of heads · block · keys elements at a time, keys and values repeated for each query

@@ -3,7 +3,7 @@
 Every rank of a context-parallel group holds some rows of a micro-batch
 (:mod:`lightning_wlb.sharding`), and where pieces are sliced some rows of earlier micro-batches
 (:mod:`.kv_cache`). One collective brings all that is read: an all-gather, or an all-to-all of just
-what is read, whichever the layout chooses; of slices always an all-gather, of each rank's runs of
+what is read, whichever the layout chooses. Slices always use an all-gather of each rank's runs of
 rows (:mod:`lightning_wlb.sharding.sliced_indices`). An index then puts keys in the order of the
 segments, both prefixes of a document at once, so that one kernel call does the work. Backward
 scatter-adds the gradients of these rows and sends them back the same way; their owners add them up.
@@ -140,7 +140,7 @@ class KeyMessages:
         self._shares = back.unbind(1)
 
     def receive_back(self) -> Iterable[Tensor]:
-        """Gradients of own keys and of own values over all ranks, [rows, kv_heads, head_dim]."""
+        """Gradients of this rank's keys and values over all ranks, [rows, kv_heads, head_dim]."""
         self._wait()
         shares, own, self._shares, self._buffer = self._shares, self._buffer, (), None
         slices, sent = self._metadata.slices, self._metadata.send_index
@@ -167,9 +167,10 @@ class KeyMessages:
 
 
 def _added(slices: SliceMetadata, rows: int, of_keys: Tensor, of_values: Tensor) -> Pair:
-    """Gradients of own rows, from those of all runs and what later slices have left.
+    """Total gradients of this rank's own keys and values, for slices.
 
-    Those of earlier rows are left for their owner's backward.
+    They are the parts from all ranks and those that later slices have left in the cache. The
+    gradients of earlier slices' rows are left in the cache, for those slices' own backward.
     """
     cache, layer = slices.cache_and_layer
     dtype = sum_dtype(of_keys.dtype)

@@ -54,8 +54,8 @@ class _Entry:
 class KeyValueCache:
     """Keys and values by (layer, micro-batch), for one step of one rank.
 
-    A step that one loss sums up may run one backward: autograd goes through what was computed last
-    first, and so through the slices of a piece in reverse.
+    One backward of a whole step's summed loss is right too: autograd visits what was computed last
+    first, and so the slices of a piece in reverse.
 
     Attributes:
         states: what recurrences hand from slice to slice.
@@ -75,7 +75,7 @@ class KeyValueCache:
         return [each for left in chain(of_keys, self.states.gradients.values()) for each in left]
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
-        """Keep both, [rows, kv_heads, head_dim]; a recomputed layer's are those already here."""
+        """Keep keys and values, [rows, kv_heads, head_dim], unless recomputation has them here."""
         self._entries.setdefault((layer, micro_batch), _Entry(keys, values))
 
     def read(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
@@ -144,10 +144,10 @@ def attend_with_refetch(
 
 
 def call_in_backward(call: Callable[[], object], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors, as views; ``call`` runs when the gradients of all of them are there.
+    """The tensors as views; in backward ``call`` runs once the gradients of all of them are known.
 
-    Around the output of an operation it runs before the operation's own backward, around its
-    inputs after it. It does not run where no tensor requires a gradient.
+    Put around an operation's output, it runs before the operation's own backward; around its
+    inputs, after it. It does not run where no tensor requires a gradient.
     """
     result: tuple[Tensor, ...] = _CallInBackward.apply(call, *tensors)
     return result
@@ -177,7 +177,10 @@ class RecurrentStates:
         return len(self._states)
 
     def leave(self, key: Any, out: Tensor, state: State) -> Tensor:
-        """``out``, whose backward also has the gradient that :meth:`take` found for ``state``."""
+        """Keep ``state`` for the next slice, and return ``out`` with the state's gradient attached.
+
+        In backward the gradient that the next slice left for the state joins that of ``out``.
+        """
         if not torch.is_grad_enabled():
             self._states[key] = state
             return out
@@ -185,18 +188,18 @@ class RecurrentStates:
         return kept
 
     def take(self, key: Any, anchor: Tensor) -> State:
-        """What was left; ``anchor`` is any tensor of the graph that the result is put into."""
+        """The state that the slice before has left, put into the autograd graph of ``anchor``."""
         if not torch.is_grad_enabled():
             return self._states[key]
         taken: State = _Taken.apply(anchor, self, key)
         return taken
 
     def keep(self, key: Any, state: State) -> None:
-        """Hold a state; that of a recomputed layer is here already."""
+        """Keep a state, detached, unless a recomputed layer has kept it already."""
         self._states.setdefault(key, tuple(each.detach() for each in state))
 
     def held(self, key: Any) -> State:
-        """A state, in no graph."""
+        """A kept state, detached."""
         return self._states[key]
 
     def add_gradients(self, key: Any, gradients: State) -> None:
@@ -204,7 +207,7 @@ class RecurrentStates:
         self.gradients[key] = gradients
 
     def finish(self, key: Any) -> State | None:
-        """The gradient of a state, which is held no longer; None where no later slice left one."""
+        """Free a state, and return its gradient; None where no later slice left one."""
         self._states.pop(key, None)
         return self.gradients.pop(key, None)
 

@@ -57,7 +57,7 @@ class SliceMetadata:
 
     @property
     def cache_and_layer(self) -> tuple[KeyValueCache, int]:
-        """Both, or ValueError where they have not been filled in."""
+        """The step's cache and the layer's number; ValueError where either is not filled in."""
         if self.cache is None or self.layer is None:
             raise ValueError(
                 "a sliced micro-batch needs to know its layer and the step's cache: pass"

@@ -121,7 +121,7 @@ def packed_attention(
 
 
 def _own(k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Pair:
-    """What the rank sends, in no graph; of slices it is in the cache if others read it."""
+    """The rank's keys and values, detached; also put into the cache if later slices read them."""
     slices = metadata.slices
     if slices is None:
         return k.detach(), v.detach()

@@ -195,7 +195,7 @@ Compute = Callable[[SegmentRows], Computed]
 def by_segment(
     rows: RecurrentRows, layer: Any, inputs: Sequence[Tensor], compute: Compute
 ) -> Tensor:
-    """A recurrence over the rows of each segment by themselves, begun with what was left for it.
+    """Run a recurrence over each segment's rows, from the state that the slice before has left.
 
     Args:
         rows: the segments of the rows.
@@ -228,7 +228,7 @@ def by_segment(
 
 
 def one_by_one(compute: Compute) -> Compute:
-    """A recurrence by one that takes a single segment."""
+    """A recurrence over several segments, made of one that computes a single segment."""
 
     def every(given: SegmentRows) -> Computed:
         parts = zip(*(each.split(given.tokens) for each in given.inputs), strict=True)

@@ -137,9 +137,10 @@ def shares_of(plan: StepPlan) -> np.ndarray:
 
 
 def slots(plan: StepPlan) -> float:
-    """K: the number of micro-batches of all replicas, those that the step leaves empty included.
+    """K, which the pipeline level counts: the micro-batches of all replicas, empty ones included.
 
-    A pipeline's micro-batches count by its share; an empty one is of no pipeline and counts 1.
+    A micro-batch counts by its pipeline's share; one that the step leaves empty is on no pipeline
+    and counts 1.
     """
     counts = [len(replica.forward) for replica in plan.replicas]
     return float(np.dot(counts, shares_of(plan))) + max(plan.micro_batches - sum(counts), 0)
@@ -155,7 +156,7 @@ def micro_batch_seconds(timings: Timings) -> np.ndarray:
 
 
 def rank_seconds(timings: Timings) -> np.ndarray:
-    """Work in rank-seconds: seconds by the number of ranks that a stage has side by side."""
+    """Work of each micro-batch in rank-seconds: its seconds times the context × tensor ranks."""
     abreast = [math.prod(each.shape[1:3]) for each in timings]
     return micro_batch_seconds(timings) * np.array(abreast)[:, None]
 

@@ -49,7 +49,7 @@ class Stager:
         self._used = 0
 
     def stage(self, content: CheckpointContent, busy: bool) -> CheckpointContent:
-        """Copy the content of a checkpoint; ``busy``: the last copy (at most one) is needed yet."""
+        """Copy a checkpoint's content; ``busy``: an unfinished save still reads the last copy."""
         self._used = (self._used + 1) % COPIES if busy else 0
         if SERVES_ONCE:
             self._stagers[self._used] = DefaultStager(self._options)

@@ -11,8 +11,8 @@ nothing has been written for an hour: younger ones may be another run's, even of
 Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
 manifest, or, where the manifest cannot be read, has a name that files of checkpoints have; nothing
 behind a link in place of ``.partial`` or ``.old``, and nothing of another name in them. In a folder
-with the sticky bit, where others may make these two, who owns them could exchange what lies there:
-then nothing is saved.
+with the sticky bit, as ``/tmp``, a save is refused where one of these two belongs to another user,
+who could exchange what lies in it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def begin(path: Path, kind: str) -> PartialFolder:
 
 
 def refuse_foreign(path: Path, kind: str) -> None:
-    """Refuse (ValueError) to replace what is no empty folder, nor one of this kind written here."""
+    """Raise ValueError if ``path`` is a file, or a folder with files that are not of this kind."""
     if path.exists() and not path.is_dir():
         raise ValueError(
             f"{path} is a file, which a folder cannot replace. Give another name, or remove it."
@@ -169,7 +169,7 @@ def discard(aside: PartialFolder) -> None:
 
 
 def wait_for(path: Path, size: int | None = None) -> bool:
-    """Wait until a path (a file of this size) is seen; False if it is not in ``_LATE_SECONDS``."""
+    """Wait until a path is there, with ``size`` bytes if given; False after ``_LATE_SECONDS``."""
     end = time.monotonic() + _LATE_SECONDS
     while True:
         with suppress(OSError):

@@ -43,10 +43,10 @@ _MOST_REPEATED = 1 << 20
 
 
 class KeyCheck:
-    """Refuses keys of dictionaries, and members of sets, with hashes that somebody can choose.
+    """Refuses keys of dictionaries, and members of sets, whose hashes somebody can choose.
 
-    Texts and bytes have hashes that differ from process to process, and few floats and integers of
-    64 bits share one. Of tuples there may be some, with 10,000 members in all.
+    Hashes of texts and bytes differ from process to process, and few floats and 64-bit integers
+    have the same hash. Tuples may be keys as long as all of them together have 10,000 members.
     """
 
     _KINDS = frozenset({str, bytes, bool, float, type(None), torch.dtype, type})
@@ -55,7 +55,7 @@ class KeyCheck:
         self._members = 10_000
 
     def __call__(self, keys: Iterable[Any]) -> None:
-        """Raise ValueError at the first key that may not be one."""
+        """Raise ValueError at the first key whose type or size is not allowed."""
         for key in keys:
             kind = type(key)
             if kind is tuple:
@@ -155,7 +155,7 @@ class _NamedRecords(_Records):
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        """A record's class, which only this pickle could change; or a dtype."""
+        """The record class of a name, made for this pickle, which may change it; or a dtype."""
         if f"{module}.{name}" in self._names:
             return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None

@@ -114,14 +114,14 @@ class _SafeReader(dcp.FileSystemReader):
         return self._stored
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """The part of a file that holds an entry, if it asks for no more than its bytes."""
+        """The bytes of an entry, refused if reading them could take more memory than they do."""
         part = cast(IO[bytes], _EntryBytes(file, sinfo.offset, sinfo.length))
         check_archive(part)
         return part
 
 
 class _EntryBytes(_ReaderView):
-    """The bytes of an entry; torch's class takes a place before the end for one behind it."""
+    """The bytes of an entry in a shard. Its ``seek`` from the end is right, torch's is not."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         if whence == os.SEEK_END:

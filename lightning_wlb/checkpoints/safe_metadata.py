@@ -3,8 +3,8 @@
 Each of the few names that the format needs becomes a record (:mod:`.pickle_checks`), and any other
 is refused. The records are then checked like any foreign data: each field has its type, each chunk
 lies in its tensor, the chunks fill it, each entry lies in a file of the folder, and no two entries
-share bytes. So no tensor is larger than the files, whatever size is claimed, and what a pickle
-holds once and names often is not gone through often.
+share bytes. So no tensor is larger than the files, whatever size is claimed, and a pickle that
+refers to one object many times does not have it checked many times.
 
 Cost: about twice torch's own reading. Not for other storages, nor for entries that were
 transformed (as by compression).
@@ -116,7 +116,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
 
 
 def _entries(stored: TensorStorageMetadata | BytesStorageMetadata) -> list[tuple[str, int]]:
-    """The offsets under which an entry is stored, and the bytes that each takes at least."""
+    """For each chunk of a stored value its offsets, as text, and the least bytes that it takes."""
     if isinstance(stored, BytesStorageMetadata):
         return [(str(None), 0)]
     width = stored.properties.dtype.itemsize

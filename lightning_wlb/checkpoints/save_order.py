@@ -1,12 +1,12 @@
 """Which of several checkpoints was saved last, without believing a clock.
 
-A manifest says which run saved the folder, as how manyth, and which runs that one knew of: those of
-the checkpoints that it loaded or found beside its first save, and those that they knew of. So a
-checkpoint is newer than those that its run saved before it, and than all of runs that its run knew
-of. A run is a process: set back to an earlier step it keeps its name, and what it saves then is
-newer. Clocks decide between runs that do not know of each other, as of a folder that was copied in,
-or of two launchers (the order of ``git log --date-order``). A checkpoint of a version that did not
-name the run is a run of its own.
+A manifest names the run that saved the folder, the number of the save in that run, and the runs
+known to it: those of checkpoints that it loaded or found beside its first save, and those known to
+these runs. So a checkpoint is newer than its run's earlier ones, and than all checkpoints of runs
+known to its run. A run is a process: set back to an earlier step it keeps its name, and what it
+saves then is newer. Clocks decide between runs that do not know of each other, as where a folder
+was copied in, or of two launchers (the order of ``git log --date-order``). A checkpoint of a
+version that did not name the run is a run of its own.
 
 Cost: of the first save into a folder, one small file for each checkpoint there. Sorting n
 checkpoints of r runs takes O(n r + r²).

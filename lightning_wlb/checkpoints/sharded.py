@@ -129,7 +129,7 @@ def load(
 
 @contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Hide parameter groups without parameters, whose options torch looks for under a parameter."""
+    """Hide parameter groups without parameters, since torch looks up options by parameter."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     yield
@@ -138,7 +138,7 @@ def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's flattened state; empty, which torch refuses, where it has no parameters."""
+    """An optimizer's flattened state; empty without parameters, which torch would refuse."""
     if not any(group["params"] for group in optimizer.param_groups):
         return {}
     return dict(get_optimizer_state_dict(model, optimizer, options=_OPTIONS))

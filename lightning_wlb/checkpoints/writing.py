@@ -145,7 +145,7 @@ def _unsaved(path: Path, error: OSError) -> OSError:
 
 
 def check_plain(state: Any) -> None:
-    """Refuse (ValueError) nested state with a value that could not be read again, by its keys."""
+    """Raise ValueError, naming the keys, for a nested value that could not be read again."""
     for where, value in _leaves(state, ""):
         if type(value) not in _PLAIN and not _readable(value):
             kind = type(value)

@@ -52,12 +52,12 @@ class Forecast:
         return held / self.row.tokens
 
     def over(self, other: Forecast) -> float:
-        """Its tokens per second over those of another one."""
+        """Tokens per second of this forecast over those of another one."""
         return self.row.tokens_per_second / other.row.tokens_per_second
 
     @property
     def hidden(self) -> float:
-        """The share of tensor-parallel messages' time in which products run; 0 without any."""
+        """The share of tensor-parallel messages' time that products hide; 0 without messages."""
         waited, sent = np.sum([step.waited_ns for step in self.steps], axis=0).tolist()
         return 1 - waited / sent if sent else 0.0
 
@@ -67,7 +67,10 @@ class Forecast:
         return float(np.mean([step.bubble for step in self.steps]))
 
     def typical_step(self, tokens: int) -> StepPrediction:
-        """The step nearest to so many tokens first, and to the mean time per token and waiting."""
+        """The step most like the mean, for a picture.
+
+        It is near to ``tokens`` tokens above all, and near to the mean time per token and bubble.
+        """
         pace, idle = self.row.steps_ns / self.row.tokens, self.idle
 
         def distance(step: StepPrediction) -> float:
@@ -116,7 +119,7 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The packings that were planned on a mesh; ``request`` is the baseline's."""
+    """The packings that were planned on a mesh; ``request`` is that of the baseline packing."""
 
     request: MeshRequest
     forecasts: Sequence[Forecast]  # of those that fit in memory, the baseline first if it does
@@ -279,15 +282,15 @@ class Verdict:
 
 
 def _times(quotient: float) -> str:
-    """Cut off, so that less than :data:`WORTH` is never printed as that."""
+    """A quotient with two digits, rounded down lest a gain below :data:`WORTH` is printed as it."""
     return f"{math.floor(quotient * 100) / 100:.2f}"
 
 
 def judged(comparison: Comparison) -> Verdict:
     """The verdict on a comparison.
 
-    Of the packings that keep documents whole it is on the one that trains by default, unless
-    another one is worth more. So a mesh that is given has the verdict that a search had for it.
+    It is on the default packing, unless another that keeps documents whole is faster by
+    :data:`WORTH`. So ``plan`` says the same of a mesh that is given as of one that it found.
     """
     fit = {row.packing: row for row in comparison.forecasts}
     # If a reference does not fit in memory, its speed is still what to compare with.

@@ -88,7 +88,7 @@ def _answer(command: str, run: Callable[[], None]) -> int:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether it is the user's. What was never imported has raised nothing."""
+    """Whether an error is the user's; Lightning's kind is known once Lightning is imported."""
     if isinstance(error, ModuleNotFoundError):
         return not (error.name or "").startswith("lightning_wlb")
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")

@@ -82,7 +82,7 @@ def _best_of(request: MeshRequest, tell: Progress) -> Forecast | None:
 
 
 def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """What makes a run of it: a command where the model is in a YAML, or else Python to paste."""
+    """How to train as advised: a ``fit`` command where the model is in a YAML, else Python code."""
     model, sections = given_model(arguments.model), _sections(arguments, verdict)
     if model.file:
         data = arguments.lengths if Path(arguments.lengths).exists() else "DOCUMENTS"

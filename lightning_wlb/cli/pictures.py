@@ -207,7 +207,7 @@ def _stages(spans: Iterable[Span]) -> list[int]:
 
 
 def _shown(value: float) -> str:
-    """Three digits, or more before the point."""
+    """A number with three significant digits, or all digits before the point if there are more."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 

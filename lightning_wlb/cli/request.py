@@ -44,7 +44,7 @@ def is_searched(arguments: argparse.Namespace) -> bool:
 
 
 def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
-    """What is planned, or what meshes are searched for: the baseline, the reference, what is asked.
+    """The requests to plan, or to search meshes for: baseline, reference, the packing asked for.
 
     Raises:
         ValueError: a mistake in the arguments, with the remedy.
@@ -141,10 +141,11 @@ def check_search(arguments: argparse.Namespace) -> None:
 
 
 def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
-    """The device's profile, and the dtype of state at rest.
+    """The device's profile, and the dtype of parameters and optimizer state.
 
     Raises:
-        ValueError: no such profile, one of another device or dtype, or sums that are narrower.
+        ValueError: no such profile, one of another device or dtype, or a ``--reduce-dtype`` that is
+            narrower than the dtype of computation.
     """
     profile = Profile.load(arguments.profile)
     by_dtype = {computed: name for name, (computed, _) in reversed(PRECISIONS.items())}

@@ -133,7 +133,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def _expanded(node: Any, known: dict[int, int]) -> int:
-    """The characters of a YAML's node with what its aliases stand for; endless: too many."""
+    """Characters of a YAML node once its aliases are expanded; a huge number if it holds itself."""
     if id(node) not in known:
         known[id(node)] = _MOST_EXPANDED + 1  # until it is known: of a node that holds itself
         parts = node.value if isinstance(node.value, list) else ()

@@ -150,7 +150,7 @@ class WLBCLI(LightningCLI):
 
 
 def quieten() -> None:
-    """Leave out Lightning's lines of :data:`BESIDE_THE_POINT`, and warnings about itself."""
+    """Hide Lightning's log lines in :data:`BESIDE_THE_POINT`, and the warnings in ``_WARNINGS``."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(lambda each: not each.getMessage().startswith(BESIDE_THE_POINT))

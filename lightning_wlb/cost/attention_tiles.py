@@ -12,7 +12,7 @@ Costs are whole quarters of a key/value tile, so that every rank predicts alike.
 the published throughput of FlashAttention-3 over short sequences; this project measured nothing of
 it. Forward and backward have the same shape in this cost, so it stands for their sum up to a
 factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the rates of a device,
-and by :func:`last_tiles_end` what a device waits for that has more processors than tiles.
+and :func:`last_tiles_end` the time in which a call has fewer tiles left than there are processors.
 """
 
 from __future__ import annotations

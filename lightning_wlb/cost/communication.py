@@ -1,8 +1,8 @@
 """What communication costs: the time of messages between devices, and the memory of process groups.
 
-A transfer takes launch + hops · latency + bytes / bandwidth of the right link, and a ramp: until
-the link is full, it gets half of it (:meth:`.Link.ns`). So it is in measured all-gathers of NCCL,
-which take 36 to 76 µs at 8 MiB, where their bytes alone would take 11 to 20 µs.
+A transfer takes launch + hops · latency + bytes / bandwidth of its link, and a ramp: until the link
+is full, a transfer gets half of the bandwidth (:meth:`.Link.ns`). So do measured all-gathers of
+NCCL, which take 36 to 76 µs at 8 MiB, where their bytes alone would take 11 to 20 µs.
 
 Which link an axis of the mesh uses follows from the order of the ranks (:mod:`lightning_wlb.mesh`)
 and from the devices per node: a process group whose ranks are all in one node uses the node's link;
@@ -115,7 +115,7 @@ class Communication:
         return replace(network, latency_ns=latency, bytes_per_second=rate)
 
     def _together(self, *axes: str) -> int:
-        """Fewest ranks that a group has in a node, over its nodes and all groups."""
+        """The fewest ranks that any group has in any one of its nodes."""
         node = np.sort(self.mesh.groups(*axes) // self.profile.devices_per_node, axis=1)
         # All groups in one row: where the node changes, or a group ends, a run of ranks ends.
         ends = np.append(node[:, :-1] != node[:, 1:], np.ones((len(node), 1), bool), axis=1)
@@ -143,11 +143,11 @@ def communicators(mesh: Mesh) -> int:
 
 
 def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]]) -> int:
-    """Process groups that heterogeneous pipelines add, on the rank that gets most; O(pipelines).
+    """Process groups that heterogeneous pipelines add to the rank that gets the most of them.
 
-    Each strategy adds the groups of its pipelines, and those that sharing of micro-batches may add.
-    All strategies together add one over which parameters are sent. ``strategies`` has the pipelines
-    of each that steps may take.
+    Each strategy adds the groups of its pipelines, and those that sharing of micro-batches may add;
+    all strategies together add one, over which parameters are exchanged. ``strategies`` has the
+    pipelines of each strategy that steps may take. Cost: O(pipelines).
     """
     if not strategies:
         return 0

@@ -83,7 +83,7 @@ def _forward_pair(layer: LayerShape) -> int:
 
 
 def _backward_pair(layer: LayerShape) -> int:
-    """The same in backward: scores again, gradients of queries, keys, probabilities and values."""
+    """Backward FLOPs of such a pair: its score again; gradients of query, key, score and value."""
     return 2 * layer.heads * (3 * layer.head_dim + 2 * layer.value_dim)
 
 

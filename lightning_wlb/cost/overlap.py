@@ -54,8 +54,8 @@ class Exposed(NamedTuple):
     Attributes:
         forward: of the forward pass.
         backward: of the backward pass, without recomputation.
-        again: the part of ``backward`` that is for rows gathered again, which no recomputed half
-            does.
+        again: the part of ``backward`` in which rows are gathered a second time, which a half that
+            backward recomputes leaves out.
     """
 
     forward: float
@@ -78,9 +78,9 @@ def halves(dim: int, layer: LayerShape) -> tuple[HalfLayer, HalfLayer]:
 
 
 def chunks_of(latency: LatencyModel, rows: int) -> int:
-    """Parts in which the rows of a micro-batch travel: the fewest with which layers wait least.
+    """Parts in which the rows of a micro-batch travel: as few as bring the least waiting.
 
-    More must save :data:`LEAST_GAIN` of the layers' products.
+    A further part is worth it if layers then wait less by :data:`LEAST_GAIN` of their products.
     """
 
     def waits(chunks: int) -> float:
@@ -100,9 +100,10 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
 
 
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
-    """What layers wait for messages, and would if nothing ran beside them; recomputation left out.
+    """Time that layers wait for messages, and would wait if nothing ran beside them, in ns.
 
-    One layer of each of the model's for each number of rows, forward and backward.
+    Both are forward and backward, summed over all layers of the model and over the micro-batches,
+    whose numbers of rows are given. Recomputation is left out.
     """
     kinds = [(n, kind) for n, kind in zip(latency.shape.kinds.values(), latency.kinds, strict=True)]
     waited = messages = 0

@@ -162,6 +162,5 @@ def _inverse(*tables: tuple[tuple[float, ...], ...]) -> _Floats:
 
 @lru_cache(maxsize=64)
 def _points(axis: tuple[float, ...]) -> tuple[_Floats, _Floats]:
-    """An axis and its inverse."""
     points = np.array(axis, dtype=np.float64)
     return points, 1.0 / points

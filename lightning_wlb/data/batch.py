@@ -144,7 +144,7 @@ class StepBatch:
         """A copy whose tensors are on ``device``.
 
         With ``non_blocking`` the host goes on while the copies run, as it can from page-locked
-        memory. None (Lightning leaves it out) means that where the device is a CUDA GPU.
+        memory. By default, as Lightning calls it, it is True for a CUDA device.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"

@@ -62,10 +62,11 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
     """The folder of this name, built where there is none.
 
     Args:
-        key: its name, which holds whatever the content depends on.
+        key: the folder's name, which holds whatever the content depends on.
         build: fills an empty folder with files.
-        source: the file that it is made of: it is kept beside it (:data:`BESIDE`) where one may
-            write there. None, and else: in the user's cache folder, or a temporary one.
+        source: the file that the content is made of, beside which it is kept (:data:`BESIDE`) if
+            one may write there. Otherwise, or with None, it is kept in the user's cache folder, or
+            in a temporary one.
     """
     for root, owners, mode in _places(source):
         if _is_whole(root / key, owners):
@@ -100,7 +101,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or what is in its place, as far as it goes."""
+    """Remove a folder, or a file or link in its place; what cannot be removed stays."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -109,9 +110,9 @@ def remove(path: Path) -> None:
 
 
 def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:
-    """The folders to look in and to build in, the best first; who else may own what is in each.
+    """Yield folders to look and to build in, the best first: path, other trusted owners, mode.
 
-    The last is the mode of what is built there: beside a file who may read it may read this.
+    The mode is for what is built there: who may read the source file may read what is beside it.
     """
     if source is not None:
         status = source.stat()

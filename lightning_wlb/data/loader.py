@@ -117,7 +117,7 @@ class StepDataset(IterableDataset[StepBatch]):
         """The steps of a model of this shape: documents weigh what it computes on them.
 
         ``documents`` are whatever :func:`~lightning_wlb.data.open_documents.documents` opens, and
-        ``shape`` is such as ``LanguageModule.model_shape``. Without a ``rank`` it is the only one.
+        ``shape`` is such as ``LanguageModule.model_shape``. Without ``rank`` there is one rank.
 
         Raises:
             MisconfigurationException: a vocabulary smaller than that of the documents.

@@ -2,12 +2,12 @@
 
 A worker is a fork of its rank. It inherits the rank's handlers of signals, and its connections:
 
-* Slurm and a terminal send signals to *all* processes. What ends a run is its rank's to obey, so
-  workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a worker that is stuck by SIGTERM;
-  :func:`can_be_ended` lets it do so by SIGKILL.
-* A worker dies with its rank, whatever ends that. Only a read that cannot be interrupted (of a hung
-  network disk) keeps it: so it has none of the rank's sockets, or the other ranks would wait for a
-  rank that is dead, since its connections were open.
+* Slurm and a terminal send signals to *all* processes. A signal that ends a run is for the rank to
+  obey, so workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a worker that is stuck by
+  SIGTERM; :func:`can_be_ended` makes that SIGKILL.
+* A worker dies with its rank, however the rank ends, except in a read that cannot be interrupted
+  (of a hung network disk). So a worker has none of the rank's sockets: they would stay open, and
+  the other ranks would wait for a rank that is dead.
 
 A store must not open a network connection before the workers start and use it in them; a fork is no
 place for that anyway.

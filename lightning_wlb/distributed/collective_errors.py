@@ -96,7 +96,7 @@ def names_of_ranks(ranks: Sequence[int]) -> str:
 def differences(everyone: Iterable[Mapping[str, str]]) -> list[str]:
     """A sentence for each name under which ranks have different texts: the texts, and who has them.
 
-    ``everyone`` has each rank's texts by name. A rank that does not have a name differs from none.
+    ``everyone`` has each rank's texts by name. A rank may lack a name, which is no difference.
     """
     found: dict[str, dict[str, list[int]]] = {}
     for rank, texts in enumerate(everyone):

@@ -49,7 +49,7 @@ _least = torch.float32
 
 @contextmanager
 def reducing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Sum over ranks in at least ``dtype`` inside: float32, or bfloat16."""
+    """A context in which sums over ranks are in at least ``dtype``: float32, or bfloat16."""
     global _least
     before, _least = _least, dtype
     try:

@@ -162,7 +162,7 @@ class _ExchangedBucket(BucketInStep):
 
 
 class RunningExchange:
-    """One exchange on its way, of boxes of ``tensors``, by name; collective over all ranks."""
+    """One all-to-all under way, of parts of ``tensors`` by name; collective over all ranks."""
 
     def __init__(
         self,
@@ -207,7 +207,6 @@ def _parts(
 
 
 def _counts(pieces: Sequence[ExchangedPiece], ranks: int) -> list[int]:
-    """Elements to or from each rank."""
     counts = [0] * ranks
     for each in pieces:
         counts[each.peer] += each.elements

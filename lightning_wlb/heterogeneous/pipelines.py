@@ -138,7 +138,6 @@ class _SchemeGroups:
     merged: MergedGroups
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of all groups."""
         several = (self.of_pipeline.context, self.of_pipeline.tensor, *self.channels.values())
         set_timeout(timeout, *(group for group in several if group is not None))
         self.merged.set_timeout(timeout)

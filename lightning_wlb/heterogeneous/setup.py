@@ -78,8 +78,7 @@ is ``"off"``: so YAML reads it without quotes."""
 
 
 def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
-    """The sets of pipelines that are given; none for ``"off"``, and for ``"auto"``, which finds
-    some.
+    """The sets of pipelines that ``dynamic`` lists; empty for ``"off"`` and ``"auto"``.
 
     Raises:
         ValueError: something else than schemes, or as for :func:`.check_schemes`.

@@ -16,7 +16,7 @@ in memory, with as many open as 1F1B opens.
 
 It does not know how even planning makes micro-batches: on the settings of
 ``benchmarks/results/meshes.json`` the best mesh that is known is among its first eleven, but seldom
-the first. Without so many numbers M, without the longest piece or without f it would lose it there.
+the first. It would not be among them if one left out the larger M, the longest piece, or f.
 
 Cost: about 2 ms for a mesh.
 """
@@ -144,7 +144,7 @@ class ClosedForm:
         return _stage_ns(predictor, rows, attention, (received, read), mode)
 
     def _waits(self, latency: LatencyModel, rows: int) -> Integers:
-        """What a call on pieces of the mean length, over tokens, takes beside its segments."""
+        """What a kernel call takes beyond the sum of its segments, for pieces of mean length."""
         length = int((self._all * self._all).sum() // self._all.sum())
         part = -(-length // latency.mesh.context)
         queries = np.full(max(rows // part, 1), part)

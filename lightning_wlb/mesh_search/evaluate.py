@@ -74,7 +74,7 @@ class MeshRow:
         return self.flops * 1e9 / self.steps_ns
 
     def times(self, other: MeshRow) -> float:
-        """Its time over that of another row, for as much work."""
+        """The mesh's time per model FLOP over that of another."""
         return (self.steps_ns / self.flops) / (other.steps_ns / other.flops)
 
     @property

@@ -36,7 +36,7 @@ SIMULATED = 12
 best mesh that is known is among the first eleven of the closed form."""
 
 SIMULATED_LARGE = 4
-"""The same on more than :data:`LARGE` devices, where planning takes seconds for a mesh."""
+"""The same on more than ``LARGE`` devices, where planning takes seconds for a mesh."""
 
 LARGE = 256
 

@@ -138,7 +138,7 @@ class CompiledFunction:
 
     Args:
         function: pure; it returns a tensor.
-        rows: the first so many arguments are tensors whose first dim varies.
+        rows: number of leading arguments that are tensors whose first dim varies.
         eager: an equal function that runs uncompiled in its place, faster; itself if None.
     """
 

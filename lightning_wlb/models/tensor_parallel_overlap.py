@@ -101,8 +101,8 @@ class GatheredRows:
     def times(self, *numbers: int) -> tuple[Tensor, ...]:
         """The products with the weights of these numbers, [group size · rows, columns] each.
 
-        Each number is asked for once. Of what is asked for later only the last part is left then:
-        the others are multiplied while rows arrive.
+        Each number is asked for once. Products of numbers that later calls ask for are begun here
+        too, while rows arrive: only their last part is left for later.
         """
         weights = [self._weights[number] for number in numbers]
         if not self._behind:
@@ -135,7 +135,7 @@ class GatheredRows:
     def _multiplied_back(
         self, saved: Tensor, numbers: Sequence[int], gradients: Sequence[Tensor], trained: bool
     ) -> None:
-        """Take gradients of products, and post that the rows be gathered again; once."""
+        """Keep the products' gradients, and post the second gather of the rows, once."""
         self._gradients.update(zip(numbers, gradients, strict=True))
         if trained and self._arriving is None:
             self._arriving = _Arriving(saved, self._group, 0 if self._kept else 1)
@@ -202,9 +202,9 @@ class _Arriving:
             self._last = part
 
     def parts(self) -> Iterator[tuple[bool, slice]]:
-        """Whether it is the last, and each part of a rank's rows, when it is there.
+        """Wait for each part of the rows; yields whether it is the last one, and its slice.
 
-        Once all have been there it is the last alone.
+        When all parts have arrived, a second call yields the last part alone.
         """
         works, self._works = self._works, []
         for part, work in works:
@@ -245,7 +245,7 @@ def _times(rows: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Stands for the gathered rows, without memory; backward ends that of all products."""
+    """An empty stand-in for the gathered rows; its backward ends that of all products of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: GatheredRows, *weights: Tensor) -> Tensor:
@@ -283,10 +283,10 @@ class _Multiply(torch.autograd.Function):
 
 
 class _Hold(torch.autograd.Function):
-    """Holds what a summed product's backward needs.
+    """Saves the input and the weight that a summed product's backward needs.
 
-    Apart from :class:`_Sum`, and before it: a checkpoint recomputes until all is held that backward
-    needs, and then neither multiplies nor sends.
+    It is a node of its own before :class:`_Sum`, so that a checkpoint, which recomputes until all
+    is saved that backward needs, does not multiply and send again.
     """
 
     @staticmethod

@@ -322,7 +322,7 @@ class Head(nn.Module):
 
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
-    """``function(*kept)``, of which nothing else is kept: backward recomputes the activations."""
+    """``function(*kept)`` under activation checkpointing: only ``kept`` is held for backward."""
     # The random state is kept for modules of the user's own: other random numbers in backward would
     # give wrong gradients.
     result: Tensor = checkpoint(function, *kept, use_reentrant=False)

@@ -233,7 +233,6 @@ def _packed(
 
 
 def _grouped(home: Integers, groups: int) -> list[list[int]]:
-    """The items of each group, ascending."""
     order = np.argsort(home, kind="stable").tolist()
     ends = np.cumsum(np.bincount(home, minlength=groups)).tolist()
     return [order[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]

@@ -98,7 +98,7 @@ def merge_pieces(
 
 
 def most_sharers(work: Work, mesh: Mesh) -> int:
-    """Most replicas that may share a piece, where each rank of all takes heads of a recurrence."""
+    """Most replicas that may share a piece: all their ranks divide the recurrence's heads."""
     heads, others = divmod(work.recurrent_heads, mesh.context * mesh.tensor)
     # The largest power of two that divides what is left to them.
     return 1 if others else heads & -heads or mesh.data

@@ -164,7 +164,6 @@ class MixedBatches(GlobalBatches):
             self._in_store(chosen, standing.passes, 0)
 
     def _in_store(self, chosen: int, passes: int, position: int) -> int:
-        """The document at a position of a store's pass."""
         if not self._stream.shuffle:
             return position
         known, order = self._orders.get(chosen, (-1, None))

@@ -129,7 +129,7 @@ class WorkScorer:
 
     @cached_property
     def _scores(self) -> dict[object, PlanScore]:
-        """Scores of the candidates of one step, for which ``auto`` makes a scorer."""
+        """Scores found so far, by replica; ``auto`` makes a new scorer for each step."""
         return {}
 
     def _together(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:

@@ -142,7 +142,7 @@ class _Part(NamedTuple):
     Attributes:
         piece: the whole piece.
         placed: how many of its tokens are in packs.
-        at: index of the piece among those that wait, if none is.
+        at: index of the piece in :class:`_Waiting` while none of it is placed; else -1.
     """
 
     piece: Piece

@@ -300,7 +300,7 @@ class Predictor:
 
     @cached_property
     def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
-        """The times of :meth:`_rest_ns`; plans repeat the same rows, thousands of them at most."""
+        """Results of :meth:`_rest_ns` by parts and rows, which recur in every plan."""
         return {}
 
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:

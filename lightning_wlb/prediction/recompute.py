@@ -227,7 +227,6 @@ def _backwards(
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder] | None,
 ) -> Iterator[_Backwards]:
-    """The backwards of each replica."""
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
     constant = memory.constant(costs)
     if orders is None:

@@ -164,7 +164,7 @@ class StepMemory:
 
     @cached_property
     def _unit_bytes(self) -> Integers:
-        """Bytes that such a unit of rows saves, and keeps for later slices, [2, modes, stages]."""
+        """Bytes that a unit of :meth:`_row_units` saves, and keeps, [2, modes, stages]."""
         unit = self.model.mesh.tensor
         return np.array(
             [

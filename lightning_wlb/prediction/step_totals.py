@@ -122,7 +122,7 @@ def rank_ends(
 
 
 def total_times(predictor: Predictor, every: Sequence[Ends]) -> StepTimes:
-    """When the step ends whose replicas' ranks end so."""
+    """The times of a step, from when the ranks of each of its replicas end."""
     traffic = predictor.traffic
     last: dict[int, list[tuple[int, int]]] = {}
     for of_replica in every:

@@ -130,7 +130,7 @@ class CallTimer:
 
 
 def _enough(samples: int, seconds: float, repeats: int) -> bool:
-    """As many as asked for; more of short ones, fewer of long ones."""
+    """Whether these samples are enough: ``repeats``, more of short calls, fewer of long ones."""
     if seconds > 0.5:
         return samples >= min(3, repeats)
     return samples >= repeats and (seconds > 0.01 or samples >= 20)

@@ -188,7 +188,8 @@ class DeviceBench:
     def element_bytes_per_second(self, stages: StageTimes) -> float:
         """The memory's bandwidth, by the traffic that the latency model counts for SwiGLU's gate.
 
-        At least so much that matrix products have three quarters of every layer's time.
+        It is raised until element-wise work takes at most a quarter of the time of a layer or the
+        head.
         """
         rows = self.rows[-1]
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
@@ -227,10 +228,10 @@ class DeviceBench:
         return _rounded([2 * size**3 / self._seconds(lambda: a @ b)])[0]
 
     def held_out(self) -> Iterator[list[int]]:
-        """Lengths of the documents of micro-batches like those of training.
+        """Yield the lengths of the documents of micro-batches like those of training.
 
-        Windows of Generator A, as ``original`` packing cuts it: of as many tokens as there are
-        rows at most, of half and of a quarter as many, in turn.
+        They are windows of Generator A, cut as ``original`` packing does: in turn of as many tokens
+        as the grid's most rows, of half and of a quarter as many.
         """
         most = self.rows[-1]
         # Documents have 32 tokens at least, so that these are enough.
@@ -315,7 +316,6 @@ class DeviceBench:
         return held + 2 * self._width * model.parameters(parts)
 
     def _seconds(self, call: Callable[[], Tensor]) -> float:
-        """Median seconds of a call alone."""
         forward, _ = self._timer.medians(call, lambda out: None, self.grid.repeats)
         return float(forward)
 

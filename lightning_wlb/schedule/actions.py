@@ -4,11 +4,10 @@ An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0``
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
 pipeline. Stages are numbered over the whole pipeline; stage s is on rank s % ranks.
 
-Sends and receives are not written down, because they follow from the actions: a forward begins
-with a receive from the stage before, if there is one, and ends with a send to the stage after, if
-there is one; a backward does so the other way round. Between two stages of one rank nothing is
-sent. :func:`receipts` says when a rank knows, without asking, that a message of its own has
-arrived.
+Sends and receives are not written down, because they follow from the actions: a forward begins with
+a receive from the stage before, if there is one, and ends with a send to the stage after, if there
+is one; a backward does so the other way round. Between two stages of one rank nothing is sent.
+:func:`receipts` says when a rank knows, without asking, that a message of its own has arrived.
 
 :class:`Timing` is an action as it was measured, :class:`Span` an action on a time axis, measured or
 predicted.

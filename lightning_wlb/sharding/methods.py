@@ -9,8 +9,8 @@ rows. Tiles are dealt in descending work, one to each rank in a round, and every
 the other way, so that every rank gets equally many tiles and nearly equal work. Rows that do not
 divide are a last round of smaller, equal tiles. Most segments are one tile with keys of its own,
 and most keys are sent to every rank, so the total work is more than with other shardings, but
-evenly spread. It is for sequences on which those fail, and not for a document as long as most of
-the window: the tiles of a rank then read half as many copies of it as there are tiles.
+evenly spread. It is for micro-batches that the others leave unequal, and not for a document as long
+as most of the window: a rank then reads half as many copies of it as it has tiles.
 
 Cost: vectorised, linear in chunks; one heap operation for each remainder, one sort of the tiles.
 """
@@ -41,9 +41,9 @@ MOST_REMEMBERED = 1 << 12
 
 
 def one_by_one(chunks_of: Callable[[Integers, int], Integers]) -> Sharding:
-    """The sharding whose chunks a function makes for one micro-batch at a time.
+    """A sharding made of a function that cuts one micro-batch at a time.
 
-    Micro-batches of one piece mostly recur, since pieces are cut at tiles; theirs are remembered.
+    Its results for micro-batches of a single piece are remembered, since these lengths recur.
     """
 
     @lru_cache(MOST_REMEMBERED)

@@ -75,7 +75,7 @@ class Checkpointer:
     # Before a run
 
     def noting(self, launcher: _Launcher) -> _Launcher:
-        """Let the launcher also note the checkpoint that a run is asked to resume from."""
+        """Let the launcher note the checkpoint that a run is asked to resume from; returns it."""
         launcher.launch = partial(self._launch, launcher.launch)  # type: ignore[method-assign]
         return launcher
 
@@ -94,9 +94,10 @@ class Checkpointer:
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
-        """Refuse, before the first step, folders of checkpoints that are in no file system.
+        """Refuse, before the first step, checkpoint folders that are in no file system.
 
-        Refused is also a folder that a link would replace before the checkpoint behind it is saved.
+        A folder ``last.ckpt`` is refused too where ``save_last="link"`` would replace it by a link
+        before the background save of the linked checkpoint is on the disk.
         """
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
@@ -224,7 +225,7 @@ class Checkpointer:
             rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
 
     def _not_saved(self, path: Path, error: BaseException, interrupted: bool) -> None:
-        """End the run on all ranks; one that ends by an exception says so in a warning."""
+        """Raise the error of a failed save; only warn where an exception ends the run anyway."""
         if not interrupted:
             raise error
         good = "There is no good checkpoint of this run yet."
@@ -275,9 +276,10 @@ class Checkpointer:
 
 
 def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
-    """Take back, in place, that an epoch is over which ``max_steps`` or a Timer ends before.
+    """Record in place that an epoch which ``max_steps`` or a Timer cut short is not over.
 
-    Else the rest of it would be the resumed run's next one, which ``max_epochs`` ends too soon.
+    Otherwise a resumed run would count the rest of it as another epoch, and end by ``max_epochs``
+    one epoch too soon.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]

@@ -91,7 +91,6 @@ class MeshOptions:
 
     @property
     def _fixed(self) -> int:
-        """The product of the sizes that are given."""
         return math.prod(size for size in self.sizes if size != "auto")
 
     def settles(self, world_size: int) -> bool:

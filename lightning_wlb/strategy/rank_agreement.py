@@ -158,7 +158,7 @@ def digest_of(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterator[str]:
-    """Those that may communicate: this package's, and Lightning's but for what only shows."""
+    """Callbacks that may communicate: ours, and Lightning's but progress bars and monitors."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         room, _, _ = type(each).__module__.partition(".")
         shows = isinstance(each, ProgressBar) or type(each).__name__.endswith("Monitor")

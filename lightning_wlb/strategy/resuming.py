@@ -62,7 +62,8 @@ RESUMABLE = "lr_schedulers"
 def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
 
-    Nothing where Lightning's own choice stands; ``fitting``: optimizer state is needed too.
+    There are none where Lightning's own choice stands. With ``fitting`` optimizer state is needed
+    too.
     """
     slurm = SLURMEnvironment.detect()
     requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if slurm else []
@@ -154,9 +155,10 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
 
 
 def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
-    """Newest first; in a fit those to resume from, else the newest alone, to be refused by name.
+    """The readable checkpoints, newest first; the unreadable ones where there are no others.
 
-    What a newer version wrote is a ValueError: it must not be passed over.
+    In a fit they are those with optimizer state, or else the newest alone, which is then refused by
+    name. One that a newer version wrote is a ValueError: it must not be passed over.
     """
     saved: dict[Path, Manifest] = {}
     unreadable: dict[Path, Exception] = {}
@@ -288,7 +290,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def _owner_of_mine(folder: Path) -> int | None:
-    """Who owns what this process writes there, if everybody may write there; else None."""
+    """The owner of what this process writes into a folder where everybody may write; else None."""
     if not folder.is_dir() or not folder.stat().st_mode & stat.S_IWOTH:
         return None
     try:

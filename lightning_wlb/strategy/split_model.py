@@ -288,9 +288,9 @@ def _refuse_loss(returned: Tensor, ran: Tensor | None) -> NoReturn:
 
 
 def describe_model(module: LanguageModule, window: int | None) -> None:
-    """Log what a module trains, in place of Lightning's tables, which are taken from its Trainer.
+    """Log what a module trains, and remove Lightning's summary callbacks from its Trainer.
 
-    Those would have the parameters of rank 0's stage alone, and 0 FLOPs.
+    Their tables would show the parameters of rank 0's stage alone, and 0 FLOPs.
 
     Args:
         module: its model is whole yet.

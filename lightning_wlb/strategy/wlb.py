@@ -358,7 +358,8 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception of some ranks, or before training, nothing is, and that is said.
+        After an exception on some ranks only, or one before training, nothing is written, and a
+        line on stderr says so.
         """
         if cause := self.processes.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")

@@ -121,7 +121,7 @@ class Faults(pl.Callback):
         PROGRESS.note(CALLBACKS, "its callbacks")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Let this rank be slower to end than its launcher, whose end would kill it before."""
+        """Let this rank outlive its launcher from here on, which may end before it."""
         live_on_without_parent()
 
     def on_save_checkpoint(self, *_: Any, **__: Any) -> None:

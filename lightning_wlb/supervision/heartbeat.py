@@ -87,8 +87,6 @@ class Connection:
 
 @dataclass(eq=False)
 class _RankStatus:
-    """What rank 0 knows of a rank."""
-
     link: Connection
     rank: int = -1
     place: str | None = None  # where it has an exception

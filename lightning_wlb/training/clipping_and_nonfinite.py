@@ -69,7 +69,7 @@ class StepGuard:
         copies: list[nn.Parameter],
         name_of: Callable[[int], str],
     ) -> None:
-        """Guard the rank's stages; another stage counts the gradients of ``copies`` in the norm."""
+        """Guard the rank's stages; the norm counts ``copies`` of tied weights on other ranks."""
         self._model, self._mesh, self._device = model, mesh, device
         self._copies, self._name_of = copies, name_of
 

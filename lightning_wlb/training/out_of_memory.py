@@ -31,7 +31,7 @@ _SHOWN = 8
 
 @contextmanager
 def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
-    """Run a part of a training step inside; an error for want of memory gets a :func:`note`."""
+    """A context for a training step, which adds a :func:`note` to an error for want of memory."""
     try:
         yield
     except Exception as error:

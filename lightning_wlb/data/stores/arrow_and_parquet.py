@@ -113,7 +113,7 @@ class ListDocuments(MappedDocuments):
 
     @staticmethod
     def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
-        """The Arrow file that holds the columns of a file: itself."""
+        """The Arrow file that holds a file's columns; here the file itself."""
         return path
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:

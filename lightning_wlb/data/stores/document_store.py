@@ -247,7 +247,6 @@ class CheckedDocuments(ABC):
         )
 
     def _row(self, document: int) -> int:
-        """The document's row in the source."""
         return document
 
 

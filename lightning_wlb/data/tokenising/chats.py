@@ -4,11 +4,11 @@ A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. Its text
 template makes of it, and only what the assistant said may be a target:
 
 * A template with ``{% generation %}`` marks that by itself.
-* Else an assistant's turn is what the chat up to and with this turn has more than the chat before
-  it with the generation prompt. It begins after the header that the prompt writes, and ends with
-  the end-of-turn token. That is right only if each of these texts begins the text of the whole
-  chat, and a template that writes earlier turns otherwise (leaving out what was thought, say) is
-  refused.
+* Else an assistant's turn is found by rendering the chat twice: up to the turn, with the generation
+  prompt, and including the turn. The turn is the text that the second has beyond the first: it
+  begins after the prompt's header and ends with the end-of-turn token. Both texts must be
+  beginnings of the whole chat's text: a template that writes earlier turns otherwise (leaving out
+  what was thought, say) is refused.
 
 A token that spans a border belongs to what follows it. Nothing is added to what the template
 writes, no end-of-document token either. Rows may have ``tools``, which the template is given.

@@ -232,9 +232,10 @@ def never_cut_or_pad(tokenizer: Tokenizer) -> None:
 
 
 def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
-    """The end token that the file's neighbour names; without one the file's, if it is a usual one.
+    """The end token that ``tokenizer_config.json`` names; without that file, a usual end token.
 
-    A ``tokenizer.json`` says which tokens are special, and not which of them ends a document.
+    A ``tokenizer.json`` says which tokens are special, and not which of them ends a document. So
+    without the other file just one of its special tokens must be among ``USUAL_ENDS``.
     """
     neighbour = file.with_name("tokenizer_config.json")
     if not neighbour.is_file():

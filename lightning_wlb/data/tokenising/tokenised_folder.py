@@ -77,7 +77,7 @@ def check_free(out: Path) -> None:
 
 
 def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
-    """Counts of the shards that an earlier run has done, by number; what it left aside goes.
+    """Counts of the shards that an earlier run has done, by number; removes its unfinished files.
 
     Raises:
         ValueError: shards were done for another request.

@@ -213,5 +213,5 @@ def _dealt(
 
 
 def renumbered(plan: ReplicaPlan, number: Callable[[int], int]) -> ReplicaPlan:
-    """The plan, with ``number`` of each pipeline's number among those that share a micro-batch."""
+    """A plan in which ``number`` maps the numbers of the replicas that share each micro-batch."""
     return plan.changed(lambda each: replace(each, replicas=tuple(map(number, each.replicas))))

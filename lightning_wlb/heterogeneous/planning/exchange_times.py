@@ -59,7 +59,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         return times
 
     def ends_ns(size: int) -> list[int]:
-        """When as many turns as each number from 0 on have ended, one after another."""
+        """When 0, 1, 2, ... turns have ended, which run one after another."""
         times = took(profile.links["node"], per_node - 1, inside, size)
         if devices > per_node:
             network = profile.links["network"]

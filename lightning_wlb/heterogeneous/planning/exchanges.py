@@ -105,7 +105,7 @@ class Redistribution:
         return [bucket for bucket in order if own[bucket] >= 0]
 
     def shapes(self, turn: int) -> dict[str, tuple[int, ...]]:
-        """What the rank holds in the step of each parameter that it gets in a turn, if it does."""
+        """Name -> shape in the step, of the parameters that the rank gets in a turn."""
         return self._shapes[turn] if turn < len(self._shapes) else {}
 
     def exchange(self, turn: int, *, push: bool = False) -> TurnExchange:
@@ -127,7 +127,7 @@ class Redistribution:
 
     @cached_property
     def _exchanges(self) -> tuple[list[TurnExchange], list[TurnExchange]]:
-        """By turn, those of parameters and those of gradients."""
+        """The exchanges of each turn: those that pull parameters, and those that push gradients."""
         pulls, pushes = ([TurnExchange([], []) for _ in range(self.turns)] for _ in range(2))
         for number, bucket in enumerate(self.weights.buckets):
             shards = sharded(self.weights, bucket, self.base)
@@ -166,9 +166,10 @@ def _pieces(name: str, own: Integers, others: Integers) -> list[ExchangedPiece]:
 
 
 def _sources(shard: Integers, rank: int) -> tuple[Truths, Truths]:
-    """Whom a rank sends its shard of a parameter, and whose shards it takes: bool [ranks] each.
+    """Ranks that take this rank's shard of a parameter, and ranks that it takes shards from.
 
-    Of equal shards a rank takes its own, else one that is chosen by its number.
+    Both are bool [ranks]. Where several ranks have equal shards, one takes its own if it has one,
+    else that of a rank that is chosen by its number.
     """
     ranks = np.arange(len(shard))
     filled = (shard[..., 0] < shard[..., 1]).all(axis=1)

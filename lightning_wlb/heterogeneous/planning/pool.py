@@ -151,7 +151,6 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
 
 
 def _check(schemes: Schemes, base: Predictor) -> None:
-    """Refuse what :meth:`Pool.of` refuses."""
     per_node = base.latency.profile.devices_per_node
     if schemes == schemes_of(base.latency.mesh, base.stages):
         raise ValueError(

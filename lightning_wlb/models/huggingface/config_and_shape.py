@@ -180,8 +180,6 @@ _PROBE = "lightning_wlb_probe"  # the attention function's name in transformers
 
 
 class _Call(NamedTuple):
-    """One call of attention."""
-
     heads: int
     kv_heads: int
     head_dim: int

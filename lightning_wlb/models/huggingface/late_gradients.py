@@ -32,8 +32,9 @@ _LATE = "_late_gradients"  # what a linear layer's forward finds in its __dict__
 def gather_late(x: Tensor, group: ProcessGroup, layers: Sequence[nn.Linear]) -> Tensor:
     """The rows of all ranks, [group size · rows, dim], in front of a block of linear layers.
 
-    It is :func:`.gather_rows`, of which the backward also has the gradients of the layers' trained
-    weights. Their class must have :func:`late_linear` as its forward.
+    It gathers as :func:`.gather_rows` does. Its backward also computes the gradients of the layers'
+    trained weights, once the rows' gradients have been posted to be summed. The layers' class must
+    have :func:`late_linear` as its forward.
     """
     trained = [each for each in layers if each.weight.requires_grad]
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in trained]
@@ -49,7 +50,7 @@ def forget_late(layers: Sequence[nn.Linear]) -> None:
 
 
 def late_linear(self: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of ``nn.Linear``."""
+    """The forward of ``nn.Linear``, which leaves the weight's gradient to :func:`gather_late`."""
     kept = self.__dict__.get(_LATE)
     if kept is None or not input.requires_grad:
         return F.linear(input, self.weight, self.bias)

@@ -1,14 +1,13 @@
 """A family's model, built without memory and taken apart into the parts of a pipeline stage.
 
-A family's base model does more between its layers than call them: it makes rotary
-tables, chooses one by the kind of layer, scales the embedding. So its own ``forward`` runs on every
-stage, with :class:`StageLayers` in place of its list of layers. What the family does before its
-first layer (Granite scales the embedding) and behind its last one must happen once in the model,
-not once a stage. So stand-ins take the places of absent layers. One in front of the stage's layers
-drops what it is given and returns the hidden states that the stage has received. One behind them
-passes on what it is given, and the first one keeps it, as the stage's output. In the same way a
-family's head runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden` in place of its
-base model.
+A family's base model does more between its layers than call them: it makes rotary tables, chooses
+one by the kind of layer, scales the embedding. So its own ``forward`` runs on every stage, with
+:class:`StageLayers` in place of its list of layers. What the family does before its first layer
+(Granite scales the embedding) and behind its last one must happen once in the model, not once a
+stage. So stand-ins take the places of absent layers. One in front of the stage's layers drops what
+it is given and returns the hidden states that the stage has received. One behind them passes on
+what it is given, and the first one keeps it, as the stage's output. In the same way a family's head
+runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden` in place of its base model.
 
 Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. Others scale or cap
 the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,

@@ -91,7 +91,7 @@ def by_segments(
 def _replaced(
     name: str, theirs: Callable[..., Any], ours: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``theirs`` outside of a module that :func:`by_segments` has changed, ``ours`` inside."""
+    """``ours`` inside of a module that :func:`by_segments` has changed; else ``theirs``."""
 
     @wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def _sizes(name: str, given: Mapping[str, Any]) -> Recurrence:
 
 
 def _joined(one: Recurrence, other: Recurrence) -> Recurrence:
-    """What a layer computes that does both; what ranks share must divide the heads of each."""
+    """The recurrence of a layer that computes both; its heads divide as those of each do."""
     sums = map(add, vars(one).values(), vars(other).values())
     return replace(Recurrence(*sums), heads=gcd(one.heads, other.heads))
 
@@ -153,7 +153,7 @@ def _watched(
     wanted: frozenset[str],
     sizes: dict[nn.Module, Recurrence] | None,
 ) -> Callable[..., Tensor]:
-    """A recurrent module's forward, which must compute across rows by the ``wanted`` functions."""
+    """The forward of a recurrent module, which raises if it calls not all ``wanted`` functions."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         run = running()

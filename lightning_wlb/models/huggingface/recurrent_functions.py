@@ -94,7 +94,7 @@ def _part(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 
 def _heads(name: str, count: int, *, tensor: bool = True) -> _Heads:
-    """What this rank computes; ``tensor``: whether tensor-parallel ranks share heads too."""
+    """The heads of this rank; with ``tensor`` they are split over tensor-parallel ranks too."""
     run = current_run()
     rows = run.micro_batch.recurrence
     if rows is None:
@@ -240,7 +240,7 @@ def _scan(
 
 
 def _not_fused(*_: Any, **__: Any) -> None:
-    """Nothing: the family then computes the convolution and the scan by themselves."""
+    """Return None, so that the family computes the convolution and the scan by themselves."""
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {

@@ -97,7 +97,7 @@ class Split:
 
 
 def without_adapters(name: str) -> str:
-    """A parameter's or module's name where a module with an adapter is the plain one."""
+    """The name that a parameter or module has in the model without LoRA adapters."""
     return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.|$)", "", name)
 
 
@@ -141,7 +141,7 @@ def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads:
 
 
 def _of_adapter(style: str, matrix: str) -> str:
-    """The style of LoRA's A or B beside a module of the given style, whose product is split."""
+    """The style of an adapter's matrix A or B, from that of the linear layer that it adapts."""
     if style.startswith("colwise"):
         return style if matrix == "B" else _REPLICATE
     if style.startswith("rowwise"):
@@ -327,7 +327,7 @@ def _gather(
 
 
 def _of_output(change: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Callable[..., Any]:
-    """A forward hook that changes a module's output, or the first of several."""
+    """A forward hook that changes a module's output, or the first element of a tuple."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         group = _current_group()

@@ -127,9 +127,10 @@ class Packer:
         return batch
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """``pieces`` in ``bins`` micro-batches under the cap, and those that did not fit.
+        """Put ``pieces`` into ``bins`` micro-batches; returns these and the pieces that did not
+        fit.
 
-        Methods that arrange have all of them in one list, since micro-batches depend on the mesh.
+        Methods that form micro-batches by the mesh (``arranges``) return all pieces in one.
         """
         assert self.arranges, "a method that does not arrange packs"
         return [pieces], []
