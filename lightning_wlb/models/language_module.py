@@ -335,7 +335,7 @@ class LanguageModule(LoadsCheckpoints):
         return least + (1 - least) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
     def _tokens_taken(self) -> int:
-        """``tokens_seen``, less those of a step that failed before the optimizer's and is redone."""
+        """``tokens_seen`` less those of a step that failed before the optimizer's and is redone."""
         tokens, *since = self._counted
         failed = self._trainer and since == [id(self._trainer), self._trainer.global_step]
         return self.tokens_seen - (tokens if failed else 0)
