@@ -9,11 +9,10 @@ and from the devices per node: a process group whose ranks are all in one node u
 any other crosses nodes. Every device has a network adapter of its own, so a group with m ranks in
 each node drives m of them, up to the bandwidth of the node's link.
 
-Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps
-in which each rank sends B/n bytes. On GPUs a reduce-scatter ends with B/n bytes added to those
-that arrived: two reads and a write. Messages are not overlapped with each
-other, and here not with computation: :mod:`~lightning_wlb.cost.overlap` has what products hide of
-tensor- and context-parallel ones.
+Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps in
+which each rank sends B/n bytes. On GPUs a reduce-scatter ends with B/n bytes added to those that
+arrived: two reads and a write. Here messages overlap neither each other nor computation:
+:mod:`~lightning_wlb.cost.overlap` has what products hide of tensor- and context-parallel ones.
 
 Do not use it for oversubscribed networks, where the bandwidth depends on who else sends.
 """

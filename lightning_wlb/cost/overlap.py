@@ -100,7 +100,7 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
 
 
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
-    """Time that layers wait for messages, and would wait if nothing ran beside them, in ns.
+    """Time in ns that layers wait for rows to travel, and would wait if nothing ran beside them.
 
     Both are forward and backward, summed over all layers of the model and over the micro-batches,
     whose numbers of rows are given. Recomputation is left out.

@@ -9,8 +9,7 @@ begins when all of them can, and its keys are sent over the links of the data-pa
 come from :mod:`~lightning_wlb.prediction.step_memory`.
 
 The prediction is of the list of actions that the executor runs, so the two compare action by
-action. Of other communication, rows and keys of a layer travel behind products
-(:mod:`~lightning_wlb.cost.overlap`).
+action. In it a layer's rows and keys travel behind products (:mod:`~lightning_wlb.cost.overlap`).
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation. Where only the end of a step and its peak are wanted,

@@ -179,7 +179,7 @@ class Executor:
 
     @property
     def left_mesh(self) -> bool:
-        """Whether the last step ran on heterogeneous pipelines, which add tied gradients up."""
+        """Whether the last step ran on heterogeneous pipelines, which also sum tied gradients."""
         return self.bucket_lifetimes is not self.parameters
 
     def _runtime(self, plan: StepPlan) -> StepRuntime:
