@@ -227,7 +227,7 @@ def latency_of(rows: int, link: Link) -> LatencyModel:
     """The latency model of these layers, with this link between the ranks."""
     products = LinearTable((rows,), (FLOPS,), (FLOPS,))
     profile = replace(Profile.load("cpu"), layer=products, sustained=1.0, links={"node": link})
-    return LatencyModel(profile, CONFIG.shape, Mesh(tensor=2), overlap=True)
+    return LatencyModel(profile, CONFIG.shape, Mesh(tensor=2), overlap="all")
 
 
 def predicted_shares(latency: LatencyModel, rows: int) -> dict[str, float]:

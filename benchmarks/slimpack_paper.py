@@ -32,6 +32,7 @@ from benchmarks.workloads import CORPORA, SHAPES, Corpus, K
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import USABLE_PERCENT
+from lightning_wlb.cost.overlap import Overlap
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Recompute, StepPlan
@@ -57,7 +58,7 @@ class Case:
 
     Args:
         samples: documents of a global batch, on average.
-        overlap: whether messages are behind products.
+        overlap: which messages are behind products.
     """
 
     model: str
@@ -65,7 +66,7 @@ class Case:
     corpus: Corpus
     profile: Profile
     samples: int = 1024
-    overlap: bool = False
+    overlap: Overlap = "off"
 
     def run(self, steps: int, seed: int, per_rank: int) -> dict[str, Any]:
         """Both methods' predictions with so many stages per pipeline rank."""

@@ -114,7 +114,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         rest_dtype=rest,
         reduce_dtype=arguments.reduce_dtype or "float32",
         compiled=arguments.compile or bool(model.settings.get("compile")),
-        overlap=not model.hugging_face,
+        overlap="late" if model.hugging_face else "all",
         sharding=arguments.sharding,
         steps=steps,
     )

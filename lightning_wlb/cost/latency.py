@@ -36,7 +36,7 @@ import numpy as np
 from lightning_wlb.cost.attention_tiles import last_tiles_end, padded_pairs
 from lightning_wlb.cost.communication import Communication
 from lightning_wlb.cost.flops import head_flops, layer_linear_flops
-from lightning_wlb.cost.overlap import Exposed, exposed_halves
+from lightning_wlb.cost.overlap import Exposed, Overlap, exposed_halves
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable, Integers
 from lightning_wlb.cost.shape import LayerShape, ModelShape
@@ -58,7 +58,7 @@ class LatencyModel:
         mesh: ranks along each axis.
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
         compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
-        overlap: whether messages of rows and of keys travel while products run.
+        overlap: which messages travel while products run.
 
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
@@ -71,7 +71,7 @@ class LatencyModel:
     mesh: Mesh = ONE_DEVICE
     reduce_dtype: str = "float32"
     compiled: bool = False
-    overlap: bool = False
+    overlap: Overlap = "off"
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:

@@ -18,12 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning_wlb.cost.shape import LayerShape
 
 if TYPE_CHECKING:
     from lightning_wlb.cost.latency import LatencyModel
+
+Overlap = Literal["off", "late", "all"]
+"""Which messages travel while products run: none; the sum of a half layer's gradients of rows,
+beside its gradients of weights (Hugging Face blocks); all of rows and of keys."""
 
 MOST_CHUNKS = 4
 """Parts beyond four hide little more, and each has fewer rows for its products."""
@@ -124,13 +128,18 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
         chunks: parts in which the rows travel; 0 means :func:`chunks_of`.
     """
     gather, scatter = latency.messages_ns(rows)
-    if not latency.overlap or latency.mesh.tensor == 1:
+    if latency.overlap == "off" or latency.mesh.tensor == 1:
         return (Exposed(gather + scatter, gather + scatter, 0),) * 2
-    chunks = chunks or chunks_of(latency, rows)
-    gather_part, scatter_part = latency.messages_ns(rows, chunks)
+    beside = partial(_beside, latency)
     forward_ns, backward_ns = (latency.products_ns(rows, each) for each in (False, True))
     each_ns = backward_ns / 2  # gradients of rows; those of weights take as long
-    beside = partial(_beside, latency)
+    both = halves(latency.shape.dim, latency.layer)
+    if latency.overlap == "late":
+        summed = (beside(scatter, sum(half) * each_ns) for half in both)
+        first, second = (Exposed(gather + scatter, gather + waited, 0) for waited in summed)
+        return first, second
+    chunks = chunks or chunks_of(latency, rows)
+    gather_part, scatter_part = latency.messages_ns(rows, chunks)
 
     def in_parts(message: float, product: float) -> float:
         return message + (chunks - 1) * beside(message, product / chunks)
@@ -142,7 +151,7 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
         backward = in_parts(gather_part, half.out * each_ns) + beside(scatter, half.into * each_ns)
         return Exposed(forward, backward + again, again)
 
-    first, second = map(of_half, halves(latency.shape.dim, latency.layer))
+    first, second = map(of_half, both)
     return first, second
 
 
@@ -157,7 +166,7 @@ def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tup
         there: time in ns of the message of keys and values, which backward fetches again.
         back: time in ns of the message of their gradients.
     """
-    if not latency.overlap or latency.mesh.context == 1:
+    if latency.overlap != "all" or latency.mesh.context == 1:
         return there, back, there
     # The matrices of queries and of outputs are as large. Where rows travel too, the last part of
     # the queries is left to compute beside keys, and gradients of weights come later.

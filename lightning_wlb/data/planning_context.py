@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_wlb.cost.communication import communicators, heterogeneous_communicators
 from lightning_wlb.cost.latency import LatencyModel
+from lightning_wlb.cost.overlap import Overlap
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import Rank
@@ -43,7 +44,7 @@ class PlanningContext:
         chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
         activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
         compiled: whether blocks of the model are compiled.
-        overlap: whether layers compute while messages of rows and of keys travel.
+        overlap: which messages travel while layers compute.
     """
 
     shape: ModelShape
@@ -57,7 +58,7 @@ class PlanningContext:
     chooser: StepChooser | None
     activation_checkpointing: ActivationCheckpointing
     compiled: bool = False
-    overlap: bool = False
+    overlap: Overlap = "off"
 
     @staticmethod
     def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:

@@ -23,6 +23,7 @@ from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import USABLE_PERCENT
+from lightning_wlb.cost.overlap import Overlap
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES, Mesh
@@ -60,7 +61,7 @@ class MeshRequest:
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         compiled: whether blocks of the model are compiled.
-        overlap: whether layers compute while messages of rows and of keys travel.
+        overlap: which messages travel while layers compute.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
         mixture: what is taken of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
@@ -83,7 +84,7 @@ class MeshRequest:
     rest_dtype: str = "float32"
     reduce_dtype: str = "float32"
     compiled: bool = False
-    overlap: bool = False
+    overlap: Overlap = "off"
     sharding: str = ADAPTIVE
     mixture: tuple[StoreShare, ...] = ()
     steps: int = 3

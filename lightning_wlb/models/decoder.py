@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_wlb.attention.backends import VarlenAttention
+from lightning_wlb.cost.overlap import Overlap
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.tensor_parallel import assign
@@ -44,8 +45,8 @@ class Decoder(nn.Module):
             attention sets its ``timer``. None in a model that attends by itself.
         activation_checkpointing: ``"auto"`` if the layers compute again in backward what
             ``micro_batch.recompute`` says; else the one mode that they always have.
-        overlaps: whether layers compute while tensor-parallel messages travel, as ``groups.chunks``
-            says (:mod:`.tensor_parallel_overlap`).
+        overlaps: which messages travel while layers compute, where ``groups.chunks`` is given
+            (:mod:`.tensor_parallel_overlap`).
     """
 
     embed: nn.Module | None
@@ -53,7 +54,7 @@ class Decoder(nn.Module):
     head: nn.Module | None
     attention_kernel: VarlenAttention | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
-    overlaps = False
+    overlaps: Overlap = "off"
 
     def forward(
         self,

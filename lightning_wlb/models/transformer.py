@@ -75,7 +75,7 @@ class Transformer(Decoder):
     embed: Embedding | None
     head: Head | None
     activation_checkpointing = "auto"
-    overlaps = True
+    overlaps = "all"
 
     attention_kernel: VarlenAttention
 

@@ -135,7 +135,7 @@ class Predictor:
             accelerator=latency.profile.device_type != "cpu",
             reduce_dtype=latency.reduce_dtype,
             kernel=latency.profile.kernel,
-            overlap=latency.overlap,
+            overlap=latency.overlap == "all",
         )
         return StepMemory.of(model, self.stages)
 

@@ -267,7 +267,7 @@ def mesh_request(
         rest_dtype=devices.parameter_dtype,
         reduce_dtype=devices.reduce_dtype,
         compiled=module.compiles_blocks,
-        overlap=devices.overlap and model.overlaps,
+        overlap=model.overlaps if devices.overlap else "off",
         sharding=data.sharding,
         mixture=store.shares if isinstance(store, MixedDocuments) else (),
     )

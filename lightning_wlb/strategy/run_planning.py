@@ -64,7 +64,9 @@ class RunPlanning:
         split, _, devices = self._run
         if not devices.overlap:
             return None
-        if not split.executor.model.overlaps:  # others have no parts; gradients may still be late
+        if (
+            split.executor.model.overlaps != "all"
+        ):  # others have no parts; gradients may still be late
             return lambda rows, ranks: 1
         predictor = None if data is None else self.context(data).predictor
         if predictor is None:
@@ -157,5 +159,5 @@ class RunPlanning:
             chooser=self._chooser,
             activation_checkpointing=module.planned_checkpointing,
             compiled=module.compiles_blocks,
-            overlap=devices.overlap and split.executor.model.overlaps,
+            overlap=split.executor.model.overlaps if devices.overlap else "off",
         )

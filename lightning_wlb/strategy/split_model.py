@@ -190,7 +190,7 @@ class SplitModel:
             accelerator=device != "cpu",
             reduce_dtype=reduce_dtype,
             kernel="" if kernel is None else kernel.kernel_name(device),
-            overlap=self.executor.chunks is not None and self.executor.model.overlaps,
+            overlap=self.executor.chunks is not None and self.executor.model.overlaps == "all",
         )
 
 

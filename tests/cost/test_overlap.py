@@ -42,7 +42,7 @@ def model(per_second: float, slowed: float = 1.0, launch_ns: float = 0.0) -> Lat
         slowed_beside=slowed,
         devices_per_node=4,
     )
-    return LatencyModel(profile, SHAPE, Mesh(tensor=2), overlap=True)
+    return LatencyModel(profile, SHAPE, Mesh(tensor=2), overlap="all")
 
 
 def test_shares_of_products_are_those_of_the_matrices() -> None:
@@ -82,6 +82,15 @@ def test_products_are_slower_beside_messages() -> None:
     assert attention.backward == pytest.approx(1000 + 2 * 500)
 
 
+def test_late_gradients_of_weights_hide_the_last_message_of_each_half() -> None:
+    """Messages of 8 ns a row; gradients of weights take 4.8 in attention, 7.2 behind it."""
+    late = replace(model(DIM * 4 / 2 * 1e9 / 8), overlap="late")
+    attention, feed_forward = exposed_halves(late, 1000)
+    assert attention == pytest.approx((16_000, 8000 + 3200, 0))
+    assert feed_forward == pytest.approx((16_000, 8000 + 800, 0))
+    assert exposed_keys(replace(late, mesh=Mesh(context=2)), 1000, 3000, 6000) == (3000, 6000, 3000)
+
+
 def test_keys_travel_beside_queries_and_outputs() -> None:
     """Of 24 ns a row, forward, queries and outputs take 2.4 each; backward takes twice that."""
     latency = replace(model(DIM * 4 / 2 * 1e9), mesh=Mesh(context=2))
@@ -92,7 +101,7 @@ def test_keys_travel_beside_queries_and_outputs() -> None:
     both = replace(latency, mesh=Mesh(context=2, tensor=2))
     assert chunks_of(both, 1000) == 4
     assert exposed_keys(both, 1000, 3000, 6000) == (2700, 4800, 600)
-    for alone in (replace(both, overlap=False), replace(latency, mesh=Mesh(data=2))):
+    for alone in (replace(both, overlap="off"), replace(latency, mesh=Mesh(data=2))):
         assert exposed_keys(alone, 1000, 3000, 6000) == (3000, 6000, 3000)
 
 
@@ -104,7 +113,7 @@ def test_few_rows_travel_in_one_part() -> None:
 
 def test_what_is_recomputed_is_not_gathered_again() -> None:
     latency = model(DIM * 4 / 2 * 1e9 / 8)
-    off = replace(latency, overlap=False)
+    off = replace(latency, overlap="off")
     attention, feed_forward = exposed_halves(latency, 1000)
     forward = latency.linear_ns(1000, backward=False)
     waited = [half.forward - half.again for half in (attention, feed_forward)]
@@ -127,7 +136,7 @@ def test_no_pass_waits_for_more_than_its_messages(
         assert 0 <= half.forward <= (gather + scatter) * (1 + 1e-9)
         # Backward gathers once more.
         assert 0 <= half.backward <= (2 * gather + scatter) * (1 + 1e-9)
-    off = replace(latency, overlap=False)
+    off = replace(latency, overlap="off")
     assert exposed_halves(off, rows) == (Exposed(gather + scatter, gather + scatter, 0),) * 2
 
 

@@ -154,7 +154,7 @@ def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
 def test_of_messages_of_keys_what_is_waited_for_counts() -> None:
     links = {"node": Link(0.0, 2e10)}  # longer than the products beside them
     away = predictor(Mesh(context=2), profile=replace(BUSY, links=links))
-    behind = replace(away, latency=replace(away.latency, overlap=True))
+    behind = replace(away, latency=replace(away.latency, overlap="all"))
     pieces = [Slice(0, 0, 0, 8192)]
     open_cost, cost = (each.micro_batch(pieces, "per_document") for each in (away, behind))
     latency, rows = behind.latency, cost.rows

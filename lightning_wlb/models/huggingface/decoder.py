@@ -78,6 +78,7 @@ class HuggingFaceDecoder(Decoder):
     embed: FamilyEmbedding | None
     head: FamilyHead | None
     activation_checkpointing = "auto"
+    overlaps = "late"
 
     attention_kernel: VarlenAttention
 
