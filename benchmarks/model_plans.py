@@ -37,8 +37,8 @@ FlashAttention-2; published figures, not measured): the fastest mesh (data, pipe
 tensor; ×v: v virtual stages) for documents of Generator A, a window of {context_window} tokens,
 {micro_batches} micro-batches' worth of tokens a step, packing `auto`, nodes of 8. *Gain* is
 tokens/s over `best_fit` on its own best mesh. Rows with \\* are older: by them a layer waits for
-its tensor-parallel messages, beside which it computes now. A run without sizes searches for its
-mesh by itself; the same search before it:
+all of its tensor-parallel messages, of which it hides one of four now. A run without sizes searches
+for its mesh by itself; the same search before it:
 
 ```
 lightning-wlb plan --model examples/models/llama3_1_8b.yaml --mesh auto --devices 16 \\
