@@ -2,7 +2,7 @@
 
 A FIFO, a device, or a link to one, lets whoever opens it wait for ever or read without end. All
 that reads a cache, a manifest, a store, a profile, a tokenizer's or a model's folder asks here
-first (SECURITY.md lists who). Nobody else can have put anything into a folder of one's own
+first (SECURITY.md lists them). Nobody else can have put anything into a folder of one's own
 (:func:`own_folder`), and in it no link is followed. Where a library opens a file by its name, the
 name is looked at just before: who may write to the folder can still exchange the file then.
 

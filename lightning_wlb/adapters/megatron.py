@@ -29,7 +29,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dp_merge import Merged, merge_pieces
 
 SHARED_ABOVE = (0, 1, 2, 4, 8)
-"""1/alpha of :func:`.merge_pieces`, each tried: the share of a rank above which one is shared."""
+"""Values tried for ``per_capacity`` of :func:`.merge_pieces`; 0 shares no piece for its work."""
 
 Samples = Sequence[tuple[int, int]]  # (number, tokens)
 

@@ -29,12 +29,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: tokens of each sequence of the data set.
-        sequences: of a step, over all ranks and micro-batches.
+        sequences: number of sequences in a step, over all ranks and micro-batches.
         ranks: data-parallel ranks.
         rank: whose micro-batches are yielded; None: those of all ranks in the order
             [micro-batch][rank], which Accelerate deals to its processes one by one.
-        micro_batches: of each rank in a step: the steps of gradient accumulation.
-        seed: of the order, which is new in each epoch.
+        micro_batches: micro-batches of each rank in a step: the steps of gradient accumulation.
+        seed: gives the order, which is new in each epoch.
         shuffle: whether the order is random; else sequences come as they are.
         options: ``max_tokens``, ``model`` or ``work``, ``lockstep`` of :func:`.plan_step`.
 

@@ -36,7 +36,7 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         dp_rank: number of the data-parallel rank.
         dp_world_size: number of these ranks.
         seq_len: tokens of a row.
-        documents_per_step: over all ranks and rows.
+        documents_per_step: documents in a step, over all ranks and rows.
         accumulation_steps: rows of each rank in a step.
         seed: of the order of documents, which is new in each epoch.
         options: ``model`` or ``work`` of :func:`.plan_step`.

@@ -29,7 +29,7 @@ from lightning_wlb.file_checks import open_regular, read_json
 
 NAME = "manifest.json"
 FORMAT = 2
-"""1 is the same without ``by``."""
+"""Version of the manifest's format; version 1 lacked ``by``, the run that saved the folder."""
 CHECKPOINT, EXPORT = "lightning_wlb checkpoint", "lightning_wlb export"
 BLOCK_BYTES = 1 << 20
 """Bytes that are read at a time."""

@@ -36,7 +36,7 @@ _CALLS = re.compile(
     r"|_rebuild_(tensor(_v[23])?|parameter(_with_state)?|sparse_tensor|meta_tensor_no_storage"
     r"|from_type_v2)"
 )
-"""What torch's safe reader may call, but for what makes room by a number."""
+"""What torch's safe reader may call, except calls that allocate as much as a number says."""
 
 _MOST_REPEATED = 1 << 20
 """Most values of a tensor that repeats them: whatever is computed with it has room for each."""
@@ -101,7 +101,7 @@ class _Records(pickle._Unpickler):
         return self._known.setdefault(path, type(path, (Record,), {"name": path}))
 
     def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
-        """Refuse a call which a pickle may not make."""
+        """Refuse a call that a subclass does not allow; here none is refused."""
 
     def _load_call(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()

@@ -55,7 +55,7 @@ _RECORDS = {
 _MOST_DIMS = 64
 """Most dims of a tensor, which is torch's own limit."""
 _MOST_EMPTY = 1000
-"""Most chunks of a tensor without values; where they are takes no bytes of a file to say."""
+"""Most chunks of a tensor without values: no bytes of a file bound how many it names."""
 
 
 def read(folder: Path) -> Metadata:

@@ -1,6 +1,6 @@
 """All ranks write a checkpoint together, or not at all.
 
-First what could not be read again, or would replace something else, is refused. Then every rank
+A save that could not be read again, or would replace something else, is refused. Then every rank
 writes its shards, and rank 0 all other state, into a folder aside (:mod:`.atomic_folders`). Rank 0
 waits until it sees all files, lists them in the manifest and gives the folder its name. If a rank
 fails, all raise, and what was written is removed.

@@ -80,7 +80,7 @@ class PlanningContext:
     def predictor(self) -> Predictor | None:
         """What the profile predicts of this model on this mesh; None without a profile.
 
-        Where steps may leave the mesh, the process groups for that take room of every step.
+        If steps may leave the mesh, the process groups for that take memory in every step.
         """
         if self.profile is None:
             return None

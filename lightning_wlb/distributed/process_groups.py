@@ -332,10 +332,10 @@ def own_group(
 def message_device(device: torch.device, group: ProcessGroup) -> torch.device:
     """The device on which tensors have to lie to be sent or received over a group.
 
-    gloo copies what a collective is given to the host and back by itself, but of a message it takes
-    the address as it is, and hands a GPU's to a socket. So messages are copied here, which waits
-    for the device: for tests of several ranks on one GPU, not for training. Read in torch 2.13, not
-    run on CUDA.
+    In a collective gloo copies a GPU's tensors to the host and back; in a point-to-point message it
+    would hand the GPU's address to a socket. So messages are copied here, which waits for the
+    device: for tests of several ranks on one GPU, not for training. Read in torch 2.13, not run on
+    CUDA.
     """
     over_gloo = device.type == "cuda" and group._get_backend(device).name() == "gloo"
     return torch.device("cpu") if over_gloo else device

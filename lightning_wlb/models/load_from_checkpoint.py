@@ -4,10 +4,9 @@ A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Optim
 keyed by the names of parameters, as in the file that Lightning's ``consolidate_checkpoint`` makes
 of a folder, is numbered in the order of the module's own optimizers, as Lightning restores it.
 
-The checkpoint of a run of LightningCLI says which class the module is of, and that LightningCLI is
-to make it, which would import and make whatever other classes the arguments name. Here only a
-class is taken that is imported already and a subclass of the one that was asked for, and it gets
-the arguments as they are.
+A checkpoint of LightningCLI names the module's class, and asks for LightningCLI to instantiate it,
+which would import and call whatever classes the arguments name. Here the class must be imported
+already and a subclass of the one that was asked for, and it gets the arguments as they are.
 
 Cost: the weights twice in memory, or the optimizer state twice, until the second is loaded.
 """

@@ -41,7 +41,7 @@ class CPUClock:
         return float(end[1] - begin[1])
 
     def wait(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Do nothing: a CPU has no queue of work."""
 
 
 class CUDAClock:

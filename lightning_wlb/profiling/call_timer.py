@@ -48,7 +48,7 @@ class Held:
 
     Attributes:
         seconds: how long the host took; 0 where it does the work itself, or waited for the device.
-        ahead: whether the device had not begun by then, or no sleep is longer.
+        ahead: whether the device had not begun by then, or has had the longest sleep.
     """
 
     seconds: float = 0.0

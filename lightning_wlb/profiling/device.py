@@ -97,8 +97,8 @@ def shipped_profile(device: torch.device, backend: str = "auto") -> Profile | No
     """The shipped device profile that is nearest to this device; collective over all ranks.
 
     A CPU gets the profile ``cpu``, an H100 or H200 its own. Other GPUs get the one that is nearest
-    in memory, with a warning. Its memory is that of the GPU that has least. None for devices that
-    are neither CPU nor CUDA.
+    in memory, with a warning. The profile's memory is the least of all ranks' GPUs. The result is
+    None for devices that are neither CPU nor CUDA.
 
     Args:
         device: of this rank.

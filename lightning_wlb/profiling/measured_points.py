@@ -2,8 +2,8 @@
 
 A point of the attention kernel is one call over equal segments. On CUDA a call needs many tiles of
 queries to keep the device busy, so there are as many segments as make :data:`BUSY_TOKENS`, or as
-fit into the memory that points may take (:func:`segment_bytes`); points of which too few fit are
-left out, and have the rate of a neighbour. So have those of more than ``pairs`` pairs.
+fit into the memory that points may take (:func:`segment_bytes`). Points of which too few fit, or
+with more than ``Grid.pairs`` pairs, are left out, and get the rate of a neighbour.
 
 Attention over many keys for each query takes most memory: for the 7B model's heads, a call of
 16,384 queries over 512 times as many keys would take 400 GB.

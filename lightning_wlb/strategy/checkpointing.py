@@ -7,8 +7,8 @@ A save blocks training until it is on the disk, or, with ``async_save``, while t
 copied (:mod:`lightning_wlb.checkpoints.async_saving`). Saves after which the process may end block:
 outside of training, on an exception, and Slurm's before a requeue.
 
-What ModelCheckpoint removes goes when the save before it is on the disk. Where that fails it stays,
-since it may be the last good checkpoint. Only checkpoints are removed.
+A checkpoint that ModelCheckpoint removes goes when the save before is on the disk. If that save
+fails it stays, since it may be the last good checkpoint. Only checkpoints are removed.
 
 A save that fails fails on all ranks, and ends the run. In the background each rank finds out at
 another moment: so it tells the others in the exchange that ends a step

@@ -61,7 +61,7 @@ RENDEZVOUS = timedelta(minutes=30)
 """How long a rank waits for the others to start, where a node may come late."""
 
 ANSWER_SECONDS = 15.0
-"""How long whoever listens where the ranks meet may take to answer as rank 0 does."""
+"""Seconds in which rank 0's port must answer; else another program listens there."""
 
 
 _LAUNCHER = "LIGHTNING_WLB_LAUNCHER"

@@ -198,10 +198,10 @@ def run_profile(
     """The profile that plans a run's steps, where it is not left to the data module; collective.
 
     A mesh that is searched for needs a profile: the data module's, or the shipped one that is
-    nearest to the device. Steps are planned by the same, since the mesh may have room for them only
-    with the recomputation that it predicts. On GPUs steps are planned by the shipped profile on any
-    other mesh as well, unless the data module gives one or says ``profile="none"``. Whatever the
-    profile says of a node, the run's nodes have as many devices as they have.
+    nearest to the device. Steps are planned by the same profile, since the mesh may have room for
+    them only with the recomputation that it predicts. On GPUs steps are planned by the shipped
+    profile on any other mesh as well, unless the data module gives one or says ``profile="none"``.
+    The number of devices per node is always the run's, not the profile's.
 
     Args:
         devices: the run's devices.

@@ -1,7 +1,7 @@
 """What all ranks of a run must have alike, compared before the first step; what differs is named.
 
-A rank with another learning rate, seed or clipping would train a model that is nobody's to the end;
-one with other intervals or another precision would wait for the others, or abort. Facts are short
+A rank with another learning rate, seed or clipping would silently train a wrong model; one with
+other intervals or another precision would wait for the others, or abort. Facts are short
 texts by name, and ranks that have a fact must have the same text. They are compared as soon as the
 ranks are connected (:func:`settings_of`), and before the first step (:func:`training_of`), with
 what is made later, such as optimizers, and a checksum of values of which ranks hold copies. Data-

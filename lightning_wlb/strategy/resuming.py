@@ -232,10 +232,10 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
 def count_as_unbroken(trainer: pl.Trainer) -> None:
     """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
 
-    From an epoch's last step Lightning goes on inside the old epoch: with its number of batches, by
-    which it validates, and under its count, so that a run that is resumed again trains an epoch
-    more. With ``max_steps`` it counts the epoch twice, and ends an epoch too soon. A step that
-    failed before it was saved on an exception it counts too, and validates a step too soon.
+    A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
+    validates by the old number of batches, and trains an epoch more if it is resumed again. With
+    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. It also counts a
+    step that failed before the save on an exception, and validates a step too soon.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress

@@ -71,8 +71,8 @@ class WLBStrategy(ParallelStrategy):
             ``"auto"`` is chosen with the mesh; where that leaves no choice it is ``"1f1b"``, or
             ``"interleaved"`` with several stages per rank.
         virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; where that
-            leaves no choice it means 2 for ``"interleaved"``, which with 1 is ``"1f1b"``; the
-            others run 1.
+            leaves no choice it means 2 for ``"interleaved"`` and 1 for ``"1f1b"``, which is
+            ``"interleaved"`` with 1.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank that has not ended; None: ten minutes.
         on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:

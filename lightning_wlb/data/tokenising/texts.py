@@ -33,7 +33,7 @@ from lightning_wlb.file_checks import (
 )
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Special tokens that are taken for the end of a document where there is one of them."""
+"""Special tokens that are taken for the end of a document, if a tokenizer has just one of them."""
 
 EXTRA = "pip install 'lightning-wlb[hf]'"
 

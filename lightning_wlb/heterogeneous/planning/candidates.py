@@ -35,7 +35,7 @@ from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import Piece, Scheme, Schemes, schemes_of
 
 SHORTEST = 9
-"""Binary logarithm of tokens; shorter pieces take as long for each token."""
+"""Binary logarithm of the shortest length predicted; shorter pieces take as long for each token."""
 
 MICRO_BATCHES = 6
 """Micro-batches for each stage of a pipeline, by which filling and draining is estimated."""

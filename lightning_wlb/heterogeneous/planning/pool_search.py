@@ -45,7 +45,7 @@ WORTH_ADDING = 0.005
 """Share of the time on the mesh that a choice must save beside those that the pool has already."""
 
 AHEAD = 8
-"""Steps after the sample, for each step to choose by, among which these are found too."""
+"""Further steps that are looked at, after the sample, for each step that choices are made by."""
 
 PROPOSED = 12
 """Choices that are simulated."""

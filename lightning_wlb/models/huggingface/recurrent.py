@@ -2,10 +2,10 @@
 
 Linear attention (gated delta rule, Kimi's delta attention), Mamba 2 and short convolutions carry
 something from row to row, and on packed rows would carry it from document to document, without a
-word. Families compute all of them by a few functions of their files. :func:`by_segments` replaces
-these: while a decoder of this package runs, those of :mod:`.recurrent_functions` run transformers'
-own for each piece by itself; outside of one they are what they were. A module that did not call
-each function of its family's is refused, since it would have mixed documents.
+word. A family computes all of them by a few functions of its file. :func:`by_segments` replaces
+these functions: while a decoder of this package runs, :mod:`.recurrent_functions` calls the
+family's own function for each piece by itself; elsewhere they are unchanged. A module that did not
+call each of its family's functions is refused, since it would have mixed documents.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The functions by which transformers computes recurrent layers, for each piece by itself.
 
-Each takes the place of transformers' function of its name in :data:`FUNCTIONS`, has its arguments
-behind that function and the layer's number, and calls it for one piece after another, with the
-state that an earlier slice has left (:mod:`lightning_wlb.attention.recurrence`). Where ranks share
-rows, each computes its heads of all rows; tensor-parallel ranks compute theirs, of projections and
-convolutions that each of them has whole.
+Each takes the place of the function that transformers has under its name in :data:`FUNCTIONS`. It
+is given that function, the layer's number and the function's arguments, and calls it for each piece
+with the state that the slice before has left (:mod:`lightning_wlb.attention.recurrence`). Ranks
+that share rows compute their own heads of all rows; so do tensor-parallel ranks, each of which has
+projections and convolutions whole.
 
 Cost: a call of the recurrence for each piece of a micro-batch, and one of a convolution. Where
 flash-linear-attention is installed, a delta rule on CUDA takes all pieces in one call

@@ -74,7 +74,7 @@ class Split:
         packed: whether that dim holds two matrices, and so is held as two.
         shares: the number of key/value heads, where the parameter is split by them; else 0. Where
             there are more ranks than heads, each holds all and reads its own.
-        once: a bias behind a sum over the ranks, of which each rank adds an equal part.
+        once: whether it is a bias added behind a sum over ranks: each adds an equal part of it.
     """
 
     style: str

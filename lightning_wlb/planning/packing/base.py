@@ -162,8 +162,8 @@ class Packer:
     ) -> MicroBatches:
         """Pack, in up to twice as many micro-batches for pieces that may wait no longer.
 
-        Pieces just above half a cap fill micro-batches half: a run of them would be carried faster
-        than it is packed. With 2·N micro-batches, each filled at least half where a piece is
+        A micro-batch holds only one piece of just above half a cap, so with N micro-batches fewer
+        such pieces could be packed than arrive. With 2·N, each at least half full if any piece is
         carried, a step takes as many tokens as arrive.
         """
         if not pieces:
