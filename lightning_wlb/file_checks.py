@@ -101,6 +101,11 @@ def check_model(path: str | Path) -> None:
             check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
 
 
+def printable(text: str) -> str:
+    """A text that a terminal shows and does not obey: its control characters as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def reason(error: BaseException) -> str:
     """Why transformers could not open something; if it wants foreign code run, with the remedy."""
     if "trust_remote_code" not in str(error):

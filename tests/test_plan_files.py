@@ -46,6 +46,16 @@ def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
         ('{"format": "lightning-wlb plans", "version": 1}\n{"step": 0}', "line 2"),
         ('{"format": "lightning-wlb plans", "version": 1}\n' + "[" * 100_000, "line 2"),
         ("[" * 100_000, "line 1"),
+        # Numbers that all have one hash, or are none.
+        *(
+            (f'{{"format": "lightning-wlb plans", "version": 1}}\n{{"pieces": [[{number}]]}}', why)
+            for number, why in [
+                (f"{2**61 - 1}", "line 2: 2305843009213693951 is no whole number of up to 10"),
+                ("1e18", "line 2: 1e18 is no whole number"),
+                ("NaN", "line 2: NaN is no whole number"),
+                ("-1", "line 2: -1 is no whole number"),
+            ]
+        ),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=line):

@@ -210,7 +210,7 @@ class ImbalanceMonitor(L.Callback):
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
             self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
             self.heat_map_path = path.absolute()
-        console = Console()
+        console = Console(markup=False)
         console.print(summary_table(self.summary(), sizes))
         if self._strategies:
             console.print(strategies_table(self.strategies()))

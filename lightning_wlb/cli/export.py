@@ -21,6 +21,7 @@ from rich.progress import Progress
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
+from lightning_wlb.file_checks import printable
 from lightning_wlb.strategy.resuming import candidates_in, load_first
 
 DTYPES = ("bfloat16", "float32")
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: what :func:`export` refuses.
     """
-    console = Console()
+    console = Console(markup=False)  # a path may have brackets
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("layers", total=None)
         path, tensors, copied = export(
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not any("token" in name for name in copied):
         beside = "There is no tokenizer beside them: --tokenizer FOLDER copies one."
     console.print(
-        f"{tensors} tensors of {path} in {arguments.folder}\n{beside}",
+        printable(f"{tensors} tensors of {path} in {arguments.folder}\n{beside}"),
         highlight=False,
         soft_wrap=True,
     )

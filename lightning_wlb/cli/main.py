@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 
+from lightning_wlb.file_checks import printable
+
 COMMANDS = {
     "export": "Write a checkpoint as a folder that transformers' from_pretrained opens.",
     "plan": "Compare packings on your documents' lengths, before a device is rented.",
@@ -115,7 +117,7 @@ def _paragraph(error: BaseException) -> str:
         text += ". It comes with pip install 'lightning-wlb[train]', or [hf] for Hugging Face."
     if "Original Traceback" in text:  # from a loader worker
         text = text.strip().rpartition("\n")[2]
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 if __name__ == "__main__":

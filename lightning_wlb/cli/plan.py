@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: a mistake in the arguments, or a model that does not fit on the mesh; the
             message says what would fit.
     """
-    console = Console(width=None if Console().is_terminal else 180)
+    console = Console(width=None if Console().is_terminal else 180, markup=False)
     requests = requests_of(arguments)
     if is_searched(arguments):
         run_search(arguments, requests, console)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: the device or the attention backend is not there, or the file cannot be written.
     """
-    console = Console()
+    console = Console(markup=False)
     config = model_config(arguments.model)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here. Use --device cpu.")

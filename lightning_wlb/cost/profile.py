@@ -22,6 +22,7 @@ from lightning_wlb.file_checks import parse_json, read_bytes
 
 FORMAT = 2
 _FOLDER = "profiles"
+_TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class Profile:
                 " `lightning-wlb profile`."
             )
         try:
+            _check_values("", values)
             values["attention"] = tuple(_record(AttentionTable, t) for t in values["attention"])
             values["layer"] = _record(LinearTable, values["layer"])
             values["head"] = _record(LinearTable, values["head"])
@@ -256,6 +258,18 @@ def _record(kind: Any, values: Mapping[str, Any]) -> Any:
         if name not in known:
             raise ValueError(f"{kind.__name__} has no entry {name!r}; it has {', '.join(known)}.")
     return kind(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _check_values(name: str, value: Any) -> None:
+    """Refuse texts where none are, and numbers below 0 or beyond what a rate can be."""
+    if isinstance(value, Mapping | list) and (name not in _TEXTS or name == "sources"):
+        pairs = value.items() if isinstance(value, Mapping) else ((name, each) for each in value)
+        for key, each in pairs:
+            _check_values(key, each)
+    elif isinstance(value, str) != (name in _TEXTS) or (name != "measured" and value is True):
+        raise ValueError(f"{name}={value!r} is of another type.")
+    elif not isinstance(value, str) and not 0 <= value < 1e30:
+        raise ValueError(f"{name}={value!r} must be at least 0, and finite.")
 
 
 def _tuples(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece
 
 
@@ -80,8 +81,8 @@ class GlobalBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
-        self.start_epoch(state["epoch"])
-        self._at = StreamPosition(state["position"], state["offset"])
+        self.start_epoch(whole("epoch", state["epoch"], 0))
+        self._at = StreamPosition(*(whole(each, state[each], 0) for each in StreamPosition._fields))
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""

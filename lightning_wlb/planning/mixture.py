@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.planning.global_batches import (
     GlobalBatches,
     Stream,
@@ -109,7 +110,7 @@ class MixedBatches(GlobalBatches):
         super().load_state_dict(state)
         saved = [state["mixture"][share.name] for share in self._shares]
         self._standings = tuple(
-            _Standing(*(each[name] for name in _Standing._fields)) for each in saved
+            _Standing(*(whole(name, each[name], 0) for name in _Standing._fields)) for each in saved
         )
         self._make_orders()
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.argument_checks import choice
+from lightning_wlb.argument_checks import choice, whole, wholes
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
@@ -236,7 +236,8 @@ class Planner:
         ``max_tokens`` and the mesh may differ from the run that saved the state.
 
         Raises:
-            ValueError: naming the data settings that differ from those of the saved state.
+            ValueError: naming the data settings that differ from those of the saved state; or a
+                state that no run can have saved.
         """
         saved = state["settings"]
         differing = [
@@ -251,10 +252,32 @@ class Planner:
                 + ". Documents would be lost or repeated. Resume with the settings of the saved"
                 " run, or start the data afresh by loading the weights alone."
             )
-        self._arrivals.load_state_dict(state)
-        self._step = state["step"]
-        self._tokens = state["tokens"]
-        self._packer.load_state_dict(state["packer"])
+        try:
+            self._step = whole("step", state["step"], 0)
+            self._tokens = whole("tokens", state["tokens"], 0)
+            self._arrivals.load_state_dict(state)
+            self._packer.load_state_dict(state["packer"])
+            self._check_held()
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise ValueError(
+                "The saved data state is damaged, or was made up"
+                f" ({type(error).__name__}: {error}). Use another checkpoint, or start the data"
+                " afresh by loading the weights alone."
+            ) from error
+
+    def _check_held(self) -> None:
+        """Refuse pieces that wait and are no part of a document, or are there twice."""
+        before = None
+        for piece in sorted(self.held):
+            document, origin, stop, arrival = wholes("a piece that waits", piece, 0)
+            number = document % len(self._lengths) if self._mixture else document
+            length = self._lengths[number]
+            late = arrival > self._step
+            if late or not origin < stop <= min(length, origin + self._data.context_window):
+                raise ValueError(f"no step can have left the piece {tuple(piece)}")
+            if before is not None and before[0] == document and before[2] > origin:
+                raise ValueError(f"the piece {tuple(piece)} waits twice")
+            before = piece
 
     def _settled(self, replicas: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
         """The same replicas, with what their micro-batches compute again in backward."""

@@ -21,13 +21,14 @@ torch's TCPStore is not used: a request to a store whose process is stopped wait
 
 Cost: some hundred bytes from each rank every ``heartbeat_seconds``; rank 0 reads at most 100
 messages a second, each in some 10 µs, and has an open file for each rank. Once all ranks are there
-nobody else can connect.
+nobody else can connect, or stay so.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import math
 import resource
 import selectors
 import socket
@@ -150,6 +151,7 @@ class HeartbeatServer(threading.Thread):
         """Serve until :meth:`stop`."""
         pause = heartbeat_seconds(self._world_size)
         due = time.monotonic()
+        all_here_by = due + self._stalled_after
         try:
             while not self._over:
                 for key, _ in self._selector.select(0.25):
@@ -159,6 +161,13 @@ class HeartbeatServer(threading.Thread):
                         self._accept()
                 now = time.monotonic()
                 self._decide(now)
+                if now > all_here_by and (missing := self._world_size - len(self._peers)) > 0:
+                    all_here_by = math.inf
+                    self._say(
+                        f"{missing} ranks have not been heard on port {self.port}, so that the run"
+                        " is not watched, perhaps since others take up the port. Let only the"
+                        " job's nodes reach it."
+                    )
                 if now >= due:
                     due = now + pause
                     self._send_to_all(tick=True)
@@ -183,6 +192,8 @@ class HeartbeatServer(threading.Thread):
         self._selector.register(
             connection, selectors.EVENT_READ, _RankStatus(Connection(connection))
         )
+        if len(self._selector.get_map()) > 2 * self._world_size + 100:
+            self._drop_strangers(self._world_size)
 
     def _read(self, peer: _RankStatus) -> None:
         messages = peer.link.receive()
@@ -191,7 +202,7 @@ class HeartbeatServer(threading.Thread):
                 messages = None
                 break
             self._note(peer, message)
-        if messages is None:
+        if messages is None and peer.link.connection.fileno() >= 0:
             self._selector.unregister(peer.link.connection)
             peer.link.connection.close()
             if self._peers.pop(peer.rank, None) is not None and not peer.ended:
@@ -206,7 +217,16 @@ class HeartbeatServer(threading.Thread):
         if len(self._peers) == self._world_size:
             self._selector.unregister(self._listener)
             self._listener.close()
+            self._drop_strangers(0)
         return True
+
+    def _drop_strangers(self, but: int) -> None:
+        """Close connections that have not said which rank they are, but for the last ones."""
+        keys = self._selector.get_map().values()
+        strangers = [key.data.link.connection for key in keys if key.data and key.data.rank < 0]
+        for each in strangers[: len(strangers) - but]:
+            self._selector.unregister(each)
+            each.close()
 
     def _note(self, peer: _RankStatus, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()

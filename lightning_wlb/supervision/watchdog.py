@@ -36,6 +36,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
+from lightning_wlb.file_checks import printable
 from lightning_wlb.supervision.heartbeat import (
     AGREED_PATIENCE,
     PATIENCE,
@@ -246,7 +247,7 @@ class Watchdog(threading.Thread):
 
 def say(rank: int, text: str) -> None:
     """Print a line of a rank to stderr, if it can still be written to."""
-    line = f"[rank {rank}] WLBStrategy: {text}"
+    line = f"[rank {rank}] WLBStrategy: {printable(text)}"
     _briefly(partial(print, line, file=sys.stderr, flush=True))
 
 

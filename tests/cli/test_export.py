@@ -174,7 +174,8 @@ def one_process(folder: Path) -> Path:
 
 
 def test_the_command_exports_a_single_file(tmp_path, capsys):
-    folder, tokenizer, out = tmp_path / "llama", tmp_path / "tokenizer", tmp_path / "out"
+    # Whose name is no markup where it is printed.
+    folder, tokenizer, out = tmp_path / "llama", tmp_path / "tokenizer", tmp_path / "[" / "red]"
     write(folder, tiny("llama"))
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")

@@ -38,6 +38,11 @@ def test_a_wrong_value_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> N
     assert text.endswith("Given value: much")
 
 
+def test_a_name_is_no_command_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["export", "\x1b[2J.ckpt", "out"]) == 2
+    assert r"\x1b[2J" in capsys.readouterr().err
+
+
 def test_a_traceback_is_there_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_WLB_TRACEBACK", "1")
     with pytest.raises(ValueError, match="learning_rate"):

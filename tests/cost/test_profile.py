@@ -25,15 +25,6 @@ def test_a_shipped_profile_survives_the_round_trip_and_names_its_sources(name: s
     assert ("measured" if profile.measured else "analytic") in profile.provenance
 
 
-def test_a_file_of_before_kernels_were_named_has_none(tmp_path: Path) -> None:
-    values = json.loads(Profile.load("h100").to_json())
-    del values["kernel"]
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(values))
-    assert Profile.load(path).kernel == ""
-    assert "attention by" not in Profile.load(path).provenance
-
-
 @pytest.mark.parametrize(
     ("name", "head_dim", "published", "within"),
     [
@@ -102,7 +93,7 @@ def test_a_name_that_is_nothing_lists_the_shipped() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format 1"),
+        ({"format": 99}, "format 2"),
         ({"attention": []}, "no table"),
         ({"links": {}}, "no entry 'node'"),
         ({"peak_flops": 0}, "peak_flops"),
@@ -110,6 +101,12 @@ def test_a_name_that_is_nothing_lists_the_shipped() -> None:
         ({"links": {"node": {"latency_ns": 1, "bytes_per_second": 0}}}, "bytes_per_second=0"),
         ({"layer": {"rows": [1, 1], "forward": [1, 1], "backward": [1, 1]}}, "ascend"),
         ({"layer": {"rows": [1, 2], "forward": [1], "backward": [1, 1]}}, "1 rates for 2"),
+        ({"name": ["h100"]}, "name=.*another type"),
+        ({"kernel": 3}, "kernel=3.*another type"),
+        ({"memory_bytes": "80"}, "memory_bytes='80'.*another type"),
+        ({"peak_flops": float("nan")}, "peak_flops=nan"),
+        ({"action": {"ns": [-1.0, 0.0]}}, r"ns=-1\.0 must be at least 0"),
+        ({"errors": {"layers": float("inf")}}, "layers=inf must be at least 0, and finite"),
     ],
 )
 def test_a_wrong_entry_is_named(change: dict, message: str, tmp_path: Path) -> None:

@@ -171,6 +171,30 @@ def test_state_does_not_change_with_later_steps() -> None:
     assert json.dumps(state) == before
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("made_up", "why"),
+    [
+        ({"position": float("nan")}, "position=nan"),  # which no number of documents reaches
+        ({"offset": -(10**18)}, "offset=-1"),
+        ({"step": 1.5}, "step=1.5"),
+        ({"tokens": "1"}, "tokens='1'"),
+        ({"packer": {}}, "'carried'"),
+        ({"packer": {"carried": [], "queues": []}}, "longer"),
+        ({"packer": {"carried": [[0, 0, 31, 0]], "queues": [[]]}}, r"piece \(0, 0, 31, 0\)"),
+        ({"packer": {"carried": [[99, 0, 5, 0]], "queues": [[]]}}, "99"),
+        ({"packer": {"carried": [[1, 0, 5, 0]] * 2, "queues": [[]]}}, "waits twice"),
+    ],
+    ids=str,
+)
+def test_a_state_that_no_run_can_have_saved_is_refused(made_up, why) -> None:
+    data = DataSettings(30, 2, {"method": "wlb", "queues": 1})
+    planner = Planner([30, 5, 7, 30, 9] * 4, data, work)
+    planner.next_step()
+    with pytest.raises(ValueError, match=f"data state is damaged, or was made up .*{why}"):
+        planner.load_state_dict(planner.state_dict() | made_up)
+
+
 # --- which documents arrive ---------------------------------------------------------------
 
 

@@ -239,3 +239,28 @@ def test_rank_0_may_open_a_file_for_every_rank():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3024, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_strangers_who_come_first_neither_stay_nor_keep_a_rank_out(start):
+    server = HeartbeatServer(2, "secret", 0.3, 600.0, (said := []).append)
+    server.start()
+    try:
+        crowd = [
+            Connection(socket.create_connection(("127.0.0.1", server.port))) for _ in range(300)
+        ]
+        end = time.monotonic() + 20
+        while not said and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "2 ranks have not been heard" in said[0]
+        assert len(server._selector.get_map()) <= 2 * 2 + 101
+        for rank in range(2):
+            crowd.append(Connection(socket.create_connection(("127.0.0.1", server.port))))
+            crowd[-1].send(rank=rank, token="secret")
+        while len(server._selector.get_map()) > 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(server._selector.get_map()) == 3, "two ranks, and what wakes the thread"
+        assert sum("have not been heard" in each for each in said) == 1
+    finally:
+        server.stop()
+        for each in crowd:
+            each.connection.close()

@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
 from lightning_wlb.data.tokenising.tokenised_folder import FORMAT, Counts
-from lightning_wlb.file_checks import own_folder
+from lightning_wlb.file_checks import check_owner, own_folder
 
 Kind = Literal["texts", "chats"]
 Encoder = TextEncoder | ChatEncoder
@@ -178,10 +179,13 @@ def tokenise(
 
     Raises:
         ValueError: a folder that holds something else, another request's documents, or part of
-            them; a line that cannot be read, by file and line.
+            them, or is another user's where everybody may write; a line that cannot be read, by
+            file and line.
         TimeoutError: another process has this folder and does not get on.
     """
     out = Path(out)
+    if out.exists() and out.absolute().parent.stat().st_mode & stat.S_IWOTH:
+        check_owner(out.stat(), out)  # whoever came first there may have put other words into it
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     workers = whole("workers", cores if workers is None else workers, 1)
     identity = request.identity()

@@ -38,8 +38,8 @@ from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
 
-_COUNTS = re.compile(r"num_.*|n_.*(layer|head|expert)s?|.*layers")
-_MOST_PARTS = 100_000
+_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers")
+_MOST_LAYERS, _MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model: few bytes can ask for any number of them."""
 
 
@@ -102,15 +102,20 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse a config, or a part of one, with more layers, heads or experts than can be built."""
+    """Refuse a config with more layers, heads or experts than can be built, or no dtype as one."""
     for name, value in fields.items():
+        most = _MOST_LAYERS if "layer" in str(name) else _MOST_PARTS
         if isinstance(value, Mapping):
             _check_counts(value)
-        elif type(value) is int and value > _MOST_PARTS and _COUNTS.fullmatch(str(name)):
+        elif type(value) is int and value > most and _COUNTS.fullmatch(str(name)):
             raise ValueError(
-                f"The config has {name}={value:,}: building {_MOST_PARTS:,} parts would take all"
-                " memory already. Mend it, or use another."
+                f"The config has {name}={value:,}: building more than {most:,} would take minutes,"
+                " or all memory. Mend it, or use another."
             )
+        elif name in ("dtype", "torch_dtype") and isinstance(value, str):
+            found = getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(found, torch.dtype):
+                raise ValueError(f"The config has {name}={value!r}, which is no dtype of torch.")
 
 
 def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
@@ -158,7 +163,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=_PROBE, dtype=torch.float32, trust_remote_code=False
             )
-    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # a config that is made up leads to many
         raise ValueError(
             f"model type {config.model_type!r} cannot be built as a causal language model by"
             f" transformers: {reason(error)}"

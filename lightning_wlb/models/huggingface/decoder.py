@@ -303,7 +303,8 @@ class HuggingFaceDecoder(Decoder):
         self._shapes = {
             name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)
         }
-        self._plan = dict(self.config.base_model_tp_plan or OWN_PLANS.get(kind, {}))
+        # The family's: by a plan of a config.json ranks might compute another model.
+        self._plan = dict(type(self.config).base_model_tp_plan or OWN_PLANS.get(kind, {}))
         self._plan |= RECURRENT_PLANS.get(kind, {})
         self._splits: dict[str, Split] = {}
         self._refusal: ValueError | None = None

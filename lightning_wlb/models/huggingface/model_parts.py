@@ -105,7 +105,8 @@ def part_names(base: Any) -> tuple[str, str, str]:
 
     What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
     """
-    plan = list(base.config.base_model_pp_plan or PARTS.get(base.config.model_type, ()))
+    config = base.config
+    plan = list(type(config).base_model_pp_plan or PARTS.get(config.model_type, ()))
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
     if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(

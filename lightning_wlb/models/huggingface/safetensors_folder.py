@@ -13,6 +13,7 @@ folders need any other conversion are refused; none that is checked does.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,9 @@ class Tiles:
     Attributes:
         boxes: the name of each stored tensor -> the part of the parameter that it makes up.
         shape: the parameter's.
+
+    Raises:
+        ValueError: they leave a part of it out.
     """
 
     def __init__(self, folder: Folder, corners: Mapping[str, Sequence[int]], lead: int) -> None:
@@ -183,6 +187,11 @@ class Tiles:
         }
         ends = ([each.stop for each in box] for box in self.boxes.values())
         self.shape = tuple(map(max, zip(*ends, strict=True)))
+        if math.prod(self.shape) != sum(math.prod(folder.shape(key)) for key in corners):
+            raise ValueError(
+                f"{folder.path}: {', '.join(list(corners)[:3])} together do not fill a tensor of"
+                f" shape {self.shape}. Copy or download the folder again."
+            )
 
     def copy_to(self, target: Tensor, box: Box) -> None:
         """Write the values of a rectangle of the parameter into a tensor of its size."""

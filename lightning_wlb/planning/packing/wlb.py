@@ -105,7 +105,8 @@ class WlbPacker(Packer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
-        self._queues = [as_pieces(queue) for queue in state["queues"]]
+        queues = zip(state["queues"], self.thresholds, strict=True)
+        self._queues = [as_pieces(queue) for queue, _ in queues]
 
 
 def thresholds_from_lengths(

@@ -180,6 +180,17 @@ def test_folders_with_something_else_are_left_alone(request_, tmp_path) -> None:
         tokenise(request_, Path(request_.source))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_another_users_folder_is_not_gone_on_with_where_everybody_may_write(
+    request_, unbroken
+) -> None:
+    os.chown(unbroken, 65534, 65534)
+    assert tokenise(request_, unbroken)["documents"] == 300, "a group's"
+    unbroken.parent.chmod(0o1777)
+    with pytest.raises(ValueError, match="belongs to user 65534, and this process to user 0"):
+        tokenise(request_, unbroken)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_ends_the_run_by_its_place(tmp_path, workers) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lightning_wlb.models.huggingface.safetensors_folder import (
     Folder,
@@ -86,4 +86,15 @@ def test_a_rectangle_of_a_parameter(family, name, tmp_path):
 def test_a_family_whose_parameters_are_cut_from_stored_tensors_is_refused(tmp_path):
     model = write(tmp_path, tiny("hrm_text"))
     with pytest.raises(ValueError, match="by Chunk, of which no rank can read its part"):
+        find_sources(Folder(tmp_path), model)
+
+
+def test_stored_tensors_that_leave_a_part_of_a_parameter_out_are_refused(tmp_path):
+    """It would be trained with whatever the memory held."""
+    model = write(tmp_path, tiny("mixtral"))
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in stored if each.endswith("1.block_sparse_moe.experts.0.w3.weight"))
+    stored[name] = stored[name][:, :1].clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="together do not fill a tensor of shape"):
         find_sources(Folder(tmp_path), model)

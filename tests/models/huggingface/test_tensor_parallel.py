@@ -5,11 +5,17 @@ The placements themselves are held by tests/models/huggingface/test_meshes.py.
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
+from lightning_wlb.models.huggingface.config_and_shape import read_config
+from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.tensor_parallel import Split, output_is_sum, split_of
+from tests.models.huggingface.configs import tiny
 
 PLAN = {"layers.*.mlp.experts": "moe_tp_experts", "layers.*.mlp.odd": "diagonal"}
 
@@ -28,3 +34,12 @@ def test_a_block_is_a_sum_unless_something_whole_writes_the_hidden_size():
     behind = (Split("behind rowwise"), (16, 2))
     assert output_is_sum(16, [rowwise, bias, router, behind])
     assert not output_is_sum(16, [rowwise, shared])
+
+
+def test_a_config_file_does_not_say_how_ranks_share_the_work(tmp_path):
+    """With such a plan two ranks would count attention twice."""
+    fields = tiny("llama").to_dict() | {"base_model_tp_plan": {"layers.*.self_attn": "rowwise"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with torch.device("meta"):
+        decoders = [HuggingFaceDecoder(read_config(each)) for each in (tmp_path, tiny("llama"))]
+    assert decoders[0]._plan == decoders[1]._plan
