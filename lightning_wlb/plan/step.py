@@ -90,8 +90,9 @@ class StepPlan:
     @staticmethod
     def from_json(text: str) -> StepPlan:
         """Read what :meth:`to_json` wrote; ValueError for other numbers than a plan has."""
-        numbers = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _number)
-        fields: dict[str, Any] = json.loads(text, **numbers)
+        fields: dict[str, Any] = json.loads(
+            text, parse_int=_number, parse_float=_number, parse_constant=_number
+        )
         fields["pieces"] = tuple(Piece(*piece) for piece in fields["pieces"])
         fields["replicas"] = tuple(
             ReplicaPlan(
