@@ -122,6 +122,11 @@ def load(
         if values := {_rename(name, back): each for name, each in read.items()}:
             with _without_empty_groups(optimizer):
                 set_optimizer_state_dict(model, optimizer, values, options=_OPTIONS)
+            # torch casts all but `step` to the parameter's dtype, whatever the optimizer keeps.
+            for name, parameter in model.named_parameters():
+                for key in optimizer.state.get(parameter, {}):
+                    if (value := values.get(f"state.{name}.{key}")) is not None:
+                        optimizer.state[parameter][key] = value
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
     return rest

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -86,6 +86,8 @@ class LanguageModule(LoadsCheckpoints):
     """
 
     model: Decoder | None
+    describing: ClassVar[frozenset[str]] = frozenset()
+    """Fields of ``config`` that change nothing that the model computes."""
 
     def __init__(
         self,
@@ -150,6 +152,11 @@ class LanguageModule(LoadsCheckpoints):
         """The sizes that the cost model plans with; override it where ``config`` is not used."""
         shape: ModelShape = self.config.shape
         return shape
+
+    def setup(self, stage: str) -> None:
+        """Count tokens from 0 where a run does not go on: its learning rate begins anew, too."""
+        if stage == TrainerFn.FITTING and not self.trainer.global_step:
+            self.tokens_seen, self._counted = 0, (0, 0, 0)
 
     def configure_model(self) -> None:
         """Build ``self.model``, with values unless the strategy gives memory and values later.
@@ -340,15 +347,50 @@ class LanguageModule(LoadsCheckpoints):
         failed = self._trainer and since == [id(self._trainer), self._trainer.global_step]
         return self.tokens_seen - (tokens if failed else 0)
 
+    def compare_config(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint was saved with another config."""
+        saved = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        configs = [each.get("config") for each in (saved, self.hparams)]
+        # A module of the user's own may have saved what it was given, as a preset's name.
+        before, now = (each if isinstance(each, dict) else {} for each in configs)
+        changed = {
+            field: (before[field], value)
+            for field, value in now.items()
+            if field in before and before[field] != value and field not in self.describing
+        }
+        if changed:
+            raise ValueError(
+                "the checkpoint is of a model with another config, here as (then, now):"
+                f" {changed}. Resume with the config of the checkpoint. For a new run with another"
+                " give it to load_from_checkpoint; with a Hugging Face model's, export the"
+                " checkpoint, change config.json and start from it by pretrained."
+            )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save ``tokens_seen``."""
         checkpoint["tokens_seen"] = self._tokens_taken()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore ``tokens_seen``, and number the parameters of optimizer state that has names."""
+        """Restore ``tokens_seen``, and number the parameters of optimizer state that has names.
+
+        Raises:
+            ValueError: the checkpoint is of another config, which weights do not tell; or a run is
+                to go on without its position in the documents.
+        """
         self.tokens_seen, self._counted = checkpoint.get("tokens_seen", 0), (0, 0, 0)
-        states = checkpoint.get("optimizer_states")
-        if states and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        if self._trainer is None:
+            return
+        self.compare_config(checkpoint)
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        data = getattr(self.trainer, "datamodule", None)
+        if data is not None and (name := type(data).__qualname__) not in checkpoint:
+            raise ValueError(
+                f"the checkpoint has no position in the documents of a {name}, by which Lightning"
+                " looks for it: documents would be repeated. Resume with a data module of the"
+                " class, and under the name, that the checkpoint was saved with."
+            )
+        if states := checkpoint.get("optimizer_states"):
             checkpoint["optimizer_states"] = numbered(self, states)
 
 

@@ -242,6 +242,8 @@ def count_as_unbroken(trainer: pl.Trainer) -> None:
     if not loop.is_resuming:
         return
     total = steps.batch_progress.total
+    if total.ready > total.processed:  # Lightning counts the step that failed, for loggers too
+        steps._batches_that_stepped -= 1
     total.ready = total.started = total.processed
     over = steps.batch_progress.is_last_batch
     if over and epochs.current.processed == epochs.current.started:

@@ -289,6 +289,29 @@ def test_consolidated_it_is_an_ordinary_checkpoint(case, folder, results, tmp_pa
     ten_digits(resume(None, case, file), want, case)
 
 
+class NAdamModule(LanguageModule):
+    def configure_optimizers(self):
+        return torch.optim.NAdam(self.parameters())
+
+
+def with_nadam(rank: int, path: Path) -> list[dict]:
+    """The state of one parameter in an optimizer that was saved, and in one that was read."""
+    states = []
+    for resume in (None, path):
+        runner, model = trainer(WLBStrategy(), 1, max_steps=1), module(UNTIED)
+        model.__class__ = NAdamModule
+        runner.fit(model, data(UNTIED), ckpt_path=resume)
+        runner.save_checkpoint(path)
+        states.append(runner.optimizers[0].state[model.model.head.norm.weight])
+    return [{key: (each.dtype, whole(each).tolist()) for key, each in state.items()} for state in states]
+
+
+def test_what_an_optimizer_keeps_in_another_dtype_stays_in_it(tmp_path):
+    [[saved, read]] = run_ranks(with_nadam, 1, tmp_path / "a.ckpt", process_group=False)
+    assert saved == read
+    assert saved["mu_product"][0] == torch.float32 != saved["exp_avg"][0]
+
+
 def refusals(home: Path, scratch: Path) -> list[str]:
     messages = []
     scratch.mkdir()

@@ -6,6 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.models.language_module import LanguageModule
@@ -176,6 +177,24 @@ def test_learning_rate_goes_by_tokens_and_resumes(tmp_path):
     assert later.rates == recorder.rates[4:]
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
+
+    anew = Recorder()
+    trainer(tmp_path, max_steps=3, callbacks=[anew]).fit(resumed, loader(batches))
+    assert anew.rates == recorder.rates[:3]
+
+
+def test_a_run_goes_on_with_its_own_model_and_position(tmp_path):
+    fit = trainer(tmp_path, max_steps=1)
+    fit.fit(LanguageModule(config()), loader([step_batch(documents())]))
+    fit.save_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    other = LanguageModule(dataclasses.replace(config(), rope_theta=5e5))
+    data = WLBDataModule(documents(), context_window=32, micro_batches=2, num_workers=0)
+    for module, match in (
+        (other, r"another config.*'rope_theta': \(10000.0, 500000.0\)"),
+        (LanguageModule(config()), "no position in the documents of a WLBDataModule"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            trainer(tmp_path, max_steps=2).fit(module, data, ckpt_path=tmp_path / "a.ckpt")
 
 
 def test_learning_rate_factor():

@@ -33,7 +33,8 @@ class Breaks(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         loss = float(outputs["loss"]).hex()
-        self.ran[trainer.global_step] = trainer.current_epoch, batch_idx, loss, rate
+        logged = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count
+        self.ran[trainer.global_step] = trainer.current_epoch, batch_idx, loss, rate, logged
 
     def on_validation_end(self, trainer, pl_module) -> None:
         self.validated.append(trainer.global_step)
@@ -49,9 +50,12 @@ class Case:
     where: str = "on_train_batch_start"
 
 
-# An epoch has two steps.
+# The documents last three steps.
 CASES = {
     "saved after every step": Case({"every_n_train_steps": 1}, {}, (2, 3)),
+    "documents end before limit_train_batches do": Case(
+        {"every_n_train_steps": 1}, {"limit_train_batches": 2}, (1, 3)
+    ),
     "saved after epochs, max_steps": Case(
         {"save_on_train_epoch_end": True}, {"max_steps": 9}, (3,)
     ),

@@ -19,9 +19,6 @@ from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
 from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, resolve
 from lightning_wlb.models.language_module import LanguageModule
 
-# Fields of a config that change nothing in training.
-_DESCRIBING = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
-
 
 class HuggingFaceModule(LanguageModule):
     """Next-token training of a Hugging Face decoder, by transformers' own modules.
@@ -43,6 +40,10 @@ class HuggingFaceModule(LanguageModule):
             on packed rows, the message says why and what can; a config that lies beside weights (a
             folder that holds them, or a name on the hub) without a word on ``pretrained``.
     """
+
+    describing = frozenset(
+        ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+    )
 
     def __init__(
         self,
@@ -145,15 +146,4 @@ class HuggingFaceModule(LanguageModule):
                 f"The checkpoint's adapters belong to the weights {saved.get('pretrained')!r}; this"
                 f" module reads {self.pretrained!r}. They must be the same weights."
             )
-        before = saved.get("config", {})
-        changed = {
-            field: (before[field], value)
-            for field, value in self.hparams["config"].items()
-            if field in before and before[field] != value and field not in _DESCRIBING
-        }
-        if changed:
-            raise ValueError(
-                "the checkpoint is of a model with another config, here as (then, now):"
-                f" {changed}. Resume with the config of the checkpoint; to go on with another,"
-                " export the checkpoint, change config.json and start from it by pretrained."
-            )
+        self.compare_config(checkpoint)
