@@ -303,7 +303,9 @@ def with_nadam(rank: int, path: Path) -> list[dict]:
         runner.fit(model, data(UNTIED), ckpt_path=resume)
         runner.save_checkpoint(path)
         states.append(runner.optimizers[0].state[model.model.head.norm.weight])
-    return [{key: (each.dtype, whole(each).tolist()) for key, each in state.items()} for state in states]
+    return [
+        {key: (each.dtype, whole(each).tolist()) for key, each in state.items()} for state in states
+    ]
 
 
 def test_what_an_optimizer_keeps_in_another_dtype_stays_in_it(tmp_path):
