@@ -9,8 +9,8 @@ What can be read again is what ``torch.load(weights_only=True)`` reads: plain ty
 ``torch.save`` writes any object, and a run would notice only when it resumes. So state is looked
 through before: built-in types pass at once, anything else is written and read on trial.
 
-Cost: the time of the slowest rank's disk, six small exchanges between ranks, microseconds for each
-entry of the state, and a copy in memory of each entry of no built-in type.
+Cost: the time of the slowest rank's disk, seven small exchanges between ranks, microseconds for
+each entry of the state, and a copy in memory of each entry of no built-in type.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pickle
 import shutil
 import socket
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,14 +30,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import File, durable
 from lightning_wlb.checkpoints.pickle_checks import KeyCheck, check_archive, load_plain
 from lightning_wlb.checkpoints.save_order import SavingRun
-from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.distributed.collective_errors import Ranks, differences
 
 REST = "meta.pt"
 """The file of all state that is not in shards. Lightning's name for it."""
@@ -75,6 +79,11 @@ def write(
     ranks = Ranks(group)
     ranks.each(lambda: check_plain(content.state))
     ranks.lead(lambda: check_plain(content.rest))
+    for each in differences(ranks.every(lambda: _sums_of_tensors(content.rest))):
+        rank_zero_warn(
+            f"A checkpoint holds this state of rank 0 alone, and a resumed run has it on every rank"
+            f" ({each}) Keep what is the same on all, as of a parameter its full_tensor()."
+        )
     aside = None
     try:
         aside = ranks.lead(lambda: atomic_folders.begin(path, manifest.CHECKPOINT))
@@ -98,6 +107,17 @@ def write(
         if isinstance(error, OSError):
             raise _unsaved(path, error) from error
         raise
+
+
+def _sums_of_tensors(rest: Mapping[str, Any]) -> dict[str, str]:
+    """Checksums of the tensors in each entry, and in each callback's, as averages of weights."""
+    sums: dict[str, int] = {}
+    for name, entry in (dict(rest) | dict(rest.get("callbacks", {}))).items():
+        for each in tree_leaves(entry) if name != "callbacks" else ():
+            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
+                values = each.detach().cpu().reshape(-1).view(torch.uint8)
+                sums[name] = zlib.crc32(values.numpy().data, sums.get(name, 0))
+    return {f"tensors in {name!r}": f"{found:08x}" for name, found in sums.items()}
 
 
 def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) -> File:

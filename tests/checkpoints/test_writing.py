@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -216,8 +217,27 @@ def rank_1_breaks_off(rank: int, scratch: Path) -> None:
     assert load(path) == 2.0, "it takes nothing from what rank 0 finishes"
 
 
+def other_averages(rank: int, scratch: Path) -> None:
+    """Only rank 0's state is saved: tensors of which ranks have others are a warning."""
+    rest = {"callbacks": {"Mine": {"same": torch.ones(()), "average": torch.ones(3) * rank}}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        writing.write(scratch / "run.ckpt", writing.CheckpointContent({}, rest))
+        rest["callbacks"]["Mine"].pop("average")
+        writing.write(scratch / "run.ckpt", writing.CheckpointContent({}, rest))
+    [found] = [str(each.message) for each in said if "of rank 0 alone" in str(each.message)]
+    assert "tensors in 'Mine'" in found
+
+
 def all_failures(rank: int, scratch: Path) -> None:
-    for fails in (full_disk, errors_of_rank_0, rank_1_breaks_off, no_shared_disk, lost_file):
+    for fails in (
+        full_disk,
+        errors_of_rank_0,
+        rank_1_breaks_off,
+        no_shared_disk,
+        lost_file,
+        other_averages,
+    ):
         folder = scratch / fails.__name__
         folder.mkdir(exist_ok=True)
         fails(rank, folder)
