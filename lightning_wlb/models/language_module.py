@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -86,8 +86,6 @@ class LanguageModule(LoadsCheckpoints):
     """
 
     model: Decoder | None
-    describing: ClassVar[frozenset[str]] = frozenset()
-    """Fields of ``config`` that change nothing that the model computes."""
 
     def __init__(
         self,
@@ -346,25 +344,6 @@ class LanguageModule(LoadsCheckpoints):
         tokens, *since = self._counted
         failed = self._trainer and since == [id(self._trainer), self._trainer.global_step]
         return self.tokens_seen - (tokens if failed else 0)
-
-    def compare_config(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if a checkpoint was saved with another config."""
-        saved = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        configs = [each.get("config") for each in (saved, self.hparams)]
-        # A module of the user's own may have saved what it was given, as a preset's name.
-        before, now = (each if isinstance(each, dict) else {} for each in configs)
-        changed = {
-            field: (before[field], value)
-            for field, value in now.items()
-            if field in before and before[field] != value and field not in self.describing
-        }
-        if changed:
-            raise ValueError(
-                "the checkpoint is of a model with another config, here as (then, now):"
-                f" {changed}. Resume with the config of the checkpoint. For a new run with another"
-                " give it to load_from_checkpoint; with a Hugging Face model's, export the"
-                " checkpoint, change config.json and start from it by pretrained."
-            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save ``tokens_seen``."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
@@ -33,6 +33,28 @@ from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 
 class LoadsCheckpoints(L.LightningModule):
     """A module that loads what any strategy has written."""
+
+    describing: ClassVar[frozenset[str]] = frozenset()
+    """Fields of ``config`` that change nothing that the model computes."""
+
+    def compare_config(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint was saved with another config."""
+        saved = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        configs = [each.get("config") for each in (saved, self.hparams)]
+        # A module of the user's own may have saved what it was given, as a preset's name.
+        before, now = (each if isinstance(each, dict) else {} for each in configs)
+        changed = {
+            field: (before[field], value)
+            for field, value in now.items()
+            if field in before and before[field] != value and field not in self.describing
+        }
+        if changed:
+            raise ValueError(
+                "the checkpoint is of a model with another config, here as (then, now):"
+                f" {changed}. Resume with the config of the checkpoint. For a new run with another"
+                " give it to load_from_checkpoint; with a Hugging Face model's, export the"
+                " checkpoint, change config.json and start from it by pretrained."
+            )
 
     @_restricted_classmethod
     def load_from_checkpoint(
