@@ -119,7 +119,7 @@ def reason(error: BaseException) -> str:
 
 @cache
 def hub_is_out_of_reach() -> bool:
-    """Whether there is no way to the hub, which its library else finds out in half a minute."""
+    """Whether the hub's name cannot be resolved, which its library finds out in half a minute."""
     from urllib.request import getproxies
 
     if getproxies():

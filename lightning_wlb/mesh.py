@@ -147,7 +147,7 @@ class Rank:
 
 
 def sharded_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dimension along which so many ranks shard a parameter.
+    """The dimension along which ``ranks`` ranks shard a parameter.
 
     It is the first, as FSDP2 has it by default, unless that has fewer rows than there are ranks and
     another one divides. A packed projection or a low-rank adapter has two rows: two ranks would

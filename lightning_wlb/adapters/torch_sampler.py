@@ -96,11 +96,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self.epoch, self.batches = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch stands: behind the last batch that was asked for."""
+        """The position in the epoch: behind the last batch that was asked for."""
         return {"epoch": self.epoch, "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on where :meth:`state_dict` was taken."""
+        """Let the next iteration continue where :meth:`state_dict` was taken."""
         self.epoch, self.batches = state["epoch"], state["batches"]
 
     def steps(self) -> Iterator[list[list[list[int]]]]:

@@ -64,7 +64,7 @@ class AttentionBackend:
     needs: str = ""
 
     def loaded(self) -> tuple[str, Kernel]:
-        """What ``load`` returns, where there is a device for it."""
+        """The kernel's name and function, from ``load``; ImportError without a device for it."""
         if "cpu" not in self.devices and not torch.cuda.is_available():
             raise ImportError("there is no CUDA device")
         return self.load()
@@ -161,7 +161,7 @@ class VarlenAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of packed queries, of which there may be none, over packed keys and values.
+        """Attention of packed queries over packed keys and values; there may be no queries.
 
         Arguments and result are those of :class:`.Kernel`.
 

@@ -43,7 +43,7 @@ State = tuple[Tensor, ...]
 
 @dataclass
 class _Entry:
-    """Keys and values of one layer and micro-batch, and the gradients that others have left."""
+    """Keys and values of one layer and micro-batch, and their gradients from later slices."""
 
     keys: Tensor
     values: Tensor

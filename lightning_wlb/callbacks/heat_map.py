@@ -45,7 +45,7 @@ COMPUTE_COLOUR, WAIT_COLOUR = "#6baed6", "#e0e0e0"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, at 150 dots per inch."""
+    """An empty figure of ``width`` × ``height`` inches, at 150 dots per inch."""
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

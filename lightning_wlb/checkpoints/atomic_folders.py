@@ -66,7 +66,7 @@ def reached(point: str) -> None:
 
 
 def old_folder(path: Path) -> Path:
-    """Where the folder that is replaced at ``path`` lies between two renames."""
+    """The path at which the folder replaced at ``path`` lies between two renames."""
     return path.parent / _REPLACED / path.name
 
 

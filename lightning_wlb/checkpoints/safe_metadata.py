@@ -124,7 +124,7 @@ def _entries(stored: TensorStorageMetadata | BytesStorageMetadata) -> list[tuple
 
 
 def _check_places(folder: Path, places: list[_StorageInfo]) -> None:
-    """Check that every entry lies in its file, and none over another."""
+    """Check that every entry lies within its file, and that no two entries overlap."""
     ends: dict[str, int] = {}
     for place in sorted(places, key=lambda each: (each.relative_path, each.offset)):
         if place.offset < ends.get(place.relative_path, 0):

@@ -34,7 +34,7 @@ class SavingRun:
     _folders: set[Path] = field(default_factory=set)
 
     def next_save(self, folder: Path) -> Saver:
-        """Who saves the next checkpoint into a folder, for its manifest."""
+        """What the manifest of the run's next checkpoint in a folder says of the run."""
         if folder not in self._folders:
             self._folders.add(folder)
             for path in sorted(folder.iterdir()):

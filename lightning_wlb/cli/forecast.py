@@ -127,7 +127,7 @@ class Comparison:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The figures of each that fits; speed-ups are over the first."""
+        """Figures of each packing that fits in memory; speed-ups are over the first."""
         return [forecast.summary(self.forecasts[0]) for forecast in self.forecasts]
 
 
@@ -208,7 +208,7 @@ class Verdict:
 
     @property
     def advised(self) -> Forecast:
-        """What to take."""
+        """The packing and the mesh to take."""
         return self.chosen if self.worth_it or self.reference is None else self.reference
 
     @cached_property
@@ -222,7 +222,7 @@ class Verdict:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain numbers, and the words."""
+        """The verdict in plain data: its figures, and the lines in words."""
         mine, cut = self.chosen, self.original
         return {
             "packing": self.advised.packing,
@@ -238,7 +238,7 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The words, each a line."""
+        """The verdict in words, line by line."""
         profile, chosen, advised = self.request.profile, self.chosen, self.advised
         named = profile.accuracy and f", {profile.accuracy}"
         take = f"Take packing {advised.packing} with sharding {self.request.sharding}"

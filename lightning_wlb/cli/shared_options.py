@@ -215,7 +215,7 @@ def load_lengths(
 
 
 def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -> Lengths:
-    """Lengths by the generator of long-context pretraining, for so many whole steps."""
+    """Lengths by the generator of long-context pretraining, enough for ``steps`` steps."""
     count = documents_for(steps, micro_batches, context_window)
     # Documents may be shorter than on average, in short windows or by chance over a few steps;
     # without more of them the last step would be the rest of an epoch.

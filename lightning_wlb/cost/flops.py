@@ -105,7 +105,7 @@ class _Stretch(NamedTuple):
         return tokens * self.first + self.per_pair * (tokens * (tokens - 1) // 2)
 
     def tokens_within(self, work: int) -> int:
-        """How many of its first tokens have at most so much work, exactly."""
+        """How many of the stretch's first tokens have at most ``work`` together, exactly."""
         if self.per_pair == 0:
             return work // self.first
         linear = 2 * self.first - self.per_pair
@@ -155,7 +155,7 @@ class PassWork:
         return work
 
     def of_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The work of whole pieces of so many tokens each, rounded to float64."""
+        """The work of whole pieces of these lengths, rounded to float64."""
         tokens = lengths.astype(np.float64)
         work = self.per_token * tokens
         for window, per_pair in self.windows.items():

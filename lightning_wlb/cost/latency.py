@@ -201,7 +201,7 @@ class LatencyModel:
         return seconds / self.profile.sustained * 1e9
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
-        """What recomputation adds to the backward of one layer, attention and its keys left out.
+        """Time that recomputation adds to one layer's backward, attention and its keys left out.
 
         That is the matrix products of a forward with their communication: all of the layer's for
         ``"full"``, those of its feed-forward half for ``"selective"``.
@@ -253,7 +253,7 @@ class LatencyModel:
         return products + self._blocks_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
-        """Overhead of a pass through a stage with so many rows and parameters on the rank."""
+        """Overhead of a pass through a stage of ``parameters`` on the rank, for ``rows`` rows."""
         overhead = self.profile.action
         sums = parameters * overhead.parameter_ns if backward else 0.0
         return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)
@@ -301,7 +301,7 @@ class LatencyModel:
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def exchange_recurrence_ns(self, rows: int, *, replicas: int) -> int:
-        """All-to-alls of what goes into a recurrence and comes out of it, from rows to heads."""
+        """Time of the all-to-alls that bring a recurrence's rows to its heads, and results back."""
         assert self.layer.recurrence is not None
         axis, ranks = "context" if replicas == 1 else "data", self.mesh.context * replicas
         own = rows * self.layer.recurrence.moved // self.mesh.tensor * self._width
@@ -315,18 +315,18 @@ class LatencyModel:
         return self.communication.message_ns(source, size)
 
     def gather_ns(self, parameters: int) -> int:
-        """The all-gather of so many parameters, which are sharded over data × context."""
+        """Time of the all-gather of parameters, which are sharded over data × context."""
         ranks = self.mesh.data * self.mesh.context
         return self.communication.collective_ns("data", ranks, parameters * self._width)
 
     def reduce_ns(self, parameters: int) -> int:
-        """The reduce-scatter of the gradients of so many parameters over data × context."""
+        """Time of the reduce-scatter of parameters' gradients over data × context."""
         ranks = self.mesh.data * self.mesh.context
         size = parameters * self._wide
         return self.communication.collective_ns("data", ranks, size, summed=True)
 
     def optimise_ns(self, parameters: int) -> int:
-        """The optimizer's update of a rank's shard of so many parameters."""
+        """Time of the optimizer's update of a rank's shard of ``parameters`` parameters."""
         shard = -(-parameters // (self.mesh.data * self.mesh.context))
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         return self._traffic_ns(28 * shard)

@@ -152,7 +152,6 @@ class MemoryModel:
         return (matrices - replicated) // size + replicated + layer.vector_parameters
 
     def _of_layers(self, parts: StageParts, each: Callable[[LayerShape], int]) -> int:
-        """The sum over the layers of a rank."""
         kinds = zip(self.shape.kinds, parts.layers, strict=True)
         return sum(count * each(layer) for layer, count in kinds if count)
 
@@ -167,7 +166,7 @@ class MemoryModel:
         return count * (self._width + self._wide) + -(-count // ranks) * (3 * rest + self._wide)
 
     def layer_bytes(self, layer: LayerShape, rows: int, recompute: Recompute = "none") -> int:
-        """What one layer saves of a micro-batch for its backward."""
+        """Bytes that one layer saves of a micro-batch for its backward."""
         residual = self.boundary_bytes(rows)
         if recompute == "full":
             return residual
@@ -176,7 +175,7 @@ class MemoryModel:
         return self._attention_half(layer, rows) + self._feed_forward_half(layer, rows)
 
     def micro_batch_bytes(self, parts: StageParts, rows: int, recompute: Recompute = "none") -> int:
-        """What a micro-batch holds on one of a rank's stages, from its forward to its backward."""
+        """Bytes that a micro-batch holds on one of a rank's stages from forward to backward."""
         if rows == 0:
             return 0
         # The first term is the rotary embedding's frequencies.
@@ -196,7 +195,7 @@ class MemoryModel:
         return 8 * (rows * (1 + parts.embedding + parts.head) + index)
 
     def boundary_bytes(self, rows: int) -> int:
-        """What a micro-batch sends to a neighbouring stage."""
+        """Bytes that a micro-batch sends to a neighbouring stage."""
         return rows // self.mesh.tensor * self.shape.dim * self._width
 
     def kept_keys_bytes(self, parts: StageParts, rows: int, recompute: Recompute) -> int:

@@ -27,7 +27,7 @@ _TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
 
 @dataclass(frozen=True)
 class ActionOverhead:
-    """What a pass through a stage takes besides its layers and ends: dispatch and positions.
+    """Time of a pass through a stage besides its layers and ends: dispatch and positions.
 
     Args:
         ns: per action of any size, (forward, backward).

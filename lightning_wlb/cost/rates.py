@@ -112,7 +112,7 @@ class LinearTable:
             check_positive(name, values)
 
     def seconds(self, flops: int, rows: int, *, backward: bool) -> float:
-        """Time of so many FLOPs on so many rows."""
+        """Time of ``flops`` FLOPs of matrix products on ``rows`` rows."""
         if rows == 0 or flops == 0:
             return 0.0
         axis, rates = self.rows, self.backward if backward else self.forward

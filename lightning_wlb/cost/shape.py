@@ -173,7 +173,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> dict[LayerShape, int]:
-        """The different layers, in the order in which they come first, and how many there are."""
+        """The different shapes of layers, by first use, and how many layers have each."""
         return dict(Counter(self.each_layer))
 
     @property
@@ -183,7 +183,7 @@ class ModelShape:
 
     @property
     def recurrent_heads(self) -> int:
-        """What the ranks that share rows or parameters must divide; 0 without recurrent layers."""
+        """Heads that ranks which share rows or parameters must divide; 0 without recurrences."""
         return gcd(*(layer.recurrence.heads for layer in self.kinds if layer.recurrence))
 
     @property

@@ -38,8 +38,6 @@ from lightning_wlb import file_checks
 
 
 class _Kept(Protocol):
-    """What can be kept as text."""
-
     def to_json(self) -> str: ...
 
 
@@ -188,7 +186,7 @@ def _described(path: Path) -> list[Any]:
 
 
 def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _Answer]) -> _Answer:
-    """An answer that is kept as text in the user's cache folder: read from there, or made now.
+    """An answer that is read from a text in the user's cache folder, or made now and kept there.
 
     Args:
         name: says what the answer depends on; a fingerprint of this package's code is added.

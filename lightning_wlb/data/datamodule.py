@@ -256,7 +256,7 @@ class WLBDataModule(L.LightningDataModule):
         return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
 
     def name_of(self, document: int) -> str:
-        """How messages call a document to train on, by its number in plans."""
+        """The name that messages give a document to train on, by its number in plans."""
         return name_of(self._stores()[0], document)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -146,7 +146,7 @@ class StepDataset(IterableDataset[StepBatch]):
         )
 
     def planner(self) -> Planner:
-        """A planner that stands at ``state``."""
+        """A planner in the position ``state``."""
         predictor = self.predictor
         planner = Planner(
             self.store.lengths,

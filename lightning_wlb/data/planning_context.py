@@ -78,7 +78,7 @@ class PlanningContext:
 
     @property
     def predictor(self) -> Predictor | None:
-        """What the profile predicts of this model on this mesh; None without a profile.
+        """A predictor of this model's steps on this mesh by the profile; None without a profile.
 
         If steps may leave the mesh, the process groups for that take memory in every step.
         """

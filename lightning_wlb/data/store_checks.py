@@ -153,7 +153,7 @@ def corpus_digests(store: DocumentStore) -> tuple[CorpusDigest, ...]:
 def check_corpora(
     store: DocumentStore, state: Mapping[str, Any] | None
 ) -> tuple[CorpusDigest, ...]:
-    """The store's digests; a ValueError where the run that saved the position had others."""
+    """The store's digests; ValueError if they differ from those in the position resumed from."""
     found = corpus_digests(store)
     digests = [each.digest for each in found]
     if (state or {}).get("corpora", digests) != digests:

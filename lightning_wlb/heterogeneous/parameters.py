@@ -1,8 +1,8 @@
 """The parameters of a step on heterogeneous pipelines, pulled from shards; gradients pushed back.
 
 The counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose pipelines differ
-from the mesh's; when each bucket travels says :mod:`~lightning_wlb.training.bucket_lifetimes`. What
-every rank sends to every other in each turn is in :mod:`.planning.exchanges`; here it is sent. A
+from the mesh's. :mod:`~lightning_wlb.training.bucket_lifetimes` says when each bucket travels,
+:mod:`.planning.exchanges` what every rank sends to every other in each turn; here it is sent. A
 turn is one uneven all-to-all over all ranks. A rank that lacks nothing joins with nothing to
 receive, so that all ranks post the same collectives in one order: pulls from the first turn to the
 last, then pushes from the last to the first.
@@ -101,7 +101,7 @@ class ExchangedParameters(StepParameters):
 
 
 class _ExchangedBucket(BucketInStep):
-    """What is exchanged in one turn: a bucket of this rank, or none where others have more."""
+    """The bucket that is exchanged in one turn; empty where only other ranks have one."""
 
     _run: ExchangedParameters
 

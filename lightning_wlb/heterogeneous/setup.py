@@ -107,7 +107,7 @@ def pool_of(
     data: DataSettings,
     sharding: str,
 ) -> Pool:
-    """What chooses each step's pipelines among the sets that a run may take.
+    """The chooser of each step's pipelines among the sets that a run may take.
 
     Raises:
         MisconfigurationException: the packing deals to equal pipelines only, or a set is the mesh's

@@ -111,7 +111,7 @@ def _virtual_stages(request: MeshRequest, pipeline: int) -> tuple[int, ...]:
 
 
 def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
-    """Why a mesh cannot be run, if it cannot."""
+    """The reason why a mesh cannot be run; None if it can."""
     per_node, shape = request.profile.devices_per_node, request.shape
     if mesh.tensor > per_node or (mesh.devices > per_node and per_node % mesh.tensor):
         return f"tensor-parallel ranks in different nodes ({per_node} devices each)"

@@ -1,8 +1,8 @@
 """Products of the rows that tensor-parallel ranks gather or sum up, with the messages behind them.
 
 Either half of a layer gathers rows, multiplies them by matrices that are split by columns, then
-multiplies by one that is split by rows, and sums and scatters. :class:`GatheredRows` and
-:func:`summed_products` are these two, and what waits for what is theirs:
+multiplies by one that is split by rows, and sums and scatters. :class:`GatheredRows` does the first
+half of that, :func:`summed_products` the second, and messages run beside products:
 
 * *forward*: own rows are gathered, or sums scattered, in ``RowTravel.chunks`` parts. A part is
   multiplied while the next one travels; rows are independent, so the results are the same;
@@ -245,7 +245,7 @@ def _times(rows: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """An empty stand-in for the gathered rows; its backward ends that of all products of them."""
+    """An empty stand-in for the gathered rows; its backward runs after those of all products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: GatheredRows, *weights: Tensor) -> Tensor:

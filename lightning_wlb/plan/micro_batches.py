@@ -153,7 +153,7 @@ class ReplicaPlan:
 
     @cached_property
     def going_on(self) -> tuple[int, ...]:
-        """For each micro-batch with how many of its pieces a later one goes on."""
+        """For each micro-batch, the number of its pieces that have slices in later ones."""
         last = self._last
         return (
             tuple(

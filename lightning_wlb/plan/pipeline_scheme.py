@@ -60,7 +60,7 @@ class Scheme:
 
     @property
     def shape(self) -> Shape:
-        """Everything but its place among the ranks: pipelines that are alike have equal shapes."""
+        """Layers of each stage, context and tensor ranks: pipelines that are alike have the same."""
         return self.stages, self.context, self.tensor
 
     @property
@@ -69,7 +69,7 @@ class Scheme:
         return tuple(range(*ends) for ends in pairwise(accumulate(self.stages, initial=0)))
 
     def mesh(self, pipelines: int = 1) -> Mesh:
-        """The mesh of so many pipelines like this one."""
+        """The mesh of ``pipelines`` pipelines like this one."""
         return Mesh(pipelines, len(self.stages), self.context, self.tensor)
 
     def place(self, rank: int) -> tuple[int, int, int]:

@@ -151,7 +151,7 @@ def deal_step(
 
 
 def _with_enough(items: Items, home: Integers, ranks: int, least: int) -> Integers:
-    """The same dealing, but ranks with fewer than ``least`` items get the lightest of others."""
+    """A dealing in which ranks with fewer than ``least`` items get the lightest ones of others."""
     home = home.copy()
     sizes = np.bincount(home, minlength=ranks)
     while int(sizes.min()) < least:

@@ -142,7 +142,7 @@ class MixedBatches(GlobalBatches):
         return all(standing.drawn >= share.documents for share, standing in once or pairs)
 
     def _drawn(self, standings: tuple[_Standing, ...]) -> tuple[int, int, tuple[_Standing, ...]]:
-        """Number and tokens of the next document, and how the stores stand after it."""
+        """Number and tokens of the next document, and the state of the stores after it."""
         chosen = min(
             (
                 (standing.tokens / share.weight, index)

@@ -240,8 +240,10 @@ class ProfileScorer:
 
     @cached_property
     def longest(self) -> Sequence[int]:
-        """Tokens of the longest micro-batch that fits on a replica without others, in each mode of
-        recomputation, least first; modes are left out in which not even the state fits.
+        """Tokens of the longest micro-batch that fits on a replica alone, by mode of recomputation.
+
+        The mode with the least recomputation comes first; modes in which not even the state fits
+        are left out.
         """
         given = self.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
@@ -253,7 +255,7 @@ class ProfileScorer:
         return PlanScore(times.total_ns, peak)
 
     def ends(self, replicas: Sequence[ReplicaPlan]) -> Sequence[int]:
-        """When each replica of a step has run all its actions, in ns."""
+        """The time at which each replica of a step has run all its actions, in ns."""
         return self._totals(replicas)[0].ends_ns
 
     def _totals(self, replicas: Sequence[ReplicaPlan]) -> tuple[StepTimes, int]:

@@ -150,7 +150,7 @@ class Predictor:
         return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
     def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
-        """L_max: tokens of the longest micro-batch that fits, if a replica runs so many as long.
+        """L_max: tokens of the longest micro-batch that fits, if all of a replica's are as long.
 
         The schedule decides how many are open at once on each rank. The result is 0 where the state
         alone fills the memory.
@@ -282,7 +282,7 @@ class Predictor:
         return [forward for forward, _ in every], [backward for _, backward in every]
 
     def _rest_ns(self, parts: StageParts, rows: int) -> tuple[int, int]:
-        """Time of a stage beside its layers for so many rows, forward and backward."""
+        """Time of a stage besides its layers, for ``rows`` rows, forward and backward."""
         key = parts, rows
         if key not in self._rests:
             latency = self.latency

@@ -347,7 +347,7 @@ class _Account:
         return (number, mode) if worth[number, mode] > 0 else None
 
     def _added(self, number: int, modes: slice, before: int) -> Integers:
-        """What modes add to what ranks hold, [modes, ranks, backwards of its window]."""
+        """Bytes that modes add to what ranks hold, [modes, ranks, backwards of its window]."""
         window = self._windows[number]
         saved = self._saved[modes, number] - self._saved[before, number]
         inside = self._inside[modes, number] - self._inside[before, number]

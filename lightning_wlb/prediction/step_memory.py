@@ -55,13 +55,13 @@ class StepMemory:
 
     @cached_property
     def parts(self) -> tuple[StageParts, ...]:
-        """What each stage owns of the model."""
+        """The parts of the model that each stage owns."""
         last = len(self.layers) - 1
         return tuple(StageParts(n, at == 0, at == last) for at, n in enumerate(self.layers))
 
     @cached_property
     def rank_parts(self) -> tuple[StageParts, ...]:
-        """What each pipeline rank owns, over all its stages."""
+        """The parts of the model that each pipeline rank owns, over all its stages."""
         ranks = self.model.mesh.pipeline
         return tuple(
             StageParts(
@@ -78,7 +78,7 @@ class StepMemory:
         return tuple(map(self.model.state_bytes, self.rank_parts))
 
     def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
-        """What each rank holds all along: its state, and the inputs of the fullest replica."""
+        """Bytes that each rank holds all along: state, and the inputs of the fullest replica."""
         sums = [
             (sum(cost.rows for cost in costs), sum(cost.indexed for cost in costs))
             for costs in replicas
@@ -89,7 +89,7 @@ class StepMemory:
         ]
 
     def saved(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
-        """What each forward opens until its backward has run, int64 [micro-batches, stages].
+        """Bytes that each forward holds until its backward has run, int64 [micro-batches, stages].
 
         Args:
             costs: costs of the micro-batches.
@@ -101,7 +101,7 @@ class StepMemory:
         return saved
 
     def inside(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
-        """What lives only inside a pass of each micro-batch, int64 [micro-batches, stages].
+        """Bytes that live only inside a pass of each micro-batch, int64 [micro-batches, stages].
 
         The arguments are those of :meth:`saved`.
         """
@@ -149,7 +149,7 @@ class StepMemory:
         return bytes_of
 
     def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """What every micro-batch sends to a neighbouring stage, int64 [micro-batches]."""
+        """Bytes that every micro-batch sends to a neighbouring stage, int64 [micro-batches]."""
         unit = self.model.mesh.tensor
         sent: Integers = self._row_units(costs)[0] * self.model.boundary_bytes(unit)
         return sent
@@ -180,7 +180,7 @@ class StepMemory:
         replica: ReplicaPlan,
         costs: Sequence[MicroBatchCost],
     ) -> Mapping[Action, int]:
-        """What each action frees that others made, less what it makes for others to free.
+        """Bytes that each action frees of what others made, less those that it leaves for others.
 
         Args:
             programs: the actions of each rank of the replica.

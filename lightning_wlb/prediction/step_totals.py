@@ -81,7 +81,7 @@ def step_times(
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder],
 ) -> StepTimes:
-    """When the step of replicas ends that share micro-batches with each other only.
+    """The times of the step of replicas that share micro-batches with each other only.
 
     Args:
         predictor: one that :func:`has_totals`.
@@ -197,22 +197,22 @@ class ReplicaTotals:
 
     @cached_property
     def costs(self) -> list[MicroBatchCost]:
-        """What its micro-batches cost."""
+        """The costs of the replica's micro-batches."""
         return self.predictor.costs(self.replica, estimated=self.estimated)
 
     @cached_property
     def shares(self) -> bool:
-        """Whether others share one of its micro-batches; then it has none of what follows."""
+        """Whether a micro-batch is shared with other replicas, which then decide when it ends."""
         return any(len(each.replicas) > 1 for each in self.replica.forward)
 
     @cached_property
     def order(self) -> ActionOrder:
-        """The order of its actions."""
+        """The order of the replica's actions."""
         return orders_of([self.replica])[0]
 
     @cached_property
     def ends(self) -> Ends:
-        """When its ranks end."""
+        """The times at which the replica's ranks end."""
         return rank_ends(self.predictor, [self.replica], [self.costs], [self.order])[0]
 
     @cached_property
@@ -242,7 +242,7 @@ class StepTotals:
 
     @property
     def times(self) -> StepTimes:
-        """When the step ends."""
+        """The times at which the step and each of its replicas end."""
         if self._shares:
             return step_times(self._predictor, self._plans, self.costs, self.orders)
         return total_times(self._predictor, [each.ends for each in self._replicas])
@@ -263,7 +263,7 @@ def held_besides(
     costs: Sequence[MicroBatchCost],
     constant: Sequence[int],
 ) -> Integers:
-    """What each rank holds while it runs each backward, besides what forwards have saved.
+    """Bytes that each rank holds while it runs each backward, besides what forwards have saved.
 
     Args:
         memory: bytes of the model on the mesh.

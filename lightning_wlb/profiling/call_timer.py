@@ -99,7 +99,7 @@ class CallTimer:
                 return self._clock.compute(begin, end) / times, result
 
     def times(self, seconds: float) -> int:
-        """How many calls of so many seconds make a sample.
+        """The number of calls, of so many seconds each, that make a sample.
 
         On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU one, whose
         clock is read in less than a microsecond.

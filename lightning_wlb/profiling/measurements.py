@@ -321,7 +321,6 @@ class DeviceBench:
 
     @property
     def _width(self) -> int:
-        """Bytes of an element."""
         return DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
 
     def _random(self, *sizes: int) -> Tensor:

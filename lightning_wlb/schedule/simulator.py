@@ -70,7 +70,7 @@ class Simulation:
 
     @cached_property
     def begin_ns(self) -> int:
-        """When the first action of this pipeline begins, which may wait for its parameters."""
+        """The begin of this pipeline's first action, which may wait for its parameters."""
         return min((of_rank[0].begin_ns for of_rank in self.spans if of_rank), default=0)
 
     @cached_property

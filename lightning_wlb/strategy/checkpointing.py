@@ -165,7 +165,7 @@ class Checkpointer:
             self._remove(path)
 
     def check(self) -> None:
-        """Begin a step: tell the others of a failed save, or raise its error where all know it."""
+        """Begin a step: tell others of a failed save, or raise its error once all know of it."""
         if NOTICES.seen & SAVE_FAILED:
             NOTICES.save_failed = False
             self.settle()

@@ -148,7 +148,7 @@ def die_with_launcher() -> None:
 
 
 class InPlace(_Launcher):
-    """Runs in the process that is there: torchrun or Slurm has made it, or it is the only one."""
+    """Runs in the present process, which torchrun or Slurm has started, or which is alone."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -234,7 +234,7 @@ class Processes:
         self._faults.begin(rank, environment.world_size(), self.timeout)
 
     def check_connected(self, world_size: int) -> None:
-        """Refuse what all ranks of a run do together where this one has left them.
+        """Refuse a collective of all ranks once this rank has left their process group.
 
         Raises:
             RuntimeError: the process group of the run was destroyed, or is another by now.
@@ -248,7 +248,7 @@ class Processes:
 
     @property
     def alone(self) -> str | None:
-        """Why this rank may wait for no other rank any more; None: it may.
+        """The reason why this rank may wait for no other rank any more; None: it may.
 
         After an exception that a rank has by itself the others would never answer.
         """
@@ -303,7 +303,7 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
 
 
 def _find_rank_0(host: str, port: int) -> None:
-    """Wait until rank 0 answers, which may come late, but not for another program on its port.
+    """Wait until rank 0 answers, which may be late; refuse another program on its port.
 
     Raises:
         MisconfigurationException: something else listens there, or nothing did for ``RENDEZVOUS``.

@@ -94,7 +94,7 @@ class MeshOptions:
         return math.prod(size for size in self.sizes if size != "auto")
 
     def settles(self, world_size: int) -> bool:
-        """Whether one mesh alone has the sizes, so that there is nothing to choose."""
+        """Whether only one mesh has the given sizes, so that there is nothing to choose."""
         return self._fixed >= world_size or self.sizes.count("auto") <= 1
 
     def usual_mesh(self, world_size: int) -> Mesh:
@@ -126,7 +126,7 @@ class MeshOptions:
         return mesh
 
     def allow(self, mesh: Mesh, schedule: str, world_size: int) -> bool:
-        """Whether a mesh and its schedule have everything that is given, and so many ranks."""
+        """Whether a mesh and its schedule have all that is given, and ``world_size`` ranks."""
         given = (*self.sizes, self.schedule, self.virtual_stages or "auto")
         has = (*mesh.shape, schedule, mesh.virtual_stages)
         fits = all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))

@@ -141,7 +141,7 @@ def training_of(module: LanguageModule, executor: Executor) -> dict[str, str]:
 
 
 def digest_of(optimizers: Iterable[Optimizer]) -> int:
-    """What optimizers are set to as one number: of all that a schedule may change.
+    """A digest, as one number, of the optimizers' options that a schedule may change.
 
     Tensors on a device are left out: reading them would wait for it.
     """

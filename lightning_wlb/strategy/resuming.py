@@ -209,7 +209,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:
-    """Whether a path, if it says anything, leads into one of some folders, through links too."""
+    """Whether a path lies in one of some folders, through links too; an empty path does."""
     if not isinstance(path, str) or "\0" in path:
         return False
     real = Path(os.path.realpath(Path(path).parent))
@@ -309,7 +309,7 @@ def requeue_number(path: Path) -> int | None:
 
 
 def older_requeues(path: Path) -> list[Path]:
-    """The same job's earlier ``hpc_ckpt_N.ckpt``, if ``path`` is one; they can be removed.
+    """The earlier ``hpc_ckpt_N.ckpt`` of the same job, which may be removed, if ``path`` is one.
 
     They serve only to resume from the newest one; ModelCheckpoint keeps what a run is to keep.
     Those of another job, which may run in the same folder, are left out.

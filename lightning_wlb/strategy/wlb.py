@@ -351,7 +351,7 @@ class WLBStrategy(ParallelStrategy):
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing left to do after :meth:`load_checkpoint`."""
+        """Do nothing: :meth:`load_checkpoint` has loaded the weights."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

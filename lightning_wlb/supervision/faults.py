@@ -169,7 +169,7 @@ class Faults(pl.Callback):
 
 @contextmanager
 def without_hiding_cause(failed: bool = True) -> Iterator[None]:
-    """Where a run has failed, say an error inside instead of raising it over the cause."""
+    """A context in which an error is only warned of if the run has failed already."""
     try:
         yield
     except Exception as error:

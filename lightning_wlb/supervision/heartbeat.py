@@ -73,7 +73,7 @@ class Connection:
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None where the other end has closed, or is no rank."""
+        """The messages that have arrived; None if the other end has closed, or is no rank."""
         try:
             data = self.connection.recv(1 << 16)
             if not data or len(self._rest) > 1 << 20:

@@ -42,7 +42,7 @@ class Progress:
         self._now = _Moment(runs, batch, RUNNING, "its beginning", time.monotonic())
 
     def note(self, part: int, doing: str | Action) -> None:
-        """Note that the main thread goes on to ``doing``, in this part of its step."""
+        """Note what the main thread does from now on, and in which part of its step."""
         self._now = _Moment(self._now.runs, self._now.batch, part, doing, time.monotonic())
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Progress:
         return self._now.runs, self.part
 
     def seconds(self) -> float:
-        """How long the main thread has been doing this."""
+        """Seconds for which the main thread has been doing what it does now."""
         waits = WAIT.since
         since = self._now.since if waits is None else max(self._now.since, waits)
         return time.monotonic() - since

@@ -33,7 +33,7 @@ class FlatDocuments(MappedDocuments):
         tokens: a ``.npy`` file of integers [tokens], or a file of raw numbers of ``dtype``.
         offsets: a ``.npy`` file of integers [documents + 1]: document i is
             ``tokens[offsets[i]:offsets[i + 1]]``; begins with 0, ends with the number of tokens.
-            Where each document ends with an end token, they are 0 and the positions behind it.
+            Where each document ends with an end token: 0, and the position behind each of these.
         mask: a ``.npy`` file of booleans or of 0 and 1 [tokens]: whether each token may be a
             target; None: all may.
         dtype: type of raw numbers, such as ``"uint16"``; None for ``.npy``.

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, ParameterTraffic]:
-    """When each pipeline of a step has its parameters, and its gradients are reduced.
+    """The times at which each pipeline has its parameters, and its gradients are reduced.
 
     Args:
         base: predicts steps on the mesh over which parameters and optimizer state are sharded.
@@ -115,7 +115,7 @@ def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Fl
 
 
 def _busiest(wanted: Floats, own: Floats, they_want: Floats, they_own: Floats) -> float:
-    """Most elements that a rank receives of what others own, or sends of what others want."""
+    """The elements that the busiest rank receives from others, or sends to them."""
     into, out = wanted * they_own, own * they_want
     return float(max(each.sum(axis=(2, 3)).max() for each in (into, out)))
 
@@ -135,7 +135,7 @@ def _held(shape: ModelShape, schemes: Schemes, cuts: int) -> Truths:
 
 
 def _sizes(shape: ModelShape, tensor: int) -> Floats:
-    """Elements of each bucket on one of so many tensor-parallel ranks."""
+    """Elements of each bucket on one rank of ``tensor`` tensor-parallel ranks."""
     model, kinds = MemoryModel(shape, Mesh(tensor=tensor)), list(shape.kinds)
     none = (0,) * len(kinds)
     layers = [

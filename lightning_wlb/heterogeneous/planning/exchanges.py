@@ -168,8 +168,8 @@ def _pieces(name: str, own: Integers, others: Integers) -> list[ExchangedPiece]:
 def _sources(shard: Integers, rank: int) -> tuple[Truths, Truths]:
     """Ranks that take this rank's shard of a parameter, and ranks that it takes shards from.
 
-    Both are bool [ranks]. Where several ranks have equal shards, one takes its own if it has one,
-    else that of a rank that is chosen by its number.
+    Both are bool [ranks]. Where several ranks have equal shards, a rank takes its own if it has
+    one, else one of theirs, chosen by its number.
     """
     ranks = np.arange(len(shard))
     filled = (shard[..., 0] < shard[..., 1]).all(axis=1)

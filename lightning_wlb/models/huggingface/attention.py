@@ -76,7 +76,7 @@ def running() -> Running | None:
 
 
 def current_run() -> Running:
-    """The forward that is running, where there must be one."""
+    """The forward that is running; LookupError outside of one."""
     return _RUNNING.get()
 
 

@@ -142,7 +142,7 @@ def _sizes(name: str, given: Mapping[str, Any]) -> Recurrence:
 
 
 def _joined(one: Recurrence, other: Recurrence) -> Recurrence:
-    """The recurrence of a layer that computes both; its heads divide as those of each do."""
+    """The sum of two recurrences of one layer, with the gcd of their numbers of heads."""
     sums = map(add, vars(one).values(), vars(other).values())
     return replace(Recurrence(*sums), heads=gcd(one.heads, other.heads))
 

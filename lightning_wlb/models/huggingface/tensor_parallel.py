@@ -84,7 +84,7 @@ class Split:
     once: bool = False
 
     def placement(self, size: int) -> Placement:
-        """How the parameter, in its held shape, lies on ``size`` ranks."""
+        """The DTensor placement of the parameter, in its held shape, on ``size`` ranks."""
         if self.dim is None or 0 < self.shares < size:
             return Replicate()
         # A packed parameter has the dim of the two matrices in front of the matrix's own.

@@ -45,7 +45,7 @@ class PackingChoice:
 
     @property
     def method(self) -> str:
-        """Its name in :data:`PACKINGS`, or that of a class which is not in it."""
+        """The method's name in :data:`PACKINGS`, or the name of a class that is not in it."""
         names = (name for name, packer in PACKINGS.items() if packer is self.packer)
         return next(names, self.packer.__name__)
 

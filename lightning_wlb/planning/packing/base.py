@@ -127,8 +127,7 @@ class Packer:
         return batch
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """Put ``pieces`` into ``bins`` micro-batches; returns these and the pieces that did not
-        fit.
+        """Put ``pieces`` into ``bins`` micro-batches; returns these and the pieces left over.
 
         Methods that form micro-batches by the mesh (``arranges``) return all pieces in one.
         """
