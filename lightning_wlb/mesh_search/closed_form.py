@@ -76,7 +76,7 @@ class ClosedForm:
         return Estimate(min(filter(None, steps), default=0), state)
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
-        """Time of a step of ``count`` micro-batches, with the least recomputation that fits; or 0."""
+        """Time of a step of ``count`` micro-batches with the least recomputation; 0: none fits."""
         mesh = predictor.latency.mesh
         rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
         rows = -(-rows // mesh.tensor) * mesh.tensor

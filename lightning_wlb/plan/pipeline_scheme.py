@@ -60,7 +60,7 @@ class Scheme:
 
     @property
     def shape(self) -> Shape:
-        """Layers of each stage, context and tensor ranks: pipelines that are alike have the same."""
+        """Layers of each stage, context and tensor ranks: equal for pipelines that are alike."""
         return self.stages, self.context, self.tensor
 
     @property
