@@ -270,7 +270,7 @@ class LatencyModel:
 
     @cached_property
     def known_chunks(self) -> dict[int, int]:
-        """What :func:`.chunks_of` remembers, by rows."""
+        """The results of :func:`.overlap.chunks_of`, by rows."""
         return {}
 
     def messages_ns(self, rows: int, chunks: int = 1) -> tuple[int, int]:
