@@ -101,4 +101,4 @@ def test_slices_hold_their_own_keys_and_the_gradients_of_what_later_slices_read(
     assert [each - constant for each in held] == [
         opened[0], sum(opened), sum(opened), opened[0] + gradients,
     ]  # fmt: skip
-    assert prediction.simulations[0].memory[0][-1][1] == constant
+    assert held[-1] - prediction.simulations[0].changes[0][-1] == constant
