@@ -31,6 +31,7 @@ import lightning_wlb as wlb
 from benchmarks import report
 from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.data.open_documents import hold_out
+from lightning_wlb.data.stores.document_store import Array, CheckedDocuments
 from lightning_wlb.prediction.predictor import mean_context_of
 
 CASES = (("flat", "auto", 0), ("flat", "wlb", 0), ("flat", "auto", 10_000), ("arrow", "auto", 0))
@@ -39,19 +40,32 @@ LIMITS = {"ready_seconds": 5.0, "memory_mb": 200.0, "batch_seconds": 1.0}
 SETTINGS = {"context_window": 4096, "micro_batches": 8}
 MOST_TOKENS = 39
 STEPS = 20
+VOCABULARY = 32_000
 ROWS = 1000
 """Rows of a record batch of the Arrow file: as many as the datasets library writes."""
 
 
+class FlatDocuments(CheckedDocuments):
+    """A store of one's own: one array of tokens, and where each document begins in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._array = np.asarray(np.load(folder / "tokens.npy", mmap_mode="r"))
+        self._offsets = np.asarray(np.load(folder / "offsets.npy", mmap_mode="r"))
+        super().__init__("FlatDocuments", np.diff(self._offsets), VOCABULARY)
+
+    def _tokens(self, row: int, start: int, stop: int) -> Array:
+        begin = int(self._offsets[row])
+        return self._array[begin + start : begin + stop]
+
+
 def make_stores(folder: Path, documents: int) -> dict[str, Any]:
-    """Stores of the same random documents; what :func:`lightning_wlb.documents` opens each by."""
+    """Stores of the same random documents; what :func:`opened` opens each by."""
     rng = np.random.default_rng(0)
     offsets = np.zeros(documents + 1, np.int64)
     np.cumsum(rng.integers(1, MOST_TOKENS + 1, documents), out=offsets[1:])
-    tokens = rng.integers(0, 32_000, int(offsets[-1]), np.uint16)
-    flat = {name: str(folder / f"{name}.npy") for name in ("tokens", "offsets")}
-    np.save(flat["offsets"], offsets)
-    np.save(flat["tokens"], tokens)
+    tokens = rng.integers(0, VOCABULARY, int(offsets[-1]), np.uint16)
+    np.save(folder / "offsets.npy", offsets)
+    np.save(folder / "tokens.npy", tokens)
     arrow = str(folder / "documents.arrow")
     schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
     with pa.ipc.new_stream(arrow, schema) as writer:
@@ -61,7 +75,14 @@ def make_stores(folder: Path, documents: int) -> dict[str, Any]:
                 (own - own[0]).astype(np.int32), tokens[own[0] : own[-1]]
             )
             writer.write_batch(pa.record_batch([lists], schema=schema))
-    return {"flat": flat, "arrow": arrow}
+    return {"flat": folder, "arrow": arrow}
+
+
+def opened(kind: str, source: Any) -> wlb.DocumentStore:
+    """The store of a case."""
+    if kind == "flat":
+        return FlatDocuments(source)
+    return wlb.documents(source, vocab_size=VOCABULARY)
 
 
 def megabytes(field: str) -> float:
@@ -81,11 +102,11 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def case(kind: str, source: Any, packing: str, held_out: int) -> dict[str, Any]:
     """Everything that is measured of one case, in a process that has opened nothing yet."""
-    opening, store = timed(lambda: wlb.documents(source, vocab_size=32_000))
+    opening, store = timed(lambda: opened(kind, source))
     # The most that was resident, counted anew from here on.
     Path("/proc/self/clear_refs").write_text("5")
     begin, own = megabytes("VmRSS"), megabytes("RssAnon")
-    shape = wlb.TransformerConfig.preset("tiny", vocab_size=32_000).shape
+    shape = wlb.TransformerConfig.preset("tiny", vocab_size=VOCABULARY).shape
     data = wlb.DataSettings(packing=packing, **SETTINGS)
 
     def ready() -> tuple[wlb.StepDataset, Any]:
@@ -102,7 +123,7 @@ def case(kind: str, source: Any, packing: str, held_out: int) -> dict[str, Any]:
         plan, state = planner.next_step(), planner.state_dict()
         following = planner.next_step()
         return make_step_batch(
-            plan, dataset.store, dataset.rank, state, following.digest, False, None, 32_000
+            plan, dataset.store, dataset.rank, state, following.digest, False, None, VOCABULARY
         )
 
     most = megabytes("VmHWM") - begin

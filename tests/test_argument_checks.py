@@ -115,7 +115,6 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"validation_documents": 0.1}, "validation_documents=0.1 is of type float"),
     (data, {"validation_documents": "wiki"}, "validation_documents='wiki': there is no"),
     (data, {"test_documents": 0.1}, "test_documents=0.1 is of type float"),
-    (data, {"model_shape": (1, 2)}, r"model_shape=\(1, 2\) is of type tuple. Give a"),
     (WLBDataModule, {"documents": "wiki", "context_window": 8, "micro_batches": 1}, "'stdlib'"),
     (WLBDataModule, {"documents": 3, "context_window": 8, "micro_batches": 1}, "documents of type"),
     (model, {"config": {"dims": 3}}, "there is no field 'dims'. The fields are dim, layers"),

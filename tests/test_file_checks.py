@@ -16,8 +16,8 @@ from lightning_wlb.checkpoints.pickle_checks import load_plain
 from lightning_wlb.cli.shared_options import load_lengths
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.open_documents import documents
+from lightning_wlb.data.stores import megatron
 from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments, ParquetDocuments
-from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments
 from lightning_wlb.data.tokenising.sources import Part, rows
 from lightning_wlb.data.tokenising.texts import TextEncoder
 from lightning_wlb.models.huggingface.config_and_shape import read_config
@@ -35,14 +35,15 @@ def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+LENGTHS = {"context_window": 1, "micro_batches": 1, "steps": 1, "seed": 0}
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest.json": lambda path: manifest.read(path.parent),
     "meta.pt": load_plain,
     ".metadata": lambda path: safe_metadata.read(path.parent),
     "profile.json": Profile.load,
-    "tokens.npy": lambda path: FlatDocuments(path, path),
-    "tokens.bin": lambda path: FlatDocuments(path, path, dtype="uint16"),
-    "a.idx": MegatronDocuments,
+    "a.idx": megatron.MegatronDocuments,
+    "a.bin": lambda path: megatron._mapped(path, "uint16"),
+    "a.npy": lambda path: load_lengths(str(path), **LENGTHS),
     "a.parquet": ParquetDocuments,
     "a.arrow": ArrowDocuments,
     "state.json": lambda path: ArrowDocuments(path.parent),
@@ -130,7 +131,7 @@ def test_lengths_of_a_size_that_is_claimed_are_not_made_room_for(tmp_path: Path)
     start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
     (tmp_path / "a.npy").write_bytes(start + header)
     with pytest.raises(ValueError, match="is not a list of lengths: mmap length is greater"):
-        load_lengths(str(tmp_path / "a.npy"), context_window=1, micro_batches=1, steps=1, seed=0)
+        load_lengths(str(tmp_path / "a.npy"), **LENGTHS)
 
 
 class TestOwnFolder:

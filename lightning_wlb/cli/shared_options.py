@@ -194,7 +194,7 @@ def load_lengths(
     Args:
         source: ``"generator-a"``, or the path of a ``.npy`` file with integers or of a text file
             with one integer per line or word. A file of :data:`STORE_FILES`, a mapping such as
-            ``{tokens: tokens.npy, offsets: offsets.npy}`` in YAML, and what is no file, is opened
+            ``{path: corpus, column: ids}`` in YAML, and what is no file, is opened
             as :class:`.WLBDataModule` opens its documents.
         context_window: bounds the generator's documents.
         micro_batches: per global batch; with ``steps``, how many documents are generated.

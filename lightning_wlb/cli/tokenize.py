@@ -1,8 +1,8 @@
 r"""Tokenise texts or chats into documents to train on.
 
 SOURCE is a .jsonl or .jsonl.gz file, a .txt or .md file (one document), or a folder of these. OUT
-becomes a folder that `WLBDataModule(documents=...)` takes, `lightning-wlb plan --lengths` too, and
-`datasets.load_from_disk`. A run that was ended goes on where it was when the same command is given.
+becomes a folder that `WLBDataModule(documents=...)` and `lightning-wlb plan --lengths` take. A run
+that was ended goes on where it was when the same command is given.
 
   lightning-wlb tokenize corpus.jsonl corpus-tokens --tokenizer tokenizer.json
   lightning-wlb tokenize chats.jsonl chats-tokens --tokenizer path/to/model --chats

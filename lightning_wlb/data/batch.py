@@ -36,8 +36,8 @@ from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.prediction.micro_batch import layout_of
-from lightning_wlb.sharding import Layout, RankIndices, rank_indices
-from lightning_wlb.sharding.sliced_indices import SlicedIndices, SlicedReplica
+from lightning_wlb.sharding import RankIndices, rank_indices
+from lightning_wlb.sharding.sliced_indices import SlicedReplica
 
 IGNORE = -100
 """Label of a row without a target (the default ``ignore_index`` of torch's cross-entropy)."""
@@ -75,15 +75,8 @@ class MicroBatchTensors:
         recurrence = self.recurrence and replace(self.recurrence, states=cache.states)
         return replace(self, attention=attention, recurrence=recurrence)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatchTensors:
-        """A copy on ``device``."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> MicroBatchTensors:
-        """A copy in page-locked host memory."""
-        return self._with(Tensor.pin_memory)
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatchTensors:
+    def changed(self, change: Callable[[Tensor], Tensor]) -> MicroBatchTensors:
+        """A copy with every tensor changed, such as moved to a device."""
         recurrence = self.recurrence and with_tensors(self.recurrence, change)
         attention = with_tensors(self.attention, change)
         return replace(with_tensors(self, change), attention=attention, recurrence=recurrence)
@@ -148,14 +141,15 @@ class StepBatch:
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
-        return self._with(lambda each: each.to(device, non_blocking))
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> StepBatch:
         """A copy whose tensors are in page-locked host memory."""
-        return self._with(MicroBatchTensors.pin_memory)
+        return self._changed(Tensor.pin_memory)
 
-    def _with(self, change: Callable[[MicroBatchTensors], MicroBatchTensors]) -> StepBatch:
-        return StepBatch(**{**vars(self), "micro_batches": list(map(change, self.micro_batches))})
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
+        changed = [each.changed(change) for each in self.micro_batches]
+        return StepBatch(**{**vars(self), "micro_batches": changed})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # From a loader worker torch would send every tensor as shared memory, each with an open
@@ -240,73 +234,48 @@ def make_step_batch(
             f"the plan says {micro_batch.rows} rows, the sharding {layout.rows}"
         )
         # Merged replicas put their context-parallel groups one after another.
-        place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
-        parts = sliced.indices(number, place) if sliced.is_sliced(slices) else None
-        indices, attention = _attention(number, layout, place, parts, sliding_window)
-        tensors = _tensors(
-            slices,
-            indices,
-            indices.offset if parts is None else parts.positions,
-            replace(attention, replicas=len(micro_batch.replicas)),
-            store,
-            rank,
-            vocab_size,
-        )
         sharers = len(micro_batch.replicas)
-        rows = recurrent_rows(layout, slices, ends, sharers) if recurrent else None
-        micro_batches.append(replace(tensors, recompute=micro_batch.recompute, recurrence=rows))
+        place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
+        if sliced.is_sliced(slices):
+            parts = sliced.indices(number, place)
+            indices, offsets = parts.own, parts.positions
+            of_slices = SliceMetadata(number, parts.runs, parts.rows, parts.keeps)
+        else:
+            indices, of_slices = rank_indices(layout, place, sliding_window), None
+            offsets = indices.offset
+        attention = AttentionMetadata.from_indices(
+            indices, layout.rows, layout.ranks, sliding_window
+        )
+        positions = np.zeros(layout.rows, np.int64)
+        positions[: len(offsets)] = offsets
+        tokens, labels = _read(slices, indices, layout.rows, store, rank, vocab_size)
+        micro_batches.append(
+            MicroBatchTensors(
+                tokens=None if tokens is None else torch.from_numpy(tokens),
+                labels=None if labels is None else torch.from_numpy(labels),
+                positions=torch.from_numpy(positions),
+                attention=replace(attention, slices=of_slices, replicas=sharers),
+                rows=layout.rows,
+                recompute=micro_batch.recompute,
+                recurrence=recurrent_rows(layout, slices, ends, sharers) if recurrent else None,
+            )
+        )
     return StepBatch(plan, rank.data, micro_batches, state, next_digest, last)
-
-
-def _attention(
-    number: int, layout: Layout, place: int, parts: SlicedIndices | None, sliding_window: int | None
-) -> tuple[RankIndices, AttentionMetadata]:
-    """One context-parallel rank's rows of a micro-batch, and which keys each of them attends to."""
-    slices = None
-    if parts is not None:
-        indices = parts.own
-        slices = SliceMetadata(number, parts.runs, parts.rows, parts.keeps)
-    else:
-        indices = rank_indices(layout, place, sliding_window)
-    metadata = AttentionMetadata.from_indices(indices, layout.rows, layout.ranks, sliding_window)
-    return indices, replace(metadata, slices=slices)
-
-
-def _tensors(
-    slices: tuple[Slice, ...],
-    indices: RankIndices,
-    offsets: np.ndarray,
-    attention: AttentionMetadata,
-    store: DocumentStore,
-    rank: Rank,
-    vocab_size: int | None,
-) -> MicroBatchTensors:
-    """One micro-batch on one rank; ``offsets`` are the positions of its real rows."""
-    rows = attention.rows
-    positions = np.zeros(rows, np.int64)
-    positions[: len(offsets)] = offsets
-    tokens = np.zeros(rows, np.int64) if rank.first_stage else None
-    labels = np.full(rows, IGNORE, np.int64) if rank.last_stage else None
-    if tokens is not None or labels is not None:
-        _read(slices, indices, store, vocab_size, tokens, labels)
-    return MicroBatchTensors(
-        tokens=None if tokens is None else torch.from_numpy(tokens),
-        labels=None if labels is None else torch.from_numpy(labels),
-        positions=torch.from_numpy(positions),
-        attention=attention,
-        rows=rows,
-    )
 
 
 def _read(
     slices: tuple[Slice, ...],
     indices: RankIndices,
+    rows: int,
     store: DocumentStore,
+    rank: Rank,
     vocab_size: int | None,
-    tokens: np.ndarray | None,
-    labels: np.ndarray | None,
-) -> None:
-    """Fill the rank's real rows, one read for each run of consecutive tokens."""
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Tokens and labels of the rank's rows, one read for each run of consecutive tokens."""
+    tokens = np.zeros(rows, np.int64) if rank.first_stage else None
+    labels = np.full(rows, IGNORE, np.int64) if rank.last_stage else None
+    if tokens is None and labels is None:
+        return None, None
     count = len(indices.offset)
     breaks = (np.diff(indices.document) != 0) | (np.diff(indices.offset) != 1)
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [0]
@@ -330,3 +299,4 @@ def _read(
                 if allowed is not None:
                     following = np.where(allowed, following, IGNORE)
                 labels[row : row + len(following)] = following
+    return tokens, labels

@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
-from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader, refuse_prediction
@@ -31,7 +30,7 @@ from lightning_wlb.data.open_documents import (
     documents_or_number,
     hold_out,
 )
-from lightning_wlb.data.planning_context import context_of, own_shape
+from lightning_wlb.data.planning_context import context_of
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.planning import DataSettings
@@ -78,8 +77,6 @@ class WLBDataModule(L.LightningDataModule):
             helps only where reading is slow. 0: in the training process, between steps.
         validation_documents: further documents, or how many of ``documents`` to hold out.
         test_documents: further documents for ``trainer.test``, or how many others to hold out.
-        model_shape: what the packer weighs pieces by; None: the ``model_shape`` of the
-            LightningModule.
 
     Attributes:
         plans_by_work: whether no device profile is wanted: ``profile="none"``.
@@ -87,9 +84,9 @@ class WLBDataModule(L.LightningDataModule):
     Raises:
         ValueError: documents that are not known or not there, more documents held out than there
             are, or settings that contradict each other.
-        MisconfigurationException: when a Trainer runs it: no model shape, a vocabulary smaller than
-            the documents', data parallelism under a strategy that does not divide the plan, or a
-            Trainer of another namespace.
+        MisconfigurationException: when a Trainer runs it: a LightningModule without
+            ``model_shape``, a vocabulary smaller than the documents', data parallelism under a
+            strategy that does not divide the plan, or a Trainer of another namespace.
     """
 
     def __init__(
@@ -109,7 +106,6 @@ class WLBDataModule(L.LightningDataModule):
         num_workers: int = 1,
         validation_documents: int | Documents = 0,
         test_documents: int | Documents | None = None,
-        model_shape: ModelShape | None = None,
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
@@ -126,17 +122,11 @@ class WLBDataModule(L.LightningDataModule):
         held_out = validation_documents, 0 if test_documents is None else test_documents
         names = "validation_documents", "test_documents"
         self.validation_documents, self.test_documents = map(documents_or_number, names, held_out)
-        if model_shape is not None and not isinstance(model_shape, ModelShape):
-            raise MisconfigurationException(
-                f"model_shape={model_shape!r} is of type {type(model_shape).__name__}. Give a"
-                " lightning_wlb.cost.shape.ModelShape, or None for that of the LightningModule."
-            )
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
         self.plans_by_work = profile == "none"
         given = None if self.plans_by_work else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given
         self.num_workers = whole("num_workers", num_workers, 0)
-        self.model_shape = model_shape
 
     @property
     def trainer(self) -> L.Trainer | None:
@@ -165,35 +155,19 @@ class WLBDataModule(L.LightningDataModule):
         self._stores()
 
     def setup(self, stage: str) -> None:
-        """Open the documents, and refuse what the Trainer cannot do with them.
-
-        Lightning takes a fraction of an epoch of a loader's length, which a step loader has not.
+        """Open the documents.
 
         Raises:
-            MisconfigurationException: batches that repeat, or a fraction of an epoch.
+            MisconfigurationException: the Trainer is to repeat batches.
         """
-        validation = self._stores()[1]
-        if self.trainer is None:
-            return
-        limits = ["limit_test_batches"] if stage == TrainerFn.TESTING else []
-        if stage == TrainerFn.FITTING:
-            limits += ["limit_train_batches", "val_check_interval"]
-            times = self.trainer.overfit_batches  # type: ignore[attr-defined]
-            if times > 0:
-                raise MisconfigurationException(
-                    f"Trainer(overfit_batches={times}) would repeat batches of a loader, but each"
-                    " step is planned from the documents that come next. To overfit, give"
-                    " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
-                )
-        if validation is not None and stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            limits.append("limit_val_batches")
-        for name in limits:
-            value = getattr(self.trainer, name)
-            if isinstance(value, float) and value not in (0.0, 1.0):
-                raise MisconfigurationException(
-                    f"Trainer({name}={value}) is a fraction of an epoch, whose steps are planned as"
-                    " documents arrive and not counted beforehand. Give a whole number of steps."
-                )
+        self._stores()
+        times = getattr(self.trainer, "overfit_batches", 0)
+        if stage == TrainerFn.FITTING and times > 0:
+            raise MisconfigurationException(
+                f"Trainer(overfit_batches={times}) would repeat batches of a loader, but each"
+                " step is planned from the documents that come next. To overfit, give"
+                " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
+            )
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -344,10 +318,6 @@ class WLBDataModule(L.LightningDataModule):
         )
         if settings is self.settings:  # An evaluation stays on the mesh.
             dataset.step_chooser = context.chooser
-        # A shape that was given may leave the vocabulary out, or have another than the model.
-        own = own_shape(trainer.lightning_module)
-        vocabularies = [dataset.vocab_size, own.vocab_size if own else None]
-        dataset.vocab_size = min(filter(None, vocabularies), default=None)
         return dataset
 
     def _loader(

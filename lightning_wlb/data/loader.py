@@ -5,11 +5,10 @@ Every rank runs the same planner on the same lengths and so knows every step's p
 carries the digest of the following plan: ranks that disagree are told so by the step's last
 collective, before they hang.
 
-Planning runs ahead of training in loader workers: processes, because planning is Python, and a
-thread would take the interpreter's lock from the step. With W workers each makes the tensors of
-every W-th step, in the order of the plans. It plans these steps and, for the digest, the ones after
-them; of the others it only finds out what enters them. So W workers plan W / 2 times as fast as one
-or two.
+Planning runs ahead of training in loader workers. With W workers each makes the tensors of every
+W-th step, in the order of the plans. It plans these steps and, for the digest, the ones after them;
+of the others it only finds out what enters them. So W workers plan W / 2 times as fast as one or
+two.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
 workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is

@@ -64,8 +64,8 @@ WAIT = LoaderWait()
 """The wait of this process."""
 
 
-def begin(worker: int) -> None:
-    """Make this process, a loader's worker, fit to live and die with its rank."""
+def begin(worker: int = 0) -> None:
+    """Make this process, a worker, fit to live and die with its rank."""
     signal.set_wakeup_fd(-1)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):

@@ -17,8 +17,8 @@ import numpy as np
 from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
-from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments, MegatronDocuments, has_index
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
+from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
@@ -161,12 +161,6 @@ KINDS: list[Kind] = [
         MegatronDocuments,
     ),
     Kind(
-        "a mapping {'tokens': 'tokens.npy', 'offsets': 'offsets.npy'}",
-        None,
-        FlatDocuments,
-        key="tokens",
-    ),
-    Kind(
         "a mapping {'texts': 'corpus.jsonl', 'tokenizer': ...} (JSON lines or text files)",
         None,
         _texts,
@@ -203,9 +197,8 @@ def documents(source: Any, **options: Any) -> DocumentStore:
     """
     if isinstance(source, DocumentStore):
         if options:
-            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ValueError(
-                f"documents: {source!r} is open already and takes no options; {given} were given."
+                f"documents: {source!r} is open already and takes no options; {options} were given."
                 " Give them to the store's own constructor."
             )
         return source
@@ -265,10 +258,7 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
         options = {**given, **options}
     if kind is None:
         source = _with_paths(name, source)
-        if "tokenizer" in options and _is_texts(source):
-            (kind,) = (each for each in KINDS if each.key == "texts")
-        else:
-            kind = _kind_of(name, source)
+        kind = _kind_of(name, source)
     return kind, source, options
 
 
@@ -281,11 +271,7 @@ def _with_paths(name: str, source: Any) -> Any:
         return found
     if isinstance(source, str) and source != "stdlib":
         return Path(source).expanduser()
-    if (
-        isinstance(source, list | tuple)
-        and source
-        and all(isinstance(each, str | Path) for each in source)
-    ):
+    if isinstance(source, list | tuple) and all(isinstance(each, str | Path) for each in source):
         return [Path(each).expanduser() for each in source]
     return source
 
@@ -303,13 +289,16 @@ def _kind_of(name: str, source: Any) -> Kind:
     paths = source if isinstance(source, list) else [source]
     missing = [path for path in paths if isinstance(path, Path) and not path.exists()]
     if missing:
-        raise ValueError(f"{name}{_shown(source)}: there is no file or folder {missing[0]}.")
+        raise ValueError(
+            f"{name}{_shown(source)}: there is no file or folder {missing[0]}. Give the path of"
+            " one, or 'stdlib'."
+        )
     if _is_texts(source):
         raise ValueError(
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
             " (lightning-wlb tokenize SOURCE OUT --tokenizer ...) and give the folder OUT; or give"
             f" {{'texts': {str(source)!r}, 'tokenizer': ...}}, 'chats' in place of 'texts' for"
-            " chats, or of texts the path with the option tokenizer=..."
+            " chats."
         )
     raise ValueError(
         f"{name}{_shown(source)}: these are no documents that are known. Give a document store"
@@ -322,8 +311,6 @@ def _kind_of(name: str, source: Any) -> Kind:
 def _shown(source: Any) -> str:
     if isinstance(source, Path | str):
         return f"={str(source)!r}"
-    if isinstance(source, Mapping):
-        return f"={dict(source)!r}"
     return f" of type {type(source).__name__}"
 
 

@@ -49,14 +49,14 @@ class PlanningContext:
 
     shape: ModelShape
     rank: Rank
-    schedule: str
     stages: tuple[range, ...]
-    profile: Profile | None
-    parameter_dtype: str
-    reduce_dtype: str
-    schemes: tuple[tuple[Scheme, ...], ...]
-    chooser: StepChooser | None
     activation_checkpointing: ActivationCheckpointing
+    schedule: str = "1f1b"
+    profile: Profile | None = None
+    parameter_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    schemes: tuple[tuple[Scheme, ...], ...] = ()
+    chooser: StepChooser | None = None
     compiled: bool = False
     overlap: Overlap = "off"
 
@@ -66,13 +66,8 @@ class PlanningContext:
         return PlanningContext(
             shape=shape,
             rank=Rank(),
-            schedule="1f1b",
             stages=(range(shape.layers),),
             profile=profile,
-            parameter_dtype="float32",
-            reduce_dtype="float32",
-            schemes=(),
-            chooser=None,
             activation_checkpointing=getattr(module, "planned_checkpointing", "none"),
         )
 
@@ -104,24 +99,18 @@ class PlanningStrategy(Protocol):
         """What the steps of the run are planned for, once the model is split."""
 
 
-def own_shape(module: object) -> ModelShape | None:
-    """The ``model_shape`` of a LightningModule, the sizes of its layers, if it has one."""
-    shape = getattr(module, "model_shape", None)
-    return shape if isinstance(shape, ModelShape) else None
-
-
-def shape_of(module: object, given: ModelShape | None) -> ModelShape:
-    """The shape by which documents are weighed: the given one, or else the LightningModule's.
+def shape_of(module: object) -> ModelShape:
+    """The ``model_shape`` of a LightningModule, by which documents are weighed.
 
     Raises:
-        MisconfigurationException: there is no shape.
+        MisconfigurationException: it has none.
     """
-    shape = given or own_shape(module)
-    if shape is None:
+    shape = getattr(module, "model_shape", None)
+    if not isinstance(shape, ModelShape):
         raise MisconfigurationException(
-            f"WLBDataModule cannot weigh documents: {type(module).__name__} has model_shape=None."
-            " Pass WLBDataModule(model_shape=ModelShape(...)), or give the LightningModule a"
-            " property `model_shape`, as LanguageModule does."
+            f"WLBDataModule cannot weigh documents: {type(module).__name__} has"
+            f" model_shape={shape!r}. Give the LightningModule a property `model_shape`, a"
+            " lightning_wlb.cost.shape.ModelShape, as LanguageModule has."
         )
     return shape
 
@@ -142,4 +131,4 @@ def context_of(trainer: L.Trainer, data: WLBDataModule) -> PlanningContext:
             " strategy='wlb'."
         )
     module = trainer.lightning_module
-    return PlanningContext.of_one_rank(module, shape_of(module, data.model_shape), data.profile)
+    return PlanningContext.of_one_rank(module, shape_of(module), data.profile)

@@ -289,7 +289,7 @@ class DeviceBench:
             positions=torch.from_numpy(indices.offset),
             attention=AttentionMetadata.from_indices(indices, rows, 1),
             rows=rows,
-        ).to(self.device)
+        ).changed(lambda tensor: tensor.to(self.device))
         hidden = None if model.embed is not None else self._random(rows, model.config.dim)
         stopwatch = make_stopwatch(self.device)
         model.attention_kernel.timer = stopwatch

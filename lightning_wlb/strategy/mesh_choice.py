@@ -255,7 +255,7 @@ def mesh_request(
         fixed["tensor"] = 1
     return MeshRequest(
         lengths=np.asarray(store.lengths),
-        shape=shape_of(module, data.model_shape),
+        shape=shape_of(module),
         data=data.settings,
         profile=profile,
         devices=devices.count,

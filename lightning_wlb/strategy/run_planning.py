@@ -148,7 +148,7 @@ class RunPlanning:
         split, module, devices = self._run
         pipeline = split.executor.pipeline
         return PlanningContext(
-            shape=shape_of(module, data.model_shape),
+            shape=shape_of(module),
             rank=pipeline.rank,
             schedule=pipeline.schedule,
             stages=pipeline.stages,

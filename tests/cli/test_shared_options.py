@@ -4,6 +4,7 @@ import json
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from lightning_wlb.cli.shared_options import (
@@ -18,6 +19,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
+from tests.data.stores.corpora import write_arrow
 
 
 def test_a_model_by_preset_by_sizes_and_by_both() -> None:
@@ -178,23 +180,21 @@ def test_folders_and_files_of_documents_are_opened_as_documents(tmp_path, monkey
 
 
 def test_documents_of_more_tokens_than_the_model_are_refused_as_training_does(tmp_path) -> None:
-    np.save(tmp_path / "tokens.npy", np.arange(5))
-    np.save(tmp_path / "offsets.npy", [0, 3, 5])
-    mapping = f"{{tokens: {tmp_path}/tokens.npy, offsets: {tmp_path}/offsets.npy, vocab_size: 300}}"
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"tokens": [[0, 1, 2], [3, 4]]}))
+    mapping = f"{{path: {path}, vocab_size: 300}}"
     assert load_lengths(mapping, **SETTINGS, vocab_size=300).tolist() == [3, 2]
     with pytest.raises(ValueError, match=r"300 different tokens, .* of 256. .*,vocab_size=300 or"):
         load_lengths(mapping, **SETTINGS, vocab_size=256)
 
 
 def test_a_mapping_names_documents_and_no_mixture(tmp_path) -> None:
-    np.save(tmp_path / "tokens.npy", np.arange(5))
-    np.save(tmp_path / "offsets.npy", [0, 3, 5])
-    mapping = f"{{tokens: {tmp_path}/tokens.npy, offsets: {tmp_path}/offsets.npy}}"
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"tokens": [[0, 1, 2], [3, 4]]}))
+    mapping = f"{{path: {path}}}"
     assert load_lengths(mapping, **SETTINGS).tolist() == [3, 2]
     with pytest.raises(ValueError, match=r"--lengths: a mixture takes its stores .* one by one"):
         load_lengths(f"{{mixture: [{{documents: {mapping}, weight: 1}}]}}", **SETTINGS)
     with pytest.raises(ValueError, match="--lengths: while parsing a flow mapping"):
-        load_lengths("{tokens: a", **SETTINGS)
+        load_lengths("{path: a", **SETTINGS)
 
 
 def test_documents_of_an_unknown_kind_are_a_mistake(tmp_path) -> None:

@@ -256,7 +256,7 @@ def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) 
         long_documents="truncate",
     )
     documents.trainer = trainer(Path())
-    documents.model_shape = SHAPE
+    documents.trainer.strategy.connect(Recorder())
     documents.train_dataloader()
     documents.train_dataloader()
     assert len(said) == 2
@@ -270,7 +270,7 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
         model_shape = None  # type: ignore[assignment]
 
     for datamodule, module, message in [
-        (data(), Shapeless(), r"Shapeless has model_shape=None. Pass WLBDataModule\(model_shape="),
+        (data(), Shapeless(), r"Shapeless has model_shape=None. Give the LightningModule a prop"),
         (data(documents=[[1, 200]]), Recorder(), r"201 different tokens, the model a.* of 99"),
     ]:
         with pytest.raises(MisconfigurationException, match=message):

@@ -41,12 +41,12 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("no/such", {}, r"documents='no/such': there is no file or folder no/such\.$"),
+        ("no/such", {}, r"documents='no/such': there is no file or folder no/such\. Give"),
         ("no/such*", {}, "no file fits this pattern"),
         (["a.arrow", "b.txt"], {}, "there is no file or folder a.arrow"),
         (3, {}, "documents of type int: these are no documents that are known"),
-        ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, tokens"),
-        ({"path": "a", "tokens": "b"}, {}, "a mapping of documents has one of path, tokens"),
+        ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, texts"),
+        ({"path": "a", "texts": "b"}, {}, "a mapping of documents has one of path, texts"),
         ({"path": "a", "column": "b"}, {"column": "b"}, "column given twice"),
         (TOKENS, {"column": "b"}, r"no option 'column'\. It takes masks, vocab_size"),
         (InMemoryDocuments(TOKENS), {"vocab_size": 9}, "open already and takes no options"),
@@ -102,9 +102,6 @@ data:
   context_window: 4
   micro_batches: 1
   packing: {{method: wlb, queues: 1}}
-  model_shape:
-    class_path: lightning_wlb.cost.flops.ModelShape
-    init_args: {{dim: 8, layers: 1, heads: 1, kv_heads: 1, head_dim: 8, ffn_dim: 8, vocab_size: 9}}
 """
 
 
@@ -133,11 +130,9 @@ def test_lightning_cli_takes_paths_and_mappings(tmp_path: Path, corpus: Path, ho
 
 @pytest.mark.parametrize(
     "given",
-    [{"tokens": None}, {"tokens": 3, "offsets": "a"}, {"texts": None, "tokenizer": "a"}],
+    [{"texts": None, "tokenizer": "a"}, {"chats": 3, "tokenizer": "a"}],
 )
 def test_what_is_no_path_is_refused_by_its_name(given) -> None:
     key = next(iter(given))
     with pytest.raises(ValueError, match=rf"documents: {key}={given[key]} is no path"):
         documents(given)
-    with pytest.raises(ValueError, match=r"FlatDocuments.*: offsets=3 is no path"):
-        documents({"tokens": "a", "offsets": 3})

@@ -14,7 +14,7 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.rates import AttentionTable
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.data.planning_context import PlanningContext, shape_of
+from lightning_wlb.data.planning_context import PlanningContext
 from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.plan import Scheme
@@ -31,8 +31,9 @@ class Strategy:
         self.context = context
 
     def planning_context(self, documents: WLBDataModule) -> PlanningContext:
-        shape = shape_of(MODULE, documents.model_shape)
-        alone = PlanningContext.of_one_rank(MODULE, shape, documents.profile)
+        alone = PlanningContext.of_one_rank(
+            MODULE, self.context.get("shape", SHAPE), documents.profile
+        )
         return replace(alone, **self.context)
 
 
@@ -78,10 +79,9 @@ def test_an_adaptive_sharding_goes_by_the_device_profile() -> None:
             context_window=2000,
             micro_batches=1,
             packing="original",
-            model_shape=shape,
             profile=profile,
         )
-        stand(documents, rank=Rank(Mesh(context=4)))
+        stand(documents, shape=shape, rank=Rank(Mesh(context=4)))
         (micro_batch,) = next(iter(documents.train_dataloader())).plan.replicas[0].forward
         chosen.append(micro_batch.sharding)
         cost = reference_kernel_cost
@@ -143,10 +143,9 @@ def test_plans_recompute_what_the_module_asks_for() -> None:
             micro_batches=2,
             packing="original",
             shuffle=False,
-            model_shape=shape,
             profile=replace(Profile.load("h100"), memory_bytes=memory),
         )
-        stand(documents, activation_checkpointing=checkpointing)
+        stand(documents, shape=shape, activation_checkpointing=checkpointing)
         batch = next(iter(documents.train_dataloader()))
         forward = batch.plan.replicas[0].forward
         found[checkpointing, memory] = {each.recompute for each in forward}
@@ -168,9 +167,9 @@ def test_a_models_sliding_window_shortens_what_its_batches_read() -> None:
             documents=[[1] * 64],
             micro_batches=1,
             sharding="per_document",
-            model_shape=replace(SHAPE, sliding_window=window),
         )
-        stand(documents, rank=Rank(Mesh(context=2)))
+        shape = replace(SHAPE, sliding_window=window)
+        stand(documents, shape=shape, rank=Rank(Mesh(context=2)))
         (micro_batch,) = next(iter(documents.train_dataloader())).micro_batches
         keys[window] = micro_batch.attention.keys
         assert micro_batch.attention.sliding_window == window

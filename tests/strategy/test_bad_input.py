@@ -1,7 +1,6 @@
 """Every mistake is answered with one paragraph: the values, and what to do."""
 
 import re
-from dataclasses import replace
 
 import lightning.pytorch as L
 import pytest
@@ -125,14 +124,13 @@ def on_one_rank(rank: int) -> None:
         Ignoring(),
     )
     refused("Own: layers.1.feed_forward.0 is a Dropout of p=0.1", "wlb", WithDropout(config(False)))
-    # A shape that leaves the vocabulary out; and documents that are only validated on.
+    # Of documents that are trained on, or only validated on.
     small = TransformerConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=50)
-    open_shape = replace(small.shape, vocab_size=0)
     fits = InMemoryDocuments([[49] * 40] * 9, vocab_size=50)
     for strategy in ("wlb", "auto"):
         for options in ({}, {"documents": fits, "validation_documents": documents(False)}):
             words = r"InMemoryDocuments.* has the token \d+ at .*, outside the vocabulary \[0, 50\)"
-            batches = data(CASE, model_shape=open_shape, **options)
+            batches = data(CASE, **options)
             refused(words, strategy, LanguageModule(small), batches)
     # The process is none the worse for it.
     trainer("wlb", 1, max_steps=1).fit(module(CASE), data(CASE))

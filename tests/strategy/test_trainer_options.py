@@ -77,17 +77,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "limit_train_batches": (
         {"limit_train_batches": 0.5},
         {},
-        r"limit_train_batches=.*Give a whole number of steps",
+        r"limit_train_batches\)` must be `1.0` or an int",
     ),
     "val_check_interval": (
         {"val_check_interval": 0.8},
         HELD_OUT,
-        r"val_check_interval=.*Give a whole number of steps",
+        r"val_check_interval\)` must be .* `1.0` or an int",
     ),
     "limit_val_batches": (
         {"limit_val_batches": 0.1},
         HELD_OUT,
-        r"limit_val_batches=.*Give a whole number of steps",
+        r"limit_val_batches\)` must be `1.0` or an int",
     ),
     "val_check_interval by the clock": (
         {"val_check_interval": {"seconds": 2}},

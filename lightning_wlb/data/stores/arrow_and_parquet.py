@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 from lightning_wlb import file_checks
 from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, remove, shown
-from lightning_wlb.data.stores.document_store import Array, MappedDocuments
+from lightning_wlb.data.stores.document_store import Array, CheckedDocuments
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
     IGNORED_LABEL,
@@ -44,6 +44,7 @@ from lightning_wlb.data.stores.list_columns import (
     MappedBatch,
     columns_of,
     mapped_batches,
+    values,
 )
 
 FACTS = "lightning_wlb.json"
@@ -58,11 +59,12 @@ _TOKENS_AT_ONCE = 4_000_000
 _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
-class ListDocuments(MappedDocuments):
-    """The rows of files as documents; a subclass says which files, and maps them as Arrow.
+class ArrowDocuments(CheckedDocuments):
+    """The rows of Arrow files as documents.
 
     Args:
-        source: a path, or several files.
+        source: a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a folder
+            of ``.arrow`` files (taken by name), a file, or several files.
         column: holds the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
         mask_column: holds the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
             -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
@@ -108,7 +110,7 @@ class ListDocuments(MappedDocuments):
         _check_facts(facts, lengths, name)
         super().__init__(name, lengths, vocab_size)
 
-    _suffix: str
+    _suffix = ".arrow"
     """How the names of the files in a folder end."""
 
     @staticmethod
@@ -119,21 +121,21 @@ class ListDocuments(MappedDocuments):
     def _tokens(self, row: int, start: int, stop: int) -> Array:
         batch, own = self._batch(row)
         if batch.attention is not None:
-            padding = np.flatnonzero(batch.attention.read(own, start, stop) == 0)
+            padding = np.flatnonzero(values(batch.attention, own, start, stop) == 0)
             if len(padding):
                 raise ValueError(
                     f"document {row} of {self.name} is padded: its attention_mask is 0 at position"
                     f" {start + int(padding[0])}. Tokenise without padding (steps are packed from"
                     " documents of any length), or leave the column out if it means something else."
                 )
-        return batch.tokens.read(own, start, stop)
+        return values(batch.tokens, own, start, stop)
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
         batch, own = self._batch(row)
-        flags = None if batch.mask is None else batch.mask.read(own, start, stop)
+        flags = None if batch.mask is None else values(batch.mask, own, start, stop)
         if flags is None or not self._labels:
             return flags
-        tokens = batch.tokens.read(own, start, stop)
+        tokens = values(batch.tokens, own, start, stop)
         mask = flags != IGNORED_LABEL
         wrong = np.flatnonzero(mask & (flags != tokens))
         if len(wrong):
@@ -189,17 +191,6 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     return files
 
 
-class ArrowDocuments(ListDocuments):
-    """The rows of Arrow files as documents.
-
-    ``source`` is a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a
-    folder of ``.arrow`` files (taken by name), a file, or several files. The other arguments are
-    those of :class:`.ListDocuments`.
-    """
-
-    _suffix = ".arrow"
-
-
 def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path], dict[str, Any]]:
     """The files in order, and what their folder says of them: ``vocab_size``, ``documents``, ..."""
     if isinstance(path, list):
@@ -252,11 +243,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-class ParquetDocuments(ListDocuments):
+class ParquetDocuments(ArrowDocuments):
     """The rows of Parquet files as documents.
 
     ``source`` is a file, a folder of ``.parquet`` files (taken by name), or several files. The
-    other arguments are those of :class:`.ListDocuments`.
+    other arguments are those of :class:`.ArrowDocuments`.
     """
 
     _suffix = ".parquet"
@@ -264,29 +255,24 @@ class ParquetDocuments(ListDocuments):
     @staticmethod
     def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
         """The copy of the file's columns, which is written where there is none."""
-        return _copy_as_arrow(path, column, mask_column)
-
-
-def _copy_as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
-    """The Arrow file of a Parquet file's columns, written where there is none."""
-    try:
-        file_checks.check_regular(path)
-        with pq.ParquetFile(path) as parquet:
-            columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
-            prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
-            key = prefix + fingerprint([path], path.parent, path.resolve())
-            folder = built_once(key, lambda folder: _write(folder, parquet, columns, path), path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
-            " something else. Make it again."
-        ) from error
-    # Beside the file its name is its own; the user's cache may hold files of that name elsewhere.
-    if folder.parent.name == BESIDE:
-        for older in folder.parent.iterdir():
-            if older.name.startswith(prefix) and older != folder:
-                remove(older)
-    return folder / "data.arrow"
+        try:
+            file_checks.check_regular(path)
+            with pq.ParquetFile(path) as parquet:
+                columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
+                prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
+                key = prefix + fingerprint([path], path.parent, path.resolve())
+                made = built_once(key, lambda folder: _write(folder, parquet, columns, path), path)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
+                " something else. Make it again."
+            ) from error
+        # Beside the file its name is its own; the user's cache may hold such a name of elsewhere.
+        if made.parent.name == BESIDE:
+            for older in made.parent.iterdir():
+                if older.name.startswith(prefix) and older != made:
+                    remove(older)
+        return made / "data.arrow"
 
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:

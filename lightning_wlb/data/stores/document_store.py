@@ -3,9 +3,9 @@
 A store tells the length of every document without reading tokens, so that every rank can plan a
 step for the whole mesh and then read its own share alone. For another format implement
 :class:`DocumentStore`. :class:`CheckedDocuments` turns ranges into 64-bit tokens and refuses
-tokens outside the vocabulary and masks of other values than 0 and 1. :class:`MappedDocuments` are
-those in memory-mapped files, which can be sent to another process: a forked worker shares the maps,
-a pickled store opens its files again. :class:`DocumentSubset` is some documents of a store.
+tokens outside the vocabulary and masks of other values than 0 and 1. It can be sent to another
+process: a forked worker shares its memory maps, a pickled store opens its files again.
+:class:`DocumentSubset` is some documents of a store.
 
 Cost: 8 bytes for each document. Reading copies the range and looks at each of its tokens twice.
 """
@@ -179,18 +179,39 @@ Array = npt.NDArray[Any]
 
 
 class CheckedDocuments(ABC):
-    """Documents whose tokens and masks are checked as they are read; a subclass holds them.
+    """Documents whose tokens and masks are checked as they are read.
+
+    A subclass finds the files and the lengths, and calls this constructor. Rows without tokens are
+    left out, and counted in the log.
 
     Args:
         name: how errors call the store.
-        lengths: tokens of every document, int64 [documents].
+        lengths: tokens of every row of the source, int64 [rows].
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
 
     Raises:
-        ValueError: no documents, or an empty one.
+        ValueError: no row has tokens, or a vocabulary that is none.
     """
 
+    _make: Callable[[], CheckedDocuments]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments: a store in another process is made anew of them."""
+        made = super().__new__(cls)
+        made._make = partial(cls, *args, **kwargs)
+        return made
+
     def __init__(self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None) -> None:
+        self._rows: npt.NDArray[np.int64] | None = None
+        if not lengths.all():
+            from lightning.pytorch.utilities import rank_zero_info
+
+            self._rows = np.flatnonzero(lengths)
+            rank_zero_info(
+                f"{name}: {len(lengths) - len(self._rows)} of {len(lengths)} documents have no"
+                " tokens and are left out."
+            )
+            lengths = lengths[self._rows]
         check_lengths(lengths, name)
         self.name, self.lengths = name, lengths
         self.vocab_size = (
@@ -246,48 +267,10 @@ class CheckedDocuments(ABC):
             f" vocab_size={self.vocab_size})"
         )
 
-    def _row(self, document: int) -> int:
-        return document
-
-
-class MappedDocuments(CheckedDocuments):
-    """Documents in files. A subclass finds the files and the lengths, and calls this constructor.
-
-    Rows without tokens are left out, and counted in the log.
-
-    Args:
-        name: how errors call the store.
-        lengths: tokens of every row of the source, int64 [rows].
-        vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
-
-    Raises:
-        ValueError: no row has tokens, or a vocabulary that is none.
-    """
-
-    _make: Callable[[], MappedDocuments]
-
-    def __init__(self, name: str, lengths: npt.NDArray[np.int64], vocab_size: int | None) -> None:
-        self._rows: npt.NDArray[np.int64] | None = None
-        if not lengths.all():
-            from lightning.pytorch.utilities import rank_zero_info
-
-            self._rows = np.flatnonzero(lengths)
-            rank_zero_info(
-                f"{name}: {len(lengths) - len(self._rows)} of {len(lengths)} documents have no"
-                " tokens and are left out."
-            )
-            lengths = lengths[self._rows]
-        super().__init__(name, lengths, vocab_size)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments: a store in another process is made anew of them."""
-        made = super().__new__(cls)
-        made._make = partial(cls, *args, **kwargs)
-        return made
-
     # Memory maps would be pickled with all their tokens: another process opens the files itself.
     def __reduce__(self) -> tuple[Any, ...]:
         return self._make, ()
 
     def _row(self, document: int) -> int:
+        """The document's row in the source."""
         return document if self._rows is None else int(self._rows[document])

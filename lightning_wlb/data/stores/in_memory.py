@@ -2,18 +2,24 @@
 
 For fine-tuning sets and tests; every loader worker has a copy. Larger corpora stay in their files.
 
-Cost: 8 bytes for each token, 1 more with a mask. A read is a slice.
+Cost: 8 bytes for each token, 1 more with a mask, and some 100 for each document. A read is a slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.data.stores.document_store import Array, CheckedDocuments, integers
+from lightning_wlb.data.stores.document_store import (
+    Array,
+    CheckedDocuments,
+    check_lengths,
+    integers,
+)
 
 
 class InMemoryDocuments(CheckedDocuments):
@@ -38,29 +44,28 @@ class InMemoryDocuments(CheckedDocuments):
         vocab_size: int | None = None,
     ) -> None:
         name, remedy = type(self).__name__, "Give a flat sequence of integer token numbers."
-        arrays = [
+        self._arrays = [
             integers(f"{name}: document {number}", sequence, remedy).astype(np.int64)
             for number, sequence in enumerate(sequences)
         ]
-        lengths = np.array([len(array) for array in arrays], np.int64)
-        self._starts = np.cumsum([0, *lengths])
-        self._values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-        if vocab_size is None and len(self._values):
-            vocab_size = max(int(self._values.max()), 0) + 1
+        lengths = np.array([len(array) for array in self._arrays], np.int64)
+        check_lengths(lengths, name)
+        if vocab_size is None:
+            vocab_size = max(0, *(int(array.max()) for array in self._arrays)) + 1
         super().__init__(name, lengths, vocab_size)
-        self._mask = None if masks is None else _joined(masks, lengths, name)
+        self._masks = None if masks is None else _checked(masks, lengths, name)
+        # Not the sequences given, whose lists would take several times the memory.
+        self._make = partial(type(self), self._arrays, self._masks, vocab_size)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
-        begin = self._starts[row]
-        return self._values[begin + start : begin + stop]
+        return self._arrays[row][start:stop]
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
-        begin = self._starts[row]
-        return None if self._mask is None else self._mask[begin + start : begin + stop]
+        return None if self._masks is None else self._masks[row][start:stop]
 
 
-def _joined(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) -> Array:
-    """Check the masks of all documents and join them, [tokens of all documents]."""
+def _checked(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) -> list[Array]:
+    """The masks of all documents, each of as many entries as its document has tokens."""
     if len(masks) != len(lengths):
         raise ValueError(
             f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each"
@@ -76,4 +81,4 @@ def _joined(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) -> 
                 f"{name}: document {number} has {length} tokens but a mask of shape {mask.shape}."
                 " Give one bool for each token."
             )
-    return np.concatenate(arrays)
+    return arrays

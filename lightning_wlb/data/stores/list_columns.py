@@ -5,9 +5,9 @@ mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 a
 as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
 were padded are refused. Other columns are not looked at.
 
-Lengths are the differences of the list offsets, and tokens are slices of the lists' values,
-straight from the memory map: no token is read before it is asked for. Offsets of a damaged file
-that lead outside its values, or decrease, are refused.
+Lengths come from the list offsets, and tokens are slices of the lists' values, straight from the
+memory map: no token is read before it is asked for. Offsets of a damaged file that lead outside its
+values, or decrease, are refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lightning_wlb.data.stores.document_store import Array
 from lightning_wlb.file_checks import check_regular
@@ -141,43 +142,12 @@ _FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-class ListColumn(NamedTuple):
-    """A column of lists: those of row i are ``values[offsets[i]:offsets[i + 1]]``."""
-
-    offsets: Array
-    values: Array | pa.Array
-    """Numbers as a numpy view; booleans, which are bits in the file, as pyarrow has them."""
-
-    def read(self, row: int, start: int, stop: int) -> Array:
-        """Values ``[start, stop)`` of a row; a view where they are numbers."""
-        begin = int(self.offsets[row])
-        return np.asarray(self.values[begin + start : begin + stop])
-
-    @staticmethod
-    def of(column: pa.Array, named: str) -> tuple[ListColumn, Array]:
-        """The lists of a column of a record batch, which errors call ``named``; their lengths."""
-        values = column.values
-        if column.null_count or values.null_count:
-            raise ValueError(
-                f"{named} has nulls: {column.null_count} rows, {values.null_count} values."
-                " Every row must be a list of numbers. Mend the source."
-            )
-        if pa.types.is_fixed_size_list(column.type):
-            offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
-        else:
-            offsets = column.offsets.to_numpy()
-        lengths = np.diff(offsets)
-        return ListColumn(
-            offsets, values if pa.types.is_boolean(values.type) else values.to_numpy()
-        ), lengths
-
-
 class MappedBatch(NamedTuple):
-    """The columns of a record batch."""
+    """The columns of a record batch, each a list in every row."""
 
-    tokens: ListColumn
-    mask: ListColumn | None
-    attention: ListColumn | None
+    tokens: pa.Array
+    mask: pa.Array | None
+    attention: pa.Array | None
 
     @staticmethod
     def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
@@ -186,11 +156,13 @@ class MappedBatch(NamedTuple):
             batch.select(columns.names).validate(full=True)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is damaged: {error}. Make it again.") from error
-        lists = {
-            name: ListColumn.of(batch.column(name), f"{path}: {name!r}") for name in columns.names
-        }
-        tokens, lengths = lists[columns.tokens]
-        for name, (_, others) in lists.items():
+        tokens, mask, attention = (
+            None if name is None else batch.column(name)
+            for name in (columns.tokens, columns.mask, columns.attention)
+        )
+        lengths = _lengths(tokens, f"{path}: {columns.tokens!r}")
+        for name in columns.names[1:]:
+            others = _lengths(batch.column(name), f"{path}: {name!r}")
             differing = np.flatnonzero(lengths != others)
             if len(differing):
                 row = int(differing[0])
@@ -199,10 +171,23 @@ class MappedBatch(NamedTuple):
                     f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
                     f" and {others[row]}. Mend the source."
                 )
-        mask, attention = (
-            None if name is None else lists[name][0] for name in (columns.mask, columns.attention)
-        )
         return MappedBatch(tokens, mask, attention), lengths
+
+
+def _lengths(column: pa.Array, named: str) -> Array:
+    """The lengths of a column's lists; errors call the column ``named``."""
+    nulls = column.values.null_count
+    if column.null_count or nulls:
+        raise ValueError(
+            f"{named} has nulls: {column.null_count} rows, {nulls} values."
+            " Every row must be a list of numbers. Mend the source."
+        )
+    return np.asarray(pc.list_value_length(column))
+
+
+def values(column: pa.Array, row: int, start: int, stop: int) -> Array:
+    """Values ``[start, stop)`` of the list in a row; a view where they are numbers."""
+    return np.asarray(column[row].values[start:stop])
 
 
 def _is_compressed(message: Any) -> bool:

@@ -3,9 +3,9 @@
 Real text with a heavy-tailed length distribution that is on every machine with Python, for
 demonstrations and tests.
 
-The documents are tokenised once, into arrays in the user's cache folder, and opened as memory
-maps. The folder's name holds the Python version, the settings and a fingerprint of the source tree
-(paths, sizes and times of change).
+The documents are tokenised once, into an Arrow file in the user's cache folder, which is mapped
+into memory. The folder's name holds the Python version, the settings and a fingerprint of the
+source tree (paths, sizes and times of change).
 
 Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later ones
 one walk over the source tree. Not for training a useful model: it is 30 MB of Python.
@@ -23,21 +23,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.data.cache import built_once, fingerprint, shown
-from lightning_wlb.data.stores.flat_and_megatron import FlatDocuments
+from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
+from lightning_wlb.data.tokenising.texts import Document
+from lightning_wlb.data.tokenising.tokenised_folder import write_shard
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
+_FILE = "documents.arrow"
 _DEFAULT_BPE_VOCABULARY = 4096
 _TRAINING_SAMPLE_CHARACTERS = 2_000_000
 _ENCODE_AT_ONCE = 256
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class StdlibDocuments(FlatDocuments):
+class StdlibDocuments(ArrowDocuments):
     """The top-level functions and classes of the Python sources under a directory.
 
     They come with their decorators, in order of path and line; what does not parse is left out.
@@ -75,7 +77,7 @@ class StdlibDocuments(FlatDocuments):
         folder = _cached(sources, tokenizer, wanted)
         if tokenizer == "bpe":
             wanted = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-        super().__init__(folder / "tokens.npy", folder / "offsets.npy", vocab_size=wanted)
+        super().__init__(folder / _FILE, vocab_size=wanted)
         self.name = f"StdlibDocuments(tokenizer={tokenizer!r})"
 
 
@@ -101,14 +103,11 @@ def _build(
         texts += _definitions(path.read_bytes())
     if not texts:
         raise ValueError(f"StdlibDocuments({directory}) holds no documents: no Python is in it.")
-    documents: list[npt.NDArray[Any]] = [np.frombuffer(text, np.uint8) for text in texts]
+    model: ByteLevelBPETokenizer | None = None
     if tokenizer == "bpe":
-        decoded = [text.decode("utf-8", errors="replace") for text in texts]
-        model = _train(decoded, vocab_size)
+        model = _train([_decoded(text) for text in texts], vocab_size)
         model.save(str(folder / "tokenizer.json"))
-        documents = list(_encode(model, decoded, np.uint16 if vocab_size <= 1 << 16 else np.uint32))
-    np.save(folder / "tokens.npy", np.concatenate(documents))
-    np.save(folder / "offsets.npy", np.cumsum([0, *map(len, documents)], dtype=np.int64))
+    write_shard(folder / _FILE, _encoded(model, texts), masked=False, vocab_size=vocab_size)
 
 
 def _definitions(source: bytes) -> list[bytes]:
@@ -137,10 +136,18 @@ def _train(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
     return model
 
 
-def _encode(
-    model: ByteLevelBPETokenizer, texts: list[str], dtype: Any
-) -> Iterator[npt.NDArray[Any]]:
-    starts = range(0, len(texts), _ENCODE_AT_ONCE)
-    for first in shown(starts, "Encoding documents"):
-        for encoding in model.encode_batch(texts[first : first + _ENCODE_AT_ONCE]):
-            yield np.array(encoding.ids, dtype)
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
+def _encoded(
+    model: ByteLevelBPETokenizer | None, texts: list[bytes]
+) -> Iterator[list[Document | None]]:
+    """The documents by the model, or their bytes where there is none."""
+    for first in shown(range(0, len(texts), _ENCODE_AT_ONCE), "Encoding documents"):
+        some = texts[first : first + _ENCODE_AT_ONCE]
+        if model is None:
+            rows: list[Any] = [np.frombuffer(text, np.uint8) for text in some]
+        else:
+            rows = [each.ids for each in model.encode_batch([_decoded(text) for text in some])]
+        yield [Document(np.array(row, np.int32)) for row in rows]

@@ -33,7 +33,6 @@ from lightning_wlb.data.tokenising.texts import (
     digest_of,
     explained,
     hugging_face_tokenizer,
-    never_cut_or_pad,
     tokenizer_file,
 )
 
@@ -71,7 +70,8 @@ class ChatEncoder:
             ) from error
         self._backend = self._tokenizer.backend_tokenizer
         definition = self._backend.to_str().encode()
-        never_cut_or_pad(self._backend)
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         special = sorted(self._tokenizer.special_tokens_map.items())
         self.digest = digest_of(definition, self._tokenizer.chat_template, special)

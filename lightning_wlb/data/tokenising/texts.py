@@ -77,7 +77,8 @@ class TextEncoder:
             loaded = hugging_face_tokenizer(name)
             self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token
             definition = self._tokenizer.to_str().encode()
-        never_cut_or_pad(self._tokenizer)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
         if not vocabulary:
             raise ValueError(f"The tokenizer {name!r} has no tokens. Give one that was trained.")
@@ -223,12 +224,6 @@ def digest_of(*parts: object) -> str:
         fingerprint.update(part if isinstance(part, bytes) else repr(part).encode())
         fingerprint.update(b"\0")
     return fingerprint.hexdigest()[:16]
-
-
-def never_cut_or_pad(tokenizer: Tokenizer) -> None:
-    """Turn off a tokenizer's settings that cut or pad texts."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
 
 
 def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:

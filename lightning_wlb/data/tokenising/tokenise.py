@@ -7,8 +7,7 @@ request: shards that are done stay. A folder that was begun, or made, from other
 tokenizer or other options is refused, naming what differs. Only one process works on a folder at a
 time; others that want it wait, and then find it whole.
 
-``Dataset.map`` of the ``datasets`` library does not do this: it writes one file for each process,
-so that a run that was ended begins anew (docs/design.md has what was measured).
+docs/design.md has why this is not ``Dataset.map`` of the ``datasets`` library.
 
 Cost: the tokenizer's, over the number of processes; memory of a few megabytes each.
 """
@@ -19,7 +18,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import stat
 import sys
 import time
@@ -35,8 +33,8 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.data import loader_workers
 from lightning_wlb.data.cache import cache_folder, shown
-from lightning_wlb.data.loader_workers import die_with
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
 from lightning_wlb.data.tokenising import tokenised_folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
@@ -233,7 +231,7 @@ def _work(
         "format": FORMAT,
         "request": identity,
     }
-    return folders.finish(out, about, counts_of_shards, encoder.masked)
+    return folders.finish(out, about, counts_of_shards)
 
 
 def _tokenised(
@@ -276,13 +274,8 @@ def _begin_worker(encoder: Encoder, out: Path) -> None:
     global _worker
     _worker = encoder, out
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # An interrupt from the keyboard reaches all processes, and is for the first to answer.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process that waits for work does not see by itself that nobody is left to give any.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    assert parent.pid is not None
-    die_with(parent.pid)
+    loader_workers.begin()
 
 
 def _worker_shard(number: int, parts: list[Part]) -> Counts:

@@ -1,11 +1,10 @@
 """The folder that tokenised documents are written to, while it is made and when it is whole.
 
-A whole folder is one that ``datasets.load_from_disk`` opens: ``data-00000-of-00003.arrow`` and so
-on (Arrow streams; columns ``input_ids``, list of int32, and of chats ``loss_mask``, list of bool),
-``dataset_info.json`` and ``state.json``; and beside them ``lightning_wlb.json`` with the figures of
-the documents, the vocabulary and what was asked for, which is written last. Until then there is
-``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that is done,
-and shards have other names: no reader takes the half for the whole.
+A whole folder has ``data-00000-of-00003.arrow`` and so on (Arrow streams; columns ``input_ids``,
+list of int32, and of chats ``loss_mask``, list of bool), and ``lightning_wlb.json`` with the
+figures of the documents, the vocabulary and what was asked for, which is written last. Until then
+there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
+is done, and shards have other names: no reader takes the half for the whole.
 
 The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
 targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
@@ -19,7 +18,6 @@ Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each d
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, ArrowDocuments, read_json
 from lightning_wlb.data.tokenising.texts import Document
@@ -102,7 +101,8 @@ def write_shard(
     Raises:
         ValueError: a token outside the tokenizer's vocabulary.
     """
-    schema = pa.schema([(name, pa.list_(kind)) for name, kind in _columns(masked).items()])
+    columns = [("input_ids", pa.list_(pa.int32()))]
+    schema = pa.schema(columns + [("loss_mask", pa.list_(pa.bool_()))] * masked)
     counts = {"documents": 0, "targets": 0, "skipped": 0}
     with _aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
         for batch in batches:
@@ -110,15 +110,17 @@ def write_shard(
             counts["documents"] += len(documents)
             counts["skipped"] += len(batch) - len(documents)
             if documents:
-                tokens, *masks = lists = _lists(documents, masked, vocab_size)
-                counts["targets"] += masks[0].values.true_count if masks else len(tokens.values)
+                lists = [pa.array([each.tokens for each in documents], pa.list_(pa.int32()))]
+                _check_tokens(lists[0].values, vocab_size)
+                if masked:
+                    lists.append(pa.array([each.mask for each in documents], pa.list_(pa.bool_())))
+                targets = lists[-1].values
+                counts["targets"] += targets.true_count if masked else len(targets)
                 stream.write_batch(pa.record_batch(lists, schema=schema))
     return counts
 
 
-def finish(
-    folder: Path, about: Mapping[str, Any], shards: list[Counts], masked: bool
-) -> dict[str, Any]:
+def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict[str, Any]:
     """Give the shards their final names, and write what makes the folder whole.
 
     May be called again where an earlier call was cut short. ``shards`` are the counts of every
@@ -150,23 +152,6 @@ def finish(
         "by_length": by_length.astype(int).tolist(),
         **about,
     }
-    info = {"citation": "", "description": "", "features": {}, "homepage": "", "license": ""}
-    features = {
-        name: {"feature": {"dtype": str(kind), "_type": "Value"}, "_type": "List"}
-        for name, kind in _columns(masked).items()
-    }
-    write_json(folder / "dataset_info.json", info | {"features": features})
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": digest[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    write_json(folder / "state.json", state)
     write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
     return content
@@ -187,26 +172,13 @@ def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> No
         )
 
 
-def _columns(masked: bool) -> dict[str, pa.DataType]:
-    """The columns by name, and the type of their lists' values."""
-    return {"input_ids": pa.int32(), **({"loss_mask": pa.bool_()} if masked else {})}
-
-
-def _lists(documents: list[Document], masked: bool, vocab_size: int) -> list[pa.Array]:
-    """A record batch's columns."""
-    lengths = [len(document.tokens) for document in documents]
-    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))), pa.int32())
-    tokens = np.concatenate([document.tokens for document in documents])
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+def _check_tokens(tokens: pa.Array, vocab_size: int) -> None:
+    least, most = (pc.min_max(tokens)[name].as_py() for name in ("min", "max"))
+    if least < 0 or most >= vocab_size:
         raise ValueError(
-            f"The tokenizer made tokens from {tokens.min()} to {tokens.max()}, outside its"
-            f" vocabulary of {vocab_size}. Its files do not belong together."
+            f"The tokenizer made tokens from {least} to {most}, outside its vocabulary of"
+            f" {vocab_size}. Its files do not belong together."
         )
-    columns = [pa.ListArray.from_arrays(offsets, pa.array(tokens, pa.int32()))]
-    if masked:
-        masks = np.concatenate([document.mask for document in documents])
-        columns.append(pa.ListArray.from_arrays(offsets, pa.array(masks, pa.bool_())))
-    return columns
 
 
 @contextmanager

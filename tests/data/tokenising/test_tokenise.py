@@ -365,9 +365,9 @@ def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
         lightning_wlb.documents({"texts": str(lines), "tokenizer": model, "colum": "a"})
 
 
-def test_a_path_of_texts_with_a_tokenizer_is_opened(tmp_path) -> None:
+def test_texts_with_a_tokenizer_are_opened(tmp_path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
-    store = lightning_wlb.documents(str(source), tokenizer=saved(tmp_path))
+    store = lightning_wlb.documents({"texts": source, "tokenizer": saved(tmp_path)})
     wanted = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
     assert store.lengths.tolist() == [len(each) for each in wanted]
     assert store.read(0, 0, len(wanted[0])).tolist() == wanted[0]
