@@ -30,19 +30,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from platformdirs import user_cache_dir
 
 from lightning_wlb import file_checks
 
-
-class _Kept(Protocol):
-    def to_json(self) -> str: ...
-
-
 _Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer", bound=_Kept)
 _ANSWER, _RECORD = "answer.json", "record.json"
 _SUMMED_BYTES = 1 << 24
 """Most bytes of a file whose content is compared too: a token store takes seconds to read."""
@@ -185,28 +179,23 @@ def _described(path: Path) -> list[Any]:
     return [size, zlib.crc32(file_checks.read_bytes(path, links=False)) if small else None]
 
 
-def remembered(name: str, make: Callable[[], _Answer], read: Callable[[str], _Answer]) -> _Answer:
-    """An answer that is read from a text in the user's cache folder, or made now and kept there.
+def remembered(name: str, make: Callable[[], str]) -> str:
+    """A text that is kept in the user's cache folder: read from there, or made now.
 
-    Args:
-        name: says what the answer depends on; a fingerprint of this package's code is added.
-        make: finds the answer.
-        read: the inverse of the answer's ``to_json``; raises ValueError for other text.
+    ``name`` says what it depends on; a fingerprint of this package's code is added.
     """
     package = Path(__file__).parents[1]
     code = fingerprint(sorted(package.rglob("*.py")), package)
-    made: list[_Answer] = []
+    made: list[str] = []
 
     def build(folder: Path) -> None:
         made.append(make())
-        (folder / _ANSWER).write_text(made[0].to_json())
+        (folder / _ANSWER).write_text(made[0])
 
-    folder = None
-    with suppress(OSError):  # A disk that is full costs another search the next time.
+    with suppress(OSError):  # A disk that is full, or a clean-up, costs another search.
         folder = built_once(f"{name}-{code}", build)
-    if folder is not None and not made:
-        with suppress(OSError, ValueError):  # A clean-up has just removed it.
-            return read(file_checks.read_bytes(folder / _ANSWER).decode())
+        if not made:
+            return file_checks.read_bytes(folder / _ANSWER).decode()
     return made[0] if made else make()
 
 

@@ -105,7 +105,7 @@ class WLBDataModule(L.LightningDataModule):
         max_tokens: int | None = None,
         num_workers: int = 1,
         validation_documents: int | Documents = 0,
-        test_documents: int | Documents | None = None,
+        test_documents: int | Documents = 0,
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
@@ -119,9 +119,10 @@ class WLBDataModule(L.LightningDataModule):
         )
         check_documents("documents", documents)
         self.documents = documents
-        held_out = validation_documents, 0 if test_documents is None else test_documents
-        names = "validation_documents", "test_documents"
-        self.validation_documents, self.test_documents = map(documents_or_number, names, held_out)
+        self.validation_documents = documents_or_number(
+            "validation_documents", validation_documents
+        )
+        self.test_documents = documents_or_number("test_documents", test_documents)
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
         self.plans_by_work = profile == "none"
         given = None if self.plans_by_work else profile

@@ -238,28 +238,25 @@ def documents_or_number(name: str, given: Any) -> int | Documents:
 
 def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:
     """Find the kind of a source; returns it, the source as the kind opens it, and the options."""
-    kind = None
-    if isinstance(source, Mapping):
-        keys: dict[str, Kind | None] = {PATH: None}
-        keys |= {kind.key: kind for kind in KINDS if kind.key is not None}
-        given = dict(source)
-        named = [key for key in keys if key in given]
-        if len(named) != 1:
-            raise ValueError(
-                f"{name}={given!r}: a mapping of documents has one of {', '.join(keys)}, and the"
-                " options of what it names."
-            )
-        kind, source = keys[named[0]], given.pop(named[0])
-        if kind is not None and kind.key != "mixture" and not isinstance(source, str | Path):
-            raise ValueError(f"{name}: {kind.key}={source!r} is no path. Give that of the files.")
-        both = sorted(given.keys() & options.keys())
-        if both:
-            raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")
-        options = {**given, **options}
-    if kind is None:
+    given = dict(source) if isinstance(source, Mapping) else {PATH: source}
+    keyed = {kind.key: kind for kind in KINDS if kind.key is not None}
+    named = [key for key in (PATH, *keyed) if key in given]
+    if len(named) != 1:
+        raise ValueError(
+            f"{name}={given!r}: a mapping of documents has one of {', '.join((PATH, *keyed))}, and"
+            " the options of what it names."
+        )
+    (key,) = named
+    source = given.pop(key)
+    both = sorted(given.keys() & options.keys())
+    if both:
+        raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")
+    if key == PATH:
         source = _with_paths(name, source)
-        kind = _kind_of(name, source)
-    return kind, source, options
+        return _kind_of(name, source), source, {**given, **options}
+    if key != "mixture" and not isinstance(source, str | Path):
+        raise ValueError(f"{name}: {key}={source!r} is no path. Give that of the files.")
+    return keyed[key], source, {**given, **options}
 
 
 def _with_paths(name: str, source: Any) -> Any:

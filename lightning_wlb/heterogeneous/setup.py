@@ -299,11 +299,11 @@ def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     request = replace(request, steps=SAMPLE)
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 
-    def search() -> PoolChoice:
+    def search() -> str:
         with progress_bar() as tell:
-            return choose_pool(request, mesh, progress=tell)
+            return choose_pool(request, mesh, progress=tell).to_json()
 
-    return remembered(name, search, PoolChoice.from_json)
+    return PoolChoice.from_json(remembered(name, search))
 
 
 def _obstacle(mesh: Mesh, packer: type[Packer]) -> str | None:

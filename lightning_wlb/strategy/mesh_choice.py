@@ -321,8 +321,8 @@ def _shown(row: MeshRow) -> str:
 def _recalled(request: MeshRequest) -> MeshChoice:
     """The answer in the cache folder, or the search's, which is put there."""
 
-    def search() -> MeshChoice:
+    def search() -> str:
         with progress_bar() as tell:
-            return choose_mesh(request, progress=tell)
+            return choose_mesh(request, progress=tell).to_json()
 
-    return remembered(f"mesh-{request.digest[:16]}", search, MeshChoice.from_json)
+    return MeshChoice.from_json(remembered(f"mesh-{request.digest[:16]}", search))

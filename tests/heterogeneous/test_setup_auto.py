@@ -78,7 +78,7 @@ def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
 
         patch(mock.patch.object(Pool, "choose", by_pieces))
         # Nothing that an earlier run has kept, but for the checkpoint.
-        patch(mock.patch.object(setup, "remembered", lambda name, make, read: make()))
+        patch(mock.patch.object(setup, "remembered", lambda name, make: make()))
         two = PoolChoice((APART, STAGES), (APART, STAGES), 2, Mesh(tensor=2), 2, 1, (2, 1), 4)
         again = patch(mock.patch.object(setup, "choose_pool", return_value=two))
         fit("unbroken", module(CASE), 4, profile=MEASURED)

@@ -41,10 +41,9 @@ from lightning_wlb.data.stores.list_columns import (
     IGNORED_LABEL,
     LABELS,
     Columns,
-    MappedBatch,
     columns_of,
+    lengths_of,
     mapped_batches,
-    values,
 )
 
 FACTS = "lightning_wlb.json"
@@ -88,23 +87,20 @@ class ArrowDocuments(CheckedDocuments):
         files, facts = _files(given, name, self._suffix)
         if vocab_size is None:
             vocab_size = facts.get("vocab_size")
-        self._batches: list[MappedBatch] = []
+        self._batches: list[pa.RecordBatch] = []
+        self._columns: Columns | None = None
         parts: list[Array] = []
-        first: Columns | None = None
         for path in files:
             schema, batches = mapped_batches(self._as_arrow(path, column, mask_column))
             columns = columns_of(schema, column, mask_column, str(path))
-            if first is not None and columns != first:
+            if self._columns not in (None, columns):
                 raise ValueError(
-                    f"{path} has the columns {columns}, {files[0]} has {first}. Name those that all"
-                    " files have with column=... and mask_column=..."
+                    f"{path} has the columns {columns}, {files[0]} has {self._columns}. Name those"
+                    " that all files have with column=... and mask_column=..."
                 )
-            first = columns
-            for batch in batches:
-                lists, own = MappedBatch.of(batch, columns, path)
-                self._batches.append(lists)
-                parts.append(own)
-        self._labels = first is not None and first.mask == LABELS
+            self._columns = columns
+            self._batches += batches
+            parts += [lengths_of(batch, columns, path) for batch in batches]
         self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         _check_facts(facts, lengths, name)
@@ -119,23 +115,26 @@ class ArrowDocuments(CheckedDocuments):
         return path
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
-        batch, own = self._batch(row)
-        if batch.attention is not None:
-            padding = np.flatnonzero(values(batch.attention, own, start, stop) == 0)
+        assert self._columns is not None
+        if self._columns.attention is not None:
+            kept = self._values(self._columns.attention, row, start, stop)
+            padding = np.flatnonzero(kept == 0)
             if len(padding):
                 raise ValueError(
                     f"document {row} of {self.name} is padded: its attention_mask is 0 at position"
                     f" {start + int(padding[0])}. Tokenise without padding (steps are packed from"
                     " documents of any length), or leave the column out if it means something else."
                 )
-        return values(batch.tokens, own, start, stop)
+        return self._values(self._columns.tokens, row, start, stop)
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
-        batch, own = self._batch(row)
-        flags = None if batch.mask is None else values(batch.mask, own, start, stop)
-        if flags is None or not self._labels:
+        assert self._columns is not None
+        if self._columns.mask is None:
+            return None
+        flags = self._values(self._columns.mask, row, start, stop)
+        if self._columns.mask != LABELS:
             return flags
-        tokens = values(batch.tokens, own, start, stop)
+        tokens = self._values(self._columns.tokens, row, start, stop)
         mask = flags != IGNORED_LABEL
         wrong = np.flatnonzero(mask & (flags != tokens))
         if len(wrong):
@@ -148,10 +147,11 @@ class ArrowDocuments(CheckedDocuments):
             )
         return np.asarray(mask)
 
-    def _batch(self, row: int) -> tuple[MappedBatch, int]:
-        """The record batch that holds a row of the source, and the row's number in that batch."""
+    def _values(self, column: str, row: int, start: int, stop: int) -> Array:
+        """Values ``[start, stop)`` of the list in a row; a view where they are numbers."""
         number = bisect_right(self._starts, row) - 1
-        return self._batches[number], row - self._starts[number]
+        lists = self._batches[number].column(column)
+        return np.asarray(lists[row - self._starts[number]].values[start:stop])
 
 
 def _check_facts(facts: Mapping[str, Any], lengths: npt.NDArray[np.int64], name: str) -> None:

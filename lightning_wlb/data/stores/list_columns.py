@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,24 +33,20 @@ IGNORED_LABEL = -100
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The names of the columns that a store reads.
-
-    Args:
-        tokens: lists of integers.
-        mask: which tokens may be targets; None: all may.
-        attention: which tokens are no padding; None: none is.
-    """
+class Columns(NamedTuple):
+    """The names of the columns that a store reads."""
 
     tokens: str
+    """Lists of integers."""
     mask: str | None
+    """Which tokens may be targets; None: all may."""
     attention: str | None
+    """Which tokens are no padding; None: none is."""
 
     @property
     def names(self) -> list[str]:
         """The columns to read: tokens, then the mask and the attention mask where there are any."""
-        return [each for each in (self.tokens, self.mask, self.attention) if each is not None]
+        return [each for each in self if each is not None]
 
 
 def columns_of(
@@ -142,36 +137,28 @@ _FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-class MappedBatch(NamedTuple):
-    """The columns of a record batch, each a list in every row."""
+def lengths_of(batch: Any, columns: Columns, path: Path) -> Array:
+    """The lengths of the documents in a record batch of a file.
 
-    tokens: pa.Array
-    mask: pa.Array | None
-    attention: pa.Array | None
-
-    @staticmethod
-    def of(batch: Any, columns: Columns, path: Path) -> tuple[MappedBatch, Array]:
-        """The columns of a record batch of a file, and the lengths of its documents."""
-        try:  # else numpy would read behind a buffer that is too short, or to wrong offsets
-            batch.select(columns.names).validate(full=True)
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{path} is damaged: {error}. Make it again.") from error
-        tokens, mask, attention = (
-            None if name is None else batch.column(name)
-            for name in (columns.tokens, columns.mask, columns.attention)
-        )
-        lengths = _lengths(tokens, f"{path}: {columns.tokens!r}")
-        for name in columns.names[1:]:
-            others = _lengths(batch.column(name), f"{path}: {name!r}")
-            differing = np.flatnonzero(lengths != others)
-            if len(differing):
-                row = int(differing[0])
-                raise ValueError(
-                    f"{path}: {len(differing)} rows of a record batch of {len(lengths)} differ in"
-                    f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
-                    f" and {others[row]}. Mend the source."
-                )
-        return MappedBatch(tokens, mask, attention), lengths
+    Raises:
+        ValueError: a batch that is damaged, nulls, or columns whose lists differ in length.
+    """
+    try:  # else numpy would read behind a buffer that is too short, or to wrong offsets
+        batch.select(columns.names).validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is damaged: {error}. Make it again.") from error
+    lengths = _lengths(batch.column(columns.tokens), f"{path}: {columns.tokens!r}")
+    for name in columns.names[1:]:
+        others = _lengths(batch.column(name), f"{path}: {name!r}")
+        differing = np.flatnonzero(lengths != others)
+        if len(differing):
+            row = int(differing[0])
+            raise ValueError(
+                f"{path}: {len(differing)} rows of a record batch of {len(lengths)} differ in"
+                f" length between {columns.tokens!r} and {name!r}; the first has {lengths[row]}"
+                f" and {others[row]}. Mend the source."
+            )
+    return lengths
 
 
 def _lengths(column: pa.Array, named: str) -> Array:
@@ -183,11 +170,6 @@ def _lengths(column: pa.Array, named: str) -> Array:
             " Every row must be a list of numbers. Mend the source."
         )
     return np.asarray(pc.list_value_length(column))
-
-
-def values(column: pa.Array, row: int, start: int, stop: int) -> Array:
-    """Values ``[start, stop)`` of the list in a row; a view where they are numbers."""
-    return np.asarray(column[row].values[start:stop])
 
 
 def _is_compressed(message: Any) -> bool:
