@@ -35,7 +35,6 @@ def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-LENGTHS = {"context_window": 1, "micro_batches": 1, "steps": 1, "seed": 0}
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest.json": lambda path: manifest.read(path.parent),
     "meta.pt": load_plain,
@@ -43,7 +42,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "profile.json": Profile.load,
     "a.idx": megatron.MegatronDocuments,
     "a.bin": lambda path: megatron._mapped(path, "uint16"),
-    "a.npy": lambda path: load_lengths(str(path), **LENGTHS),
     "a.parquet": ParquetDocuments,
     "a.arrow": ArrowDocuments,
     "state.json": lambda path: ArrowDocuments(path.parent),
@@ -131,7 +129,7 @@ def test_lengths_of_a_size_that_is_claimed_are_not_made_room_for(tmp_path: Path)
     start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
     (tmp_path / "a.npy").write_bytes(start + header)
     with pytest.raises(ValueError, match="is not a list of lengths: mmap length is greater"):
-        load_lengths(str(tmp_path / "a.npy"), **LENGTHS)
+        load_lengths(str(tmp_path / "a.npy"), context_window=1, micro_batches=1, steps=1, seed=0)
 
 
 class TestOwnFolder:

@@ -18,7 +18,7 @@ from lightning_wlb import (
     WLBStrategy,
 )
 from tests.ranks import run_ranks
-from tests.strategy.harness import CASES, config, data, documents, module, trainer
+from tests.strategy.harness import CASES, config, data, module, trainer
 
 CASE = CASES[0]
 VERBS = (
@@ -126,9 +126,9 @@ def on_one_rank(rank: int) -> None:
     refused("Own: layers.1.feed_forward.0 is a Dropout of p=0.1", "wlb", WithDropout(config(False)))
     # Of documents that are trained on, or only validated on.
     small = TransformerConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=50)
-    fits = InMemoryDocuments([[49] * 40] * 9, vocab_size=50)
+    fits, wrong = (InMemoryDocuments([[each] * 40] * 9, vocab_size=50) for each in (49, 60))
     for strategy in ("wlb", "auto"):
-        for options in ({}, {"documents": fits, "validation_documents": documents(False)}):
+        for options in ({"documents": wrong}, {"documents": fits, "validation_documents": wrong}):
             words = r"InMemoryDocuments.* has the token \d+ at .*, outside the vocabulary \[0, 50\)"
             batches = data(CASE, **options)
             refused(words, strategy, LanguageModule(small), batches)
