@@ -361,5 +361,7 @@ class _Account:
         *more, stages, backwards = of_stages.shape
         if stages == self._ranks:
             return of_stages
-        summed: Integers = of_stages.reshape(*more, -1, self._ranks, backwards).sum(axis=-3)
+        summed: Integers = of_stages.reshape(
+            *more, stages // self._ranks, self._ranks, backwards
+        ).sum(axis=-3)
         return summed

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -114,8 +115,8 @@ def test_a_replica_that_fits_does_not_recompute_because_another_does_not() -> No
         assert [each.recompute for each in second.forward] == ["full" if usable == 1 else "none"]
 
 
-def test_mixed_modes_are_faster_than_one_for_all() -> None:
-    mesh = Mesh(pipeline=8)
+@pytest.mark.parametrize("mesh", [Mesh(pipeline=8), Mesh(pipeline=4, virtual_stages=2)])
+def test_mixed_modes_are_faster_than_one_for_all(mesh: Mesh) -> None:
     replicas = planned(
         [500 + 10 * n for n in range(64)], mesh, {"method": "slim", "micro_packs": 1}
     )
