@@ -87,16 +87,37 @@ def test_the_strategy_says_so_to_its_steps_and_to_the_planner() -> None:
     assert predicted == "bfloat16"
 
 
-def test_sums_in_the_modules_of_transformers_travel_so_too(monkeypatch) -> None:
-    pytest.importorskip("transformers")
-    from lightning_wlb.models.huggingface.tensor_parallel import _summed
+def sums_of_a_row_wise_module(rank: int) -> list[tuple[torch.dtype, torch.dtype]]:
+    """What a module of transformers that sums over ranks sends, and what it returns, by dtype."""
+    from lightning_wlb.distributed import collectives
+    from lightning_wlb.models.huggingface import tensor_parallel
 
-    sent: list[torch.dtype] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: sent.append(x.dtype))
+    found = []
     for least in (torch.float32, torch.bfloat16):
-        with reducing_in(least):
-            assert _summed(torch.ones(2, dtype=torch.bfloat16), None).dtype == torch.bfloat16
-    assert sent == [torch.float32, torch.bfloat16]
+        sent: list[torch.dtype] = []
+        send = collectives.reduce_scatter_into
+
+        def noting(out: Tensor, x: Tensor, send=send, sent=sent, **options) -> Any:
+            sent.append(x.dtype)
+            return send(out, x, **options)
+
+        with (
+            reducing_in(least),
+            mock.patch.object(collectives, "reduce_scatter_into", noting),
+            mock.patch.object(tensor_parallel, "_current_group", lambda: dist.group.WORLD),
+        ):
+            module = torch.nn.Identity()
+            module.register_forward_hook(tensor_parallel._sum_over_ranks)
+            out = module(torch.ones(1, 4, 3, dtype=torch.bfloat16))
+        assert torch.equal(out, torch.full((1, 4, 3), 2, dtype=torch.bfloat16))
+        found.append((*sent, out.dtype))
+    return found
+
+
+def test_sums_in_the_modules_of_transformers_travel_so_too() -> None:
+    pytest.importorskip("transformers")
+    half = torch.bfloat16
+    assert run_ranks(sums_of_a_row_wise_module, 2) == [[(torch.float32, half), (half, half)]] * 2
 
 
 def test_float32_is_the_default() -> None:
