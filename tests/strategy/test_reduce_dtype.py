@@ -104,7 +104,7 @@ def sums_of_a_row_wise_module(rank: int) -> list[tuple[torch.dtype, torch.dtype]
         with (
             reducing_in(least),
             mock.patch.object(collectives, "reduce_scatter_into", noting),
-            mock.patch.object(tensor_parallel, "_current_group", lambda: dist.group.WORLD),
+            mock.patch.object(tensor_parallel, "_current_group", return_value=dist.group.WORLD),
         ):
             module = torch.nn.Identity()
             module.register_forward_hook(tensor_parallel._sum_over_ranks)
