@@ -14,9 +14,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from urllib.parse import urlsplit
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
+MOST_LAYERS, MOST_PARTS = 2_000, 100_000
+"""Most layers, heads or experts of a model."""
+_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -91,14 +95,48 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its brackets are nested too deeply") from error
 
 
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse a model's config with more layers, heads or experts than can be built.
+
+    Few bytes can ask for any number of them, and some families make lists as long as that when
+    transformers reads a config, for a tokenizer too.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        most = MOST_LAYERS if "layer" in str(name) else MOST_PARTS
+        for count in _counts(str(name), value):
+            if count > most:
+                raise ValueError(
+                    f"The config has {name}={count:,}: building more than {most:,} would take"
+                    " minutes, or all memory. Mend it, or use another."
+                )
+
+
+def _counts(name: str, value: Any) -> Iterator[int]:
+    """The numbers of parts that a field asks for, in lists within a list by any name."""
+    if type(value) is int and _COUNTS.fullmatch(name):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
+
+
 def check_model(path: str | Path) -> None:
-    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does."""
+    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does.
+
+    A folder's config is held to :func:`check_counts`.
+    """
     path = Path(path)
     templates = path / "additional_chat_templates"
     files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
     for each in sorted(files):
         if not each.is_dir():
             check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
+    config = path / "config.json" if path.is_dir() else path
+    if config.name == "config.json" and config.exists():
+        fields = read_json(config)
+        check_counts(fields if isinstance(fields, Mapping) else {})
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.file_checks import check_counts
 
 
 @dataclass
@@ -49,6 +50,7 @@ class TransformerConfig:
         optional = ("head_dim", "sliding_window")
         for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
             setattr(self, name, whole(f"TransformerConfig: {name}", getattr(self, name), 1))
+        check_counts({"layers": self.layers, "num_heads": self.heads})
         for name in ("rope_theta", "norm_eps"):
             value = number(f"TransformerConfig: {name}", getattr(self, name), 0, above=True)
             setattr(self, name, value)

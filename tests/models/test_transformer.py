@@ -160,6 +160,7 @@ def test_presets_have_the_published_sizes(name, parameters):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"layers": 10**9}, "layers=1,000,000,000: building more than 2,000"),
         ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"dim": 18, "heads": 4}, "dim=18 does not divide by heads=4"),
         ({"dim": 12, "heads": 4}, "head_dim=3 is odd"),

@@ -260,7 +260,9 @@ class ParquetDocuments(ArrowDocuments):
             with pq.ParquetFile(path) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
                 prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
-                key = prefix + fingerprint([path], path.parent, path.resolve())
+                # An archive sets sizes and times, and may bring a copy; this time it cannot set.
+                changed = path.stat().st_ctime_ns
+                key = prefix + fingerprint([path], path.parent, path.resolve(), changed)
                 made = built_once(key, lambda folder: _write(folder, parquet, columns, path), path)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(

@@ -182,21 +182,29 @@ def tokenise(
         TimeoutError: another process has this folder and does not get on.
     """
     out = Path(out)
-    if out.exists() and out.absolute().parent.stat().st_mode & stat.S_IWOTH:
-        check_owner(out.stat(), out)  # whoever came first there may have put other words into it
+    if out.exists():
+        _check_mine(out)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     workers = whole("workers", cores if workers is None else workers, 1)
     identity = request.identity()
     if (made := folders.finished(out, identity)) is not None:
+        _check_mine(out)  # it may have come since
         return made
     folders.check_free(out)
     out.mkdir(parents=True, exist_ok=True)
+    _check_mine(out)
     with _alone(out):
         made = folders.finished(out, identity)
         if made is None:
             made = _work(request, identity, out, workers)
         (out / LOCK).unlink(missing_ok=True)
     return made
+
+
+def _check_mine(out: Path) -> None:
+    """Refuse another user's folder where everybody may write: it may hold other words."""
+    if out.absolute().parent.stat().st_mode & stat.S_IWOTH:
+        check_owner(out.stat(), out)
 
 
 def _work(

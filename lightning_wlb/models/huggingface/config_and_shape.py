@@ -14,7 +14,6 @@ several attentions; they are refused, as one cannot train them on packed rows.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -34,13 +33,9 @@ from transformers import (
 )
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
-from lightning_wlb.file_checks import check_model, hub_is_out_of_reach, reason
+from lightning_wlb.file_checks import check_counts, check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
-
-_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers")
-_MOST_LAYERS, _MOST_PARTS = 2_000, 100_000
-"""Most layers, heads or experts of a model: few bytes can ask for any number of them."""
 
 
 def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
@@ -55,7 +50,7 @@ def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pr
     """
     understood = _read(config)
     text = understood.get_text_config()
-    _check_counts(text.to_dict())
+    _check_fields(text.to_dict())
     if text is not understood:
         rank_zero_warn(
             f"Model type {understood.model_type!r} takes more than text. Only its language model,"
@@ -74,7 +69,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
                 f"A Hugging Face config with model_type={kind!r}, which transformers does not know."
                 " Give the fields of a config.json, among them one such as model_type: llama."
             )
-        _check_counts(config)
+        _check_fields(config)
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
         local = Path(config).exists() or hub_is_out_of_reach()
@@ -83,7 +78,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
                 check_model(config)
             # Some families make a list of layers as soon as the config is read.
             given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
-            _check_counts(given[0])
+            _check_fields(given[0])
             return AutoConfig.from_pretrained(
                 str(config), trust_remote_code=False, local_files_only=local
             )
@@ -101,17 +96,12 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
     )
 
 
-def _check_counts(fields: Mapping[str, Any]) -> None:
+def _check_fields(fields: Mapping[str, Any]) -> None:
     """Refuse a config with more layers, heads or experts than can be built, or no dtype as one."""
+    check_counts(fields)
     for name, value in fields.items():
-        most = _MOST_LAYERS if "layer" in str(name) else _MOST_PARTS
         if isinstance(value, Mapping):
-            _check_counts(value)
-        elif type(value) is int and value > most and _COUNTS.fullmatch(str(name)):
-            raise ValueError(
-                f"The config has {name}={value:,}: building more than {most:,} would take minutes,"
-                " or all memory. Mend it, or use another."
-            )
+            _check_fields(value)
         elif name in ("dtype", "torch_dtype") and isinstance(value, str):
             found = getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(found, torch.dtype):

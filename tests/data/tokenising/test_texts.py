@@ -151,3 +151,8 @@ def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"cannot be opened: .*Give a tokenizer.json file"):
         TextEncoder(str(tmp_path / "missing" / "folder"), "text")
+    (tmp_path / "model").mkdir()
+    config = '{"model_type": "qwen2", "num_hidden_layers": 3000000}'
+    (tmp_path / "model" / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="num_hidden_layers=3,000,000: building more than 2,000"):
+        TextEncoder(str(tmp_path / "model"), "text")

@@ -191,6 +191,24 @@ def test_another_users_folder_is_not_gone_on_with_where_everybody_may_write(
         tokenise(request_, unbroken)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_another_users_folder_that_comes_late_is_not_taken_either(
+    request_, unbroken, tmp_path, monkeypatch
+) -> None:
+    os.chown(unbroken, 65534, 65534)
+    shared, identity = tmp_path / "shared", TokeniseRequest.identity
+    shared.mkdir()
+    shared.chmod(0o1777)
+
+    def late(self: TokeniseRequest) -> dict[str, object]:
+        unbroken.rename(shared / "out")
+        return identity(self)
+
+    monkeypatch.setattr(TokeniseRequest, "identity", late)
+    with pytest.raises(ValueError, match="belongs to user 65534, and this process to user 0"):
+        tokenise(request_, shared / "out")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_ends_the_run_by_its_place(tmp_path, workers) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])

@@ -50,6 +50,7 @@ def test_a_config_a_mapping_a_folder_and_its_file_are_the_same(tmp_path) -> None
         ({"model_type": "llama", "hidden_size": "wide"}, "'llama'.*'hidden_size'"),
         ({"model_type": "llama", "num_hidden_layers": 2001}, "num_hidden_layers=2,001"),
         ({"model_type": "ernie4_5_moe", "moe_num_experts": 10**6}, "moe_num_experts=1,000,000"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**12]]}, "attention_types="),
         ({"model_type": "llama", "torch_dtype": "load"}, "torch_dtype='load', which is no dtype"),
     ],
 )
