@@ -23,6 +23,7 @@ from lightning_wlb.file_checks import parse_json, read_bytes
 FORMAT = 2
 _FOLDER = "profiles"
 _TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
+_OPTIONAL = ("sliding_window", "layer_shapes")  # of the shape that was measured
 
 
 @dataclass(frozen=True)
@@ -262,13 +263,15 @@ def _record(kind: Any, values: Mapping[str, Any]) -> Any:
 
 def _check_values(name: str, value: Any) -> None:
     """Refuse texts where none are, and numbers below 0 or beyond what a rate can be."""
+    if value is None and name in _OPTIONAL:
+        return
     if isinstance(value, Mapping | list) and (name not in _TEXTS or name == "sources"):
         pairs = value.items() if isinstance(value, Mapping) else ((name, each) for each in value)
         for key, each in pairs:
             _check_values(key, each)
     elif isinstance(value, str) != (name in _TEXTS) or (name != "measured" and value is True):
         raise ValueError(f"{name}={value!r} is of another type.")
-    elif not isinstance(value, str) and not 0 <= value < 1e30:
+    elif value is None or (not isinstance(value, str) and not 0 <= value < 1e30):
         raise ValueError(f"{name}={value!r} must be at least 0, and finite.")
 
 
