@@ -183,6 +183,27 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     return torch.load(source, map_location="cpu", weights_only=True)
 
 
+def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """What a checkpoint's file says, by name; ``mmap`` is as in :func:`load_plain`.
+
+    Raises:
+        ValueError: it holds more than tensors and plain values, is damaged, or no state.
+        OSError: it is not there.
+    """
+    try:
+        state = load_plain(path, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is damaged, or was made to hold objects of"
+            f" classes, which may run code when they are read ({error}). Use another checkpoint."
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{path} is no checkpoint: it holds a {type(state).__name__}, not what a Trainer saves."
+        )
+    return state
+
+
 def check_archive(file: IO[bytes]) -> None:
     """Go through an archive that torch is to read, and leave the file at its beginning."""
     try:

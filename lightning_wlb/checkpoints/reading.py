@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 
 from lightning_wlb.checkpoints import atomic_folders, manifest, safe_metadata
 from lightning_wlb.checkpoints.manifest import Manifest
-from lightning_wlb.checkpoints.pickle_checks import check_archive, load_plain
+from lightning_wlb.checkpoints.pickle_checks import check_archive, load_state
 from lightning_wlb.checkpoints.writing import OWN, REST, torch_errors
 from lightning_wlb.distributed.collective_errors import Ranks
 
@@ -171,15 +170,7 @@ def _read_rest(folder: Path, listed: Manifest) -> dict[str, Any]:
 
     Rank 0 has compared the file's checksum; another node may still see the file of an older save.
     """
-    try:
-        rest = load_plain(folder / REST)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{folder / REST} cannot be read: it was made to hold objects of classes, which may run"
-            f" code when they are read ({error}). Use another checkpoint."
-        ) from error
-    if not isinstance(rest, dict):
-        raise ValueError(f"{folder / REST} holds a {type(rest).__name__}, no state.")
+    rest = load_state(folder / REST)
     if rest.pop(OWN, None) != {"save": listed.save}:
         raise manifest.Damaged(
             f"{folder} is damaged: {REST} is of another save than {manifest.NAME}. Use another"

@@ -175,16 +175,20 @@ def _check_weights(
             name for name in set(wanted) & set(sizes) if wanted[name] != sizes[name]
         ),
     }
-    said = [
+    if said := in_words(found):
+        raise ValueError(
+            f"{path} is a checkpoint of another model; {said}. Give the module the"
+            " arguments that it had when the checkpoint was saved (config, lora)."
+        )
+
+
+def in_words(found: Mapping[str, Sequence[str]]) -> str:
+    """Names by what is wrong with them, the first of each; empty where nothing is."""
+    return "; ".join(
         f"{what}: {', '.join(each[:3])}{f' and {len(each) - 3} more' if len(each) > 3 else ''}"
         for what, each in found.items()
         if each
-    ]
-    if said:
-        raise ValueError(
-            f"{path} is a checkpoint of another model; {'; '.join(said)}. Give the module the"
-            " arguments that it had when the checkpoint was saved (config, lora)."
-        )
+    )
 
 
 def _has_state(names: Mapping[str, Any], index: int) -> bool:

@@ -8,7 +8,6 @@ file of a folder, and runs whatever its pickles name.)
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_wlb.checkpoints import manifest, safe_metadata
-from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.checkpoints.pickle_checks import load_state
 from lightning_wlb.checkpoints.reading import fill
 from lightning_wlb.checkpoints.sharded import WEIGHTS
 from lightning_wlb.checkpoints.writing import OWN, REST
@@ -52,17 +51,8 @@ class StoredCheckpoint:
             )
         if folder:
             manifest.check(path)
-        try:
-            rest = load_plain(file, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
-        if not isinstance(rest, dict):
-            raise ValueError(
-                f"{path} is not a checkpoint: it holds a {type(rest).__name__}, not what a Trainer"
-                " saves."
-            )
+        self.rest = rest = load_state(file, mmap=True)
         rest.pop(OWN, None)
-        self.rest: dict[str, Any] = rest
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
         self._metadata = safe_metadata.read(path) if folder else None
         entries = {} if self._metadata is None else self._metadata.state_dict_metadata

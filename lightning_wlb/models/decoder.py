@@ -13,7 +13,10 @@ with a hash of the two, and a rank keeps its shard. Cost: memory for the largest
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +162,63 @@ def seed_of(seed: int, name: str) -> int:
     """A seed of its own for each name, from the run's seed."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+NO_TABLES: ContextVar[bool] = ContextVar("NO_TABLES", default=False)
+"""Whether modules that are made now shall have no values in their buffers either."""
+STORED: ContextVar[int | None] = ContextVar("STORED", default=None)
+"""How many values the checkpoint holds that a module is being loaded from."""
+_FEW_VALUES = 1 << 27
+
+
+@contextmanager
+def names_and_shapes() -> Iterator[None]:
+    """Models made inside have no values at all, whatever their sizes are.
+
+    Raises:
+        ValueError: a size is beyond what any machine can number.
+    """
+    token = NO_TABLES.set(True)
+    try:
+        with torch.device("meta"):
+            yield
+    except (RuntimeError, TypeError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"The config has sizes that no memory can hold: {said}") from error
+    finally:
+        NO_TABLES.reset(token)
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_size(model: nn.Module, machines: int = 1) -> None:
+    """Refuse a model, built without values, whose values would fill the memory.
+
+    Those of its state dict and its tables must not be far more than the checkpoint's that is loaded
+    (a module's hooks may rename or pad weights; torch compares them one by one later), and all of
+    them must fit into ``machines`` such as this one, which share them evenly.
+    """
+    kept = {id(each) for each in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    values = sum(each.numel() for key, each in tensors.items() if key in kept)
+    need = sum(each.nbytes for each in tensors.values()) // machines
+    stored, said = STORED.get(), ""
+    if stored is not None and values > 2 * stored + _FEW_VALUES:
+        said = f"has {values:,} values by the checkpoint's hyperparameters, which holds {stored:,}"
+    elif hasattr(os, "sysconf") and need > machine_bytes():
+        said = f"needs {need:,} bytes of memory, and this machine has {machine_bytes():,}"
+    if said:
+        name, largest = max(model.named_parameters(), key=lambda each: each[1].nbytes)
+        raise ValueError(
+            f"The {type(model).__name__} {said}. Its largest parameter is {name},"
+            f" {tuple(largest.shape)}. Mend the sizes in the config, or use another; a model that"
+            " is meant to be so large is split over more machines (WLBStrategy)."
+        )
 
 
 def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -33,19 +33,18 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepLoader, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
-from lightning_wlb.models.decoder import Decoder, check_decoder, check_micro_batches
+from lightning_wlb.models.decoder import (
+    Decoder,
+    check_decoder,
+    check_micro_batches,
+    check_size,
+    names_and_shapes,
+)
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 
 LossNormalisation = Literal["step", "nominal"]
-
-
-@runtime_checkable
-class DefersInitialisation(Protocol):
-    """A strategy that gives the model memory and initial values itself, after splitting it."""
-
-    defers_initialisation: bool
 
 
 class LanguageModule(LoadsCheckpoints):
@@ -160,15 +159,23 @@ class LanguageModule(LoadsCheckpoints):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: the model cannot do what was asked for, or has dropout.
+            ValueError: the model cannot do what was asked for, has dropout, or is larger than the
+                checkpoint that is loaded, or than the machine's memory.
         """
         if self.model is not None:
             return
-        strategy = None if self._trainer is None else self.trainer.strategy
-        deferred = isinstance(strategy, DefersInitialisation) and strategy.defers_initialisation
+        # By a strategy that gives the model memory and values itself, after splitting it.
+        deferred = getattr(getattr(self._trainer, "strategy", None), "defers_initialisation", False)
+        if not deferred and torch.get_default_device().type == "cpu":
+            with names_and_shapes():
+                blank = self.build_model()
+            if isinstance(blank, Decoder):
+                check_size(blank)
         with torch.device("meta") if deferred else nullcontext():
             self.model = self.build_model()
         if isinstance(self.model, Decoder):  # else the strategy refuses it
+            if deferred and self.trainer.strategy.root_device.type == "cpu":
+                check_size(self.model, self.trainer.num_nodes)
             check_decoder(self.model, self.activation_checkpointing)
             if self.compiles_blocks:
                 self.model.compile_blocks()
@@ -178,8 +185,9 @@ class LanguageModule(LoadsCheckpoints):
     def build_model(self) -> Decoder:
         """The whole model, with parameters of any values: :meth:`init_weights` fills them.
 
-        Under ``WLBStrategy`` it is called on the meta device, so that a model larger than a rank's
-        memory can be built and then split. Override it for a model of your own.
+        It is also called on the meta device: to compare sizes before values are made, and under
+        ``WLBStrategy``, which so splits a model larger than a rank's memory. Override it for a
+        model of your own.
         """
         return Transformer(self.config, attention_backend=self.attention_backend)
 

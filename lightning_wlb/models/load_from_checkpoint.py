@@ -22,6 +22,7 @@ import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
+from lightning_wlb.models.decoder import STORED
 
 
 class LoadsCheckpoints(L.LightningModule):
@@ -79,7 +81,8 @@ class LoadsCheckpoints(L.LightningModule):
             options: arguments of the module in place of those that were saved.
 
         Raises:
-            ValueError: what is no checkpoint, is damaged, or was given with what is for files only.
+            ValueError: what is no checkpoint, is damaged, was given with what is for files only, or
+                describes a far larger model than it holds.
         """
         local = isinstance(checkpoint_path, str | Path)
         path = Path(checkpoint_path).expanduser() if local else None
@@ -107,7 +110,12 @@ class LoadsCheckpoints(L.LightningModule):
         found = getattr(sys.modules.get(module_name), class_name, None)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls
         given.update(options)
-        module = _load_state(made, stored, strict=strict, **options)
+        weights = (each for each in stored["state_dict"].values() if isinstance(each, Tensor))
+        token = STORED.set(sum(each.numel() for each in weights))
+        try:
+            module = _load_state(made, stored, strict=strict, **options)
+        finally:
+            STORED.reset(token)
         assert isinstance(module, cls)
         return module if map_location is None else module.to(map_location)
 

@@ -13,7 +13,6 @@ sparse figures for the H100 NVL, and takes an L40S for an L4, so ours goes first
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_wlb.attention.backends import kernel_name
 from lightning_wlb.cost.profile import Profile, shipped_profiles
 from lightning_wlb.distributed.process_groups import gather_from_all_ranks
+from lightning_wlb.models.decoder import machine_bytes
 
 FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
 
@@ -77,7 +77,7 @@ def memory_bytes(device: torch.device) -> int:
     """Memory of the whole device, or of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_bytes()
 
 
 def free_bytes(device: torch.device) -> int:

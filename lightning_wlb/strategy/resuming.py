@@ -43,7 +43,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import Damaged, Manifest
-from lightning_wlb.checkpoints.pickle_checks import load_plain
+from lightning_wlb.checkpoints.pickle_checks import load_state
 from lightning_wlb.checkpoints.save_order import newest_first
 from lightning_wlb.checkpoints.writing import REST
 from lightning_wlb.file_checks import my_user
@@ -335,7 +335,6 @@ def can_resume(path: Path) -> bool:
 
 def _rest(path: Path) -> dict[str, Any] | None:
     try:
-        rest = load_plain(path / REST)
+        return load_state(path / REST)
     except Exception:  # a damaged pickle can lead to any
         return None
-    return rest if isinstance(rest, dict) else None

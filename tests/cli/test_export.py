@@ -225,6 +225,11 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"is or holds the .* which is read"):
             export(checkpoint, folder, force=True)
     incomplete = torch.load(checkpoint, weights_only=True)
+    incomplete["hyper_parameters"]["config"]["head_dim"] = 10**9
+    torch.save(incomplete, tmp_path / "large.ckpt")
+    with pytest.raises(ValueError, match=r"is \(32, 32\), and by .* should be \(4000000000, 32\)"):
+        export(tmp_path / "large.ckpt", out)
+    incomplete["hyper_parameters"]["config"]["head_dim"] = 8
     del incomplete["state_dict"]["model.head.norm.weight"]
     torch.save(incomplete, checkpoint)
     with pytest.raises(ValueError, match=r"has no model\.head\.norm\.weight"):

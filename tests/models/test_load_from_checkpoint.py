@@ -85,3 +85,34 @@ def test_an_address_is_read_as_plain_types(monkeypatch):
         with pytest.raises(ConnectionError):
             LanguageModule.load_from_checkpoint("https://a/b.ckpt", weights_only=given)
     assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize(
+    ("field", "size", "said"),
+    [
+        (
+            "vocab_size",
+            10**7,
+            r"160,001,584 values .* 2,608\. .* embed.weight, \(10000000, 16\)",
+        ),
+        (
+            "head_dim",
+            10**9,
+            r"96,000,001,328 .* layers.0.attention.wq, \(2000000000, 16\)",
+        ),
+        ("ffn_dim", 10**30, "sizes that no memory can hold.*Overflow"),
+        ("dim", 10**18, "sizes that no memory can hold.*overflowed"),
+    ],
+)
+def test_sizes_that_a_checkpoint_does_not_hold_are_made_no_room_for(
+    kind, field, size, said, tmp_path
+):
+    given = {"config": vars(SIZES) | {field: size}}
+    path = written(kind, tmp_path / "run.ckpt", LanguageModule(SIZES), **given)
+    with pytest.raises(ValueError, match=said):
+        LanguageModule.load_from_checkpoint(path)
+    # A module's own hooks may still make more of the weights, as of a vocabulary.
+    written(kind, tmp_path / "next.ckpt", LanguageModule(SIZES), config=vars(SIZES) | {"layers": 9})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        LanguageModule.load_from_checkpoint(tmp_path / "next.ckpt")

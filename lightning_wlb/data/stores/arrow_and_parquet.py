@@ -23,13 +23,12 @@ import os
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import gt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -82,7 +81,9 @@ class ArrowDocuments(CheckedDocuments):
         mask_column: str | None = AUTO,
         vocab_size: int | None = None,
     ) -> None:
-        name = f"{type(self).__name__}({_name_of_files(source)})"
+        first, *others = [source] if isinstance(source, str | Path) else source
+        named = f"{first} and {len(others)} more" if others else str(first)
+        name = f"{type(self).__name__}({named})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
         files, facts = _files(given, name, self._suffix)
         if vocab_size is None:
@@ -103,7 +104,12 @@ class ArrowDocuments(CheckedDocuments):
             parts += [lengths_of(batch, columns, path) for batch in batches]
         self._starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         lengths = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
-        _check_facts(facts, lengths, name)
+        for fact, found in (("documents", len(lengths)), ("tokens", int(lengths.sum()))):
+            if facts.get(fact, found) != found:
+                raise ValueError(
+                    f"{name} has {found} {fact}, but its {FACTS} says {facts[fact]}. Files were"
+                    " changed or lost: make the folder again."
+                )
         super().__init__(name, lengths, vocab_size)
 
     _suffix = ".arrow"
@@ -152,21 +158,6 @@ class ArrowDocuments(CheckedDocuments):
         number = bisect_right(self._starts, row) - 1
         lists = self._batches[number].column(column)
         return np.asarray(lists[row - self._starts[number]].values[start:stop])
-
-
-def _check_facts(facts: Mapping[str, Any], lengths: npt.NDArray[np.int64], name: str) -> None:
-    for fact, found in (("documents", len(lengths)), ("tokens", int(lengths.sum()))):
-        if facts.get(fact, found) != found:
-            raise ValueError(
-                f"{name} has {found} {fact}, but its {FACTS} says {facts[fact]}. Files were"
-                " changed or lost: make the folder again."
-            )
-
-
-def _name_of_files(source: str | Path | Sequence[str | Path]) -> str:
-    """The part of a store's name that tells its files: the path, or the first and how many more."""
-    first, *others = [source] if isinstance(source, str | Path) else source
-    return f"{first} and {len(others)} more" if others else str(first)
 
 
 def _shards(folder: Path, suffix: str, name: str) -> list[Path]:

@@ -28,13 +28,13 @@ from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
 )
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.file_checks import check_counts, check_model, hub_is_out_of_reach, reason
 from lightning_wlb.models.huggingface.families import row_by_row
+from lightning_wlb.models.huggingface.model_parts import blank_model
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
 
 
@@ -145,14 +145,11 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         ValueError: the family's layers do not call attention once each, its experts are chosen in
             a way of their own, or ``AutoModelForCausalLM`` cannot build it.
     """
-    config = copy.deepcopy(config.get_text_config())
+    config = config.get_text_config()
     seen = _Seen({}, {}, {})
     AttentionInterface.register(_PROBE, partial(_note_attention, seen))
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=_PROBE, dtype=torch.float32, trust_remote_code=False
-            )
+        model = blank_model(config, _PROBE, torch.float32)
     except Exception as error:  # a config that is made up leads to many
         raise ValueError(
             f"model type {config.model_type!r} cannot be built as a causal language model by"

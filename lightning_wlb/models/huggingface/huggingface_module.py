@@ -14,7 +14,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
-from lightning_wlb.models.huggingface.load_and_export import load
+from lightning_wlb.models.huggingface.load_and_export import load, open_weights
 from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
 from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, resolve
 from lightning_wlb.models.language_module import LanguageModule
@@ -93,13 +93,24 @@ class HuggingFaceModule(LanguageModule):
             self.config, attention_backend=self.attention_backend, lora=self.lora
         )
 
+    def configure_model(self) -> None:
+        """Build ``self.model`` after comparing its config's shapes with those of the weights.
+
+        Raises:
+            ValueError: also if these differ.
+        """
+        if self.model is None and self.pretrained is not None:
+            self._weights = open_weights(self.config, resolve(self.pretrained))
+        super().configure_model()
+
     def init_weights(self) -> None:
         """Read the rank's part of the pretrained weights, or draw values as a function of names."""
         if self.pretrained is None:
             super().init_weights()
             return
         assert isinstance(self.model, HuggingFaceDecoder)
-        load(self.model, resolve(self.pretrained))
+        load(self.model, self._weights)
+        del self._weights  # and close the files
         rank_zero_info(f"{type(self).__name__}: read the weights of {self.pretrained}.")
         self.model.initialise_adapters(self.initial_seed)
 

@@ -2,7 +2,7 @@
 
 **Loading.** The decoder is whole, or one rank's share on any mesh. The rank reads the rectangle
 that it holds of each parameter straight into it, so that beside its share it needs memory for one
-rectangle of one tensor. Before anything is read, the folder's names and shapes are compared with
+rectangle of one tensor. Before any value is made, the folder's names and shapes are compared with
 the model that the config describes: whatever is missing, too much or of another shape is refused,
 on every rank alike. For that every rank reads the headers of all files.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -28,6 +29,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from lightning_wlb.checkpoints.sharded import in_words
+from lightning_wlb.models.decoder import names_and_shapes
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import is_adapter, peft_config
 from lightning_wlb.models.huggingface.model_parts import blank_model
@@ -45,20 +48,31 @@ _PLAIN = {"F64", "F32", "F16", "BF16"}
 _COMPUTED = r"rotary_emb\.inv_freq"
 
 
-def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
-    """Fill the parameters and persistent buffers that this rank holds, but no adapters.
+def open_weights(config: Any, folder: str | Path) -> dict[str, Tiles]:
+    """What the parameters and buffers of a config's model are read from, by the family's names.
 
     Args:
-        decoder: its parameters have memory, on any device and in any dtype; DTensors or not.
         folder: a model of the same config, as ``save_pretrained`` writes it.
 
     Raises:
         ValueError: the folder has no safetensors, or its tensors are not those of the model.
     """
-    files = Folder(Path(folder))
-    model = blank_model(decoder.config)
+    files, model = Folder(Path(folder)), blank_model(config)
     sources = find_sources(files, model)
     _check(files, sources, model)
+    return sources
+
+
+def load(decoder: HuggingFaceDecoder, sources: Mapping[str, Tiles]) -> None:
+    """Fill the parameters and persistent buffers that this rank holds, but no adapters.
+
+    Args:
+        decoder: its parameters have memory, on any device and in any dtype; DTensors or not.
+        sources: by :func:`open_weights`, of the same config.
+
+    Raises:
+        ValueError: the folder has other values for the two ends, which the config ties.
+    """
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if is_adapter(name):
@@ -144,19 +158,11 @@ def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
         for name in state
         if name in sources and sources[name].shape != tuple(state[name].shape)
     ]
-    found = [
-        f"{what}: {', '.join(each[:5])}{f' and {len(each) - 5} more' if len(each) > 5 else ''}"
-        for what, each in (
-            ("missing", missing),
-            ("not in the model", unknown),
-            ("of another shape", shapes),
-        )
-        if each
-    ]
-    if found:
+    found = {"missing": missing, "not in the model": unknown, "of another shape": shapes}
+    if said := in_words(found):
         raise ValueError(
             f"{folder.path} does not hold the weights of {type(model).__name__} of this config;"
-            f" {'; '.join(found)}. Give the config of the folder itself, or the folder that"
+            f" {said}. Give the config of the folder itself, or the folder that"
             " belongs to this config."
         )
 
@@ -214,7 +220,7 @@ def write_model(
         for name, value in read(names).items():
             own = decoder.family_name(name)
             if name not in buffers:
-                value = value.view(decoder.family_shape(name))
+                value = _as_family(decoder, name, value)
                 wide = any(each in own.split(".") for each in kept)
                 value = value.to(value.dtype if wide or dtype is None else dtype)
             state[own] = value
@@ -250,8 +256,7 @@ def write_adapted(
     state = {}
     for name, value in read(names).items():
         own = f"base_model.model.{decoder.family_name(name).replace('.default.', '.')}"
-        whole = value.view(decoder.family_shape(name))
-        state[own] = whole.to(dtype or value.dtype).contiguous()
+        state[own] = _as_family(decoder, name, value).to(dtype or value.dtype).contiguous()
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = peft_config(lora, base_model_name_or_path=base, inference_mode=True)
     described.save_pretrained(folder)
@@ -259,9 +264,19 @@ def write_adapted(
 
 
 def _blank_decoder(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
-    """A decoder without memory, for its names and shapes."""
-    with torch.device("meta"):
+    with names_and_shapes():
         return HuggingFaceDecoder(config, lora=lora)
+
+
+def _as_family(decoder: HuggingFaceDecoder, name: str, value: Tensor) -> Tensor:
+    """A parameter's values in the family's shape; ValueError if these are not as many."""
+    shape = decoder.family_shape(name)
+    if value.numel() != math.prod(shape):
+        raise ValueError(
+            f"The checkpoint's {name} is {tuple(value.shape)}, and by its hyperparameters"
+            f" {decoder.family_name(name)} should be {shape}. Use another checkpoint."
+        )
+    return value.view(shape)
 
 
 def files_beside(source: Path) -> list[str]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
-from lightning_wlb.models.decoder import seed_of
+from lightning_wlb.models.decoder import NO_TABLES, names_and_shapes, seed_of
 from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
 from lightning_wlb.models.huggingface.families import PARTS
 from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
@@ -41,12 +41,16 @@ _FEW = 64  # so small are an activation's learned constants
 
 
 @contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Modules made inside have parameters on the meta device, and buffers with their values.
+def without_memory_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters without memory where the default device is meta.
 
-    Parameters of at most ``_FEW`` values keep those of their constructor: transformers' rules for
-    initial values leave some of them out.
+    Their buffers have values all the same, unless :func:`.names_and_shapes` are asked for, and so
+    have parameters of at most ``_FEW`` values, some of which transformers' rules for initial values
+    leave out.
     """
+    if torch.get_default_device().type != "meta" or NO_TABLES.get():
+        yield
+        return
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -63,12 +67,6 @@ def parameters_without_memory() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def without_memory_on_meta() -> AbstractContextManager[None]:
-    """Modules made inside have no memory where the default device is meta."""
-    meta = torch.get_default_device().type == "meta"
-    return parameters_without_memory() if meta else nullcontext()
 
 
 def build_family_model(config: Any) -> Any:
@@ -89,12 +87,15 @@ def build_family_model(config: Any) -> Any:
     return causal
 
 
-def blank_model(config: Any) -> Any:
-    """The family's ``ForCausalLM``, whose parameters have no memory."""
-    with parameters_without_memory():
+def blank_model(config: Any, attention: str = "eager", dtype: torch.dtype | None = None) -> Any:
+    """The family's ``ForCausalLM``, without values."""
+    with names_and_shapes():
         # Whatever the folder asks for: some values of it fetch code.
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+            copy.deepcopy(config),
+            attn_implementation=attention,
+            dtype=dtype,
+            trust_remote_code=False,
         )
     model.tie_weights()
     return model

@@ -25,6 +25,7 @@ from lightning_wlb.attention.recurrence import RecurrentRows, Segment
 from lightning_wlb.data.batch import IGNORE, MicroBatchTensors, StepBatch
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
+from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import assign
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
@@ -90,6 +91,9 @@ def packed_rows(lengths: Sequence[int]) -> tuple[list[Tensor], MicroBatchTensors
 
 class Valued(HuggingFaceModule):
     """The module under test, with :func:`value` for its parameters."""
+
+    def configure_model(self) -> None:
+        LanguageModule.configure_model(self)  # adapters belong to weights, which are in no folder
 
     def init_weights(self) -> None:
         decoder = self.model

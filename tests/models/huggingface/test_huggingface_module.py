@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import sys
@@ -16,10 +17,14 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 
 import lightning_wlb as wlb
+from lightning_wlb.models import decoder as decoders
+from lightning_wlb.models.decoder import names_and_shapes
+from lightning_wlb.models.huggingface import huggingface_module
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
+from tests.models.huggingface.folders import write
 from tests.models.huggingface.support import (
     OPTIONS,
     KeepDouble,
@@ -110,6 +115,35 @@ def test_constants_without_a_rule_keep_their_constructors_values_on_the_meta_dev
     assert torch.equal(deferred.get_parameter(name), real[name])
     assert deferred.layers["0"].mlp.down_proj.weight.is_meta
     assert not any(buffer.is_meta for buffer in deferred.buffers())
+
+
+def test_a_folders_sizes_are_compared_before_values_are_made(tmp_path, monkeypatch):
+    write(tmp_path, tiny("llama"))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setattr(huggingface_module, "HuggingFaceDecoder", None)  # which would be built
+    for field, said in (
+        ("vocab_size", r"\(64, 32\), in the model \(1000000000, 32\)"),
+        ("head_dim", r"q_proj.weight is \(32, 32\), in the model \(4000000000, 32\)"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {field: 10**9}))
+        with pytest.raises(ValueError, match=said):
+            wlb.HuggingFaceModule(str(tmp_path), pretrained=True).configure_model()
+
+
+def too_large(rank: int) -> None:
+    decoders.machine_bytes = lambda: 100_000
+    with pytest.raises(ValueError, match=r"needs 280,\d{3} bytes.*has 100,000\. Its largest"):
+        trainer(WLBStrategy(), 1).fit(wlb.HuggingFaceModule(tiny("llama")), data(Run("llama").case))
+
+
+def test_more_values_than_the_machine_has_memory_for_are_not_made(monkeypatch):
+    monkeypatch.setattr(decoders, "machine_bytes", lambda: 100_000)
+    module = wlb.HuggingFaceModule(tiny("llama"))
+    with pytest.raises(ValueError, match=r"needs 140,\d{3} bytes.*has 100,000\. Its largest"):
+        module.configure_model()
+    run_ranks(too_large, 1, process_group=False)
+    with names_and_shapes():
+        assert all(each.is_meta for each in HuggingFaceDecoder(tiny("llama")).buffers())
 
 
 def resume(rank: int, family: str, mesh: tuple[int, ...], folder: str, first: bool) -> dict:

@@ -55,6 +55,10 @@ def wrong(decoder: HuggingFaceDecoder, state: dict[str, Tensor]) -> list[str]:
     ]
 
 
+def load(decoder: HuggingFaceDecoder, folder: str | Path) -> None:
+    load_and_export.load(decoder, load_and_export.open_weights(decoder.config, folder))
+
+
 def emptied(config: Any) -> HuggingFaceDecoder:
     """A decoder without a right value."""
     decoder = HuggingFaceDecoder(config)
@@ -71,7 +75,7 @@ def test_one_process_reads_every_value(family, tmp_path):
     model = write(tmp_path, config, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     decoder = emptied(config)
-    load_and_export.load(decoder, tmp_path)
+    load(decoder, tmp_path)
     assert wrong(decoder, model.state_dict()) == []
 
 
@@ -88,7 +92,7 @@ class Loading(HuggingFaceModule):
             return values
 
         with patch.object(Folder, "read", counted):
-            load_and_export.load(self.model, self.pretrained)
+            load(self.model, self.pretrained)
         state = torch.load(Path(self.pretrained) / "state.pt")
         self.wrong = wrong(self.model, state)
         self.share = sum(own.numel() * own.element_size() for _, _, own in parts(self.model))
@@ -157,7 +161,7 @@ def test_a_folder_of_another_model_is_refused(change, message, tmp_path):
     write(tmp_path, tiny("llama"))
     rewritten(tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        load_and_export.load(emptied(tiny("llama")), tmp_path)
+        load(emptied(tiny("llama")), tmp_path)
 
 
 def test_tables_that_modules_compute_are_passed_over(tmp_path):
@@ -165,7 +169,7 @@ def test_tables_that_modules_compute_are_passed_over(tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewritten(tmp_path, lambda state: state.update({name: torch.ones(4)}))
     decoder = emptied(tiny("llama"))
-    load_and_export.load(decoder, tmp_path)
+    load(decoder, tmp_path)
     assert wrong(decoder, model.state_dict()) == []
 
 
@@ -174,26 +178,26 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     write(tmp_path, config)
     own = "model.embed_tokens.weight"
     rewritten(tmp_path, lambda state: state.update({"lm_head.weight": state[own].clone()}))
-    load_and_export.load(emptied(config), tmp_path)
+    load(emptied(config), tmp_path)
     rewritten(tmp_path, lambda state: state.update({"lm_head.weight": state[own] + 1}))
     with pytest.raises(ValueError, match="tie_word_embeddings=False"):
-        load_and_export.load(emptied(config), tmp_path)
+        load(emptied(config), tmp_path)
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):
     decoder = emptied(tiny("llama"))
     with pytest.raises(ValueError, match=r"has neither"):
-        load_and_export.load(decoder, tmp_path)
+        load(decoder, tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"only pytorch_model.bin.*save_pretrained"):
-        load_and_export.load(decoder, tmp_path)
+        load(decoder, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
-        load_and_export.load(decoder, tmp_path)
+        load(decoder, tmp_path)
     index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"gone.safetensors cannot be read"):
-        load_and_export.load(decoder, tmp_path)
+        load(decoder, tmp_path)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -203,7 +207,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def check_round_trip(family: str, folder: Path) -> None:
     config = tiny(family)
     model, decoder, out = write(folder, config), emptied(config), folder / "out"
-    load_and_export.load(decoder, folder)
+    load(decoder, folder)
     assert wrong(decoder, model.state_dict()) == []
     values = dict(decoder.named_parameters()) | dict(decoder.persistent_buffers())
     out.mkdir()
