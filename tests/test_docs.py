@@ -5,12 +5,14 @@ Links between its pages, and from docstrings, are checked where the site is buil
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,3 +136,49 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
         if not name.startswith(MADE) and not any((folder / name).exists() for folder in folders)
     ]
     assert missing == []
+
+
+COMPARED = {
+    "**FSDP or DDP**": [["concatenate and cut, no packer"]],
+    "**TRL's packing**": [["TRL bfd"], ["TRL wrapped"]],
+    "**transformers**": [["transformers batch_rebalance"], ["transformers group_by_length"]],
+    "**Megatron Core's": [["Megatron BalancedCPScheduler"], ["Megatron DpBalancedScheduler"]],
+    "**torchtitan**": [["concatenate and cut, no packer"]],
+    "**verl, slime**": [
+        ["verl rearrange_micro_batches"],
+        ["slime balance_by_flops", "slime first fit, dealt by FLOPs"],
+    ],
+}
+"""The rows of packers.md that a row of the comparison with others is about, by how it begins."""
+
+
+def test_the_comparison_with_others_says_what_was_simulated() -> None:
+    result = json.loads((ROOT / "benchmarks/results/packers.json").read_text())
+    page = (DOCS / "alternatives.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| **")]
+    assert len(rows) == len(COMPARED)
+    for row, (begins, groups) in zip(rows, COMPARED.items(), strict=True):
+        assert row.startswith(f"| {begins}")
+        said = re.findall(r"(\d\.\d\d) to (\d\.\d\d)", row.split(" | ")[3])
+        assert said == [range_over_auto(result, packers) for packers in groups]
+        missing = [
+            every for every in groups if len(times_over_auto(result, every)) < len(every) * 5
+        ]
+        assert ("does not fit" in row) == bool(missing)
+    exact = " to ".join(range_over_auto(result, ["auto, by exact work"]))
+    assert f"Planned by exact work alone it takes {exact} times as long" in page
+
+
+def times_over_auto(result: dict[str, Any], packers: list[str]) -> list[float]:
+    """Time of a step over that of `auto`, of each setting in which a packer fits."""
+    return [
+        of[packer]["ns_per_gigaflop"] / of["auto"]["ns_per_gigaflop"]
+        for of in result["settings"].values()
+        for packer in packers
+        if "ns_per_gigaflop" in of.get(packer, {})
+    ]
+
+
+def range_over_auto(result: dict[str, Any], packers: list[str]) -> tuple[str, str]:
+    found = times_over_auto(result, packers)
+    return f"{min(found):.2f}", f"{max(found):.2f}"

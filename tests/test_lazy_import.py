@@ -105,6 +105,9 @@ def test_mistakes_on_the_command_line_load_no_torch() -> None:
         "plan = '--model 7b --mesh 1,1,1,1 --context-window 64 --profile h100'.split()\n"
         "assert main(['plan', '--lengths', 'missing.txt', *plan]) == 2\n"
         "assert main(['tokenize', 'missing.jsonl', 'out', '--tokenizer', 'none.json']) == 2\n"
+        "assert main(['export', 'missing', 'out']) == 2\n"
+        "assert main(['fit', '--config=missing.yaml']) == 2\n"
+        "assert main(['test', '--trainer.devices', '2', '--config', 'missing.yaml']) == 2\n"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
     )
     assert said.split() == ["False", "False"]

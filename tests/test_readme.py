@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 from benchmarks.demo import caption
+from benchmarks.one_process import REFERENCE
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -46,3 +48,14 @@ def test_it_runs_on_two_ranks(tmp_path):
     threads = re.findall(r"threads (\d+) of rank", run.stdout)
     assert len(threads) == 2
     assert len(set(threads)) == 1
+
+
+def test_what_one_process_gains_is_what_its_kept_runs_say():
+    turns = json.loads((ROOT / "benchmarks/results/one_process.json").read_text())["turns"]
+    rounds = turns["64,8000"]
+    gains = [median(each[way] / each[REFERENCE] for each in rounds) for way in ("auto", "original")]
+    least, most = sorted(f"{gain:.2f}" for gain in gains)
+    said = f"trains {least} to {most} times as many tokens per processor second"
+    text = " ".join(README.read_text().split())
+    assert said in text
+    assert f"(medians of {['no', 'one', 'two', 'three'][len(rounds)]} rounds;" in text

@@ -109,6 +109,9 @@ def test_the_readme_plans_what_it_trains(folder, monkeypatch, capsys):
     (command,) = re.findall(r"^lightning-wlb (plan .*)$", block, re.MULTILINE)
     config = yaml.safe_load((EXAMPLES / "pretrain.yaml").read_text())
     assert "wlb" not in config
+    # It does not warn about itself, and its export carries the window.
+    model = config["model"]["init_args"]["config"]
+    assert config["data"]["context_window"] <= model["max_position_embeddings"]
     assert f"--mesh auto --devices {config['trainer']['devices']} " in command
     assert f"--micro-batches {config['data']['micro_batches']} " in command
     assert f"--context-window {config['data']['context_window']} " in command

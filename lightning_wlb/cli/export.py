@@ -11,18 +11,21 @@ as peft reads them.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
+from lightning_wlb.checkpoints import manifest
 from lightning_wlb.file_checks import printable
-from lightning_wlb.strategy.resuming import candidates_in, load_first
+
+if TYPE_CHECKING:
+    from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 
 DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
@@ -102,7 +105,14 @@ def export(
     Raises:
         ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
             without a tokenizer.
+        FileNotFoundError: nothing is at ``checkpoint``.
     """
+    if not Path(checkpoint).exists():  # said before the seconds that imports take
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint))
+    from lightning_wlb.checkpoints import atomic_folders
+    from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
+    from lightning_wlb.strategy.resuming import candidates_in, load_first
+
     folder = Path(folder).absolute()
     _refuse_overlap("checkpoint", Path(checkpoint), folder)
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -210,6 +211,9 @@ def run(arguments: argparse.Namespace) -> None:
         run_search(arguments, requests, console)
         return
     request = requests[0]
+    packings = ", ".join(each.data.packing_choice.method for each in requests)
+    told = f"Simulating {request.steps} steps with {packings}: up to half a minute for 64 devices."
+    print(told, file=sys.stderr, flush=True)
     comparison = compare(requests)
     verdict = judged(comparison)
     console.print(_table(comparison))

@@ -53,7 +53,7 @@ from lightning_wlb.heterogeneous.planning.pool_search import (
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import progress_bar
+from lightning_wlb.mesh_search.search import TAKES, progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import placement_of
@@ -300,7 +300,8 @@ def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 
     def search() -> str:
-        with progress_bar() as tell:
+        said = f"WLBStrategy: simulating pipelines of {mesh.devices} devices, {TAKES}."
+        with progress_bar(said) as tell:
             return choose_pool(request, mesh, progress=tell).to_json()
 
     return PoolChoice.from_json(remembered(name, search))

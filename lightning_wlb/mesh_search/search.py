@@ -17,6 +17,7 @@ processor. Cost: the closed form of every legal mesh and the evaluation of twelv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,17 +51,22 @@ taken: simulations are further from the truth than that, and furthest in what ne
 LARGEST = 1 << 16
 """Most devices that are tried where nothing fits on those given."""
 
+TAKES = "which takes seconds for 16 of them, and a minute or two for 1,024"
+"""How long a search lasts, in words."""
+
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, how much of it is done, and how much there is."""
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar that a search moves, where there is a terminal to show it."""
+def progress_bar(search: str) -> Iterator[Progress]:
+    """A bar that a search moves; where no terminal can show it, a line that says ``search``."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        print(search, file=sys.stderr, flush=True)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 

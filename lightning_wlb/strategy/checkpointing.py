@@ -18,6 +18,7 @@ another moment: so it tells the others in the exchange that ends a step
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 import time
@@ -35,7 +36,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_wlb.argument_checks import flag
@@ -52,6 +53,12 @@ END_SECONDS = 30.0
 """How long a run that ends by an exception waits for a save in the background."""
 
 
+def _is_so(record: logging.LogRecord) -> bool:
+    """Whether a line of Lightning's log is true: of an exception it says "saved" in any case."""
+    _, says, path = record.getMessage().rpartition(", saved checkpoint to ")
+    return not says or "://" in path or Path(path).exists()
+
+
 class Checkpointer:
     """Writes one checkpoint of all ranks together, and reads it on any mesh.
 
@@ -60,6 +67,7 @@ class Checkpointer:
 
     def __init__(self, *, async_save: bool, timeout: timedelta | None) -> None:
         self.async_save = flag("async_save", async_save)
+        logging.getLogger(rank_zero.__name__).addFilter(_is_so)
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []

@@ -41,6 +41,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -66,6 +67,23 @@ ANSWER_SECONDS = 15.0
 
 _LAUNCHER = "LIGHTNING_WLB_LAUNCHER"
 _launchers: list[int] = []  # the number of the process that has started this one, once it is known
+
+
+class StepsBar(RichProgressBar):
+    """Lightning's bar, which says "Epoch 0/-2" and step 45 of 1 where ``max_steps`` ends a run."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return super()._get_train_description(current_epoch).replace("/-2", "")
+
+    def _initialize_train_progress_bar_id(self) -> None:
+        # Within an epoch that is gone on with: the bar counts its batches, the total what is left.
+        super()._initialize_train_progress_bar_id()
+        bar, trainer = self.train_progress_bar_id, self.trainer
+        if bar is not None and self.progress is not None and trainer.max_steps > 0:
+            done = trainer.fit_loop.epoch_loop.batch_idx + 1
+            whole = trainer.max_steps - trainer.global_step + done
+            total = min(whole, trainer.num_training_batches)
+            self.progress.update(bar, total=total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +226,9 @@ class Processes:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [each for each in callbacks if not isinstance(each, (Faults, EndOnSignal))]
         callbacks[:] = [self._faults, *others, EndOnSignal()]
+        for each in others:
+            if type(each) is RichProgressBar:
+                each.__class__ = StepsBar
 
     def connect(
         self, environment: ClusterEnvironment, device: torch.device, rank: int, per_node: int

@@ -1,12 +1,13 @@
-"""What a rank does with an exception: it says so at once, and waits for no rank that is in a step.
+"""What a rank does with an exception: it waits for no rank that is in a step, and says what it met.
 
 Lightning answers an exception with callbacks that save
 (``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
 wait for ranks that wait for it in their step. So before any callback the ranks agree over their
 heartbeats (:mod:`.heartbeat`). If all ranks have the exception at the same place (a signal that
-they have agreed on, data that all refuse), they save. Else this rank takes part in no collective
-any more: nothing is saved, the last checkpoint stands, and the exception goes on to end the
-process, which closes its connections, so that the others come out too.
+they have agreed on, data that all refuse), they save, and the exception alone tells of it. Else
+this rank says what it has met, and takes part in no collective any more: nothing is saved, the last
+checkpoint stands, and the exception goes on to end the process, which closes its connections, so
+that the others come out too.
 
 An exception inside the optimizer's step leaves some parameters moved and others not, which is no
 state to go on from. So nothing is saved after it, by however many ranks, nor after
@@ -143,8 +144,6 @@ class Faults(pl.Callback):
             return
         error = f"{type(exception).__name__}: {text_of(exception)}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
-        if not asked:
-            say(self._rank, f"failed, {PROGRESS}: {error}")
         # By all ranks at the end of a step or of an evaluated batch (signals.py).
         agreed = asked and not NOTICES.mine and PROGRESS.part in (REDUCING, AFTER)
         together, cause = agreed, "the run is not watched"
@@ -153,7 +152,10 @@ class Faults(pl.Callback):
             place += f" {PROGRESS.progress()} {PROGRESS.action} {self._rank if lost else ''}"
             together, cause = self._watchdog.agree(place, f"{PROGRESS}: {_in_short(error)}", agreed)
         if together:
+            exception.add_note(f"WLBStrategy: all ranks failed so, {PROGRESS}")
             return
+        if not asked:
+            say(self._rank, f"failed, {PROGRESS}: {error}")
         if lost:
             cause = f"the parameters are no state to go on from: {_in_short(error)}"
         self.alone = cause

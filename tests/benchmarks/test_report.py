@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     hydraulis_paper,
+    one_process,
     overlap,
     packers,
     packing_report,
@@ -29,6 +30,7 @@ RESULTS = Path(report.__file__).with_name("results")
         ("packers", packers.page),
         ("hydraulis_paper", hydraulis_paper.markdown),
         ("overlap", overlap.markdown),
+        ("one_process", lambda result: one_process.page(result["turns"])),
     ],
 )
 def test_committed_pages_are_made_of_the_committed_figures(name: str, page) -> None:

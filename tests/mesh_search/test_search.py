@@ -191,3 +191,9 @@ def test_counts_add_up(devices: int) -> None:
     flat = (powers + 1) * (powers + 2) * (powers + 3) // 6
     without_pipeline = (powers + 1) * (powers + 2) // 2
     assert len(found) + left == 3 * (flat - without_pipeline) + without_pipeline
+
+
+def test_where_no_terminal_shows_a_bar_a_line_says_what_is_done(capsys) -> None:
+    with search.progress_bar("Simulating all.") as tell:
+        tell("meshes", 1, 2)
+    assert capsys.readouterr().err == "Simulating all.\n"

@@ -89,6 +89,12 @@ def test_a_step_without_targets_has_zero_loss_and_zero_gradients(groups):
         assert parameter.grad.norm() == 0, name
 
 
+def test_a_step_without_targets_is_said(tmp_path):
+    fit = trainer(tmp_path, max_steps=1, max_epochs=-1)
+    with pytest.warns(UserWarning, match="A step has no token with a target"):
+        fit.fit(LanguageModule(config(), seed=3), loader([step_batch(documents(), [[(0, 0, 1)]])]))
+
+
 def test_trains_under_the_trainer_and_the_loss_falls(tmp_path):
     recorder = Recorder()
     trained = LanguageModule(config(), learning_rate=1e-2, seed=3)

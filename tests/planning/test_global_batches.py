@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import generator_a, stdlib_lengths
 from lightning_wlb.planning.global_batches import (
     GlobalBatches,
     Stream,
@@ -87,3 +88,23 @@ def test_the_order_is_numpys_whatever_the_size_of_a_number(documents) -> None:
     drawn = GlobalBatches(np.ones(documents, np.int64), stream).draw(0)
     assert [piece.document for piece in drawn] == order.tolist()
     assert document_numbers(documents).dtype == np.int32
+
+
+CHATS = np.random.default_rng(0).lognormal(6, 1, 40_000).astype(np.int64) + 2
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [(generator_a(12_000, 131_072, 0), 131_072), (stdlib_lengths(), 65_536), (CHATS, 4096)],
+    ids=["generator-a", "stdlib", "chats"],
+)
+def test_tokens_a_step_spread_by_eight_percent_at_most(lengths, window, count) -> None:
+    arrivals = GlobalBatches(lengths, Stream(window * count, window, False, 0, True))
+    tokens = []
+    while (batch := arrivals.draw(0)) is not None:
+        tokens.append(sum(piece.tokens for piece in batch))
+    assert sum(tokens) == lengths.sum()
+    whole = np.array(tokens[:-1])  # an epoch's last has what is left
+    assert len(whole) >= 10
+    assert whole.std() / whole.mean() <= 0.32 / count

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 import time
 import warnings
@@ -13,6 +14,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.checkpoints import writing
 from lightning_wlb.checkpoints.manifest import Damaged
@@ -171,3 +173,15 @@ def test_the_newest_that_is_not_damaged_is_resumed_from(results):
                 assert "step=4.ckpt is damaged: the content of __1_0.distcp" in said
                 assert "Going on from" in said
                 assert "step=3.ckpt, the newest" in said
+
+
+def test_lightning_says_saved_only_of_what_is_there(tmp_path, caplog):
+    saving.Checkpointer(async_save=False, timeout=None)
+    (tmp_path / "a.ckpt").mkdir()
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        for name in ("a.ckpt", "b.ckpt"):
+            rank_zero_info(
+                f"An Exit was raised with message: , saved checkpoint to {tmp_path / name}"
+            )
+        rank_zero_info("another line")
+    assert [each.getMessage()[-6:] for each in caplog.records] == ["a.ckpt", "r line"]

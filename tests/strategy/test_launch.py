@@ -9,16 +9,20 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from lightning_wlb.strategy import launch as module
 from lightning_wlb.strategy.launch import Launcher, die_with_launcher, tell_rank
+from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
+from tests.strategy import harness
 from tests.strategy.test_failures import outcomes
 
 # A rank: what it has been told, a save that takes a while, and its end.
@@ -130,3 +134,26 @@ def test_where_nobody_listens_a_rank_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
     with pytest.raises(MisconfigurationException, match=r"answer on port 1 of .*has not started"):
         module._find_rank_0("127.0.0.1", 1)
+
+
+def bars(rank: int, folder: Path) -> list[tuple[str, float, float | None]]:
+    """What the bar shows at the end of a run, and of one that goes on from it within the epoch."""
+    shown = []
+    for steps, resume in ((2, None), (4, "last")):
+        bar = RichProgressBar()
+        saves = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        options = {"enable_progress_bar": True, "enable_checkpointing": True, "max_steps": steps}
+        runner = harness.trainer(WLBStrategy(), 1, callbacks=[bar, saves], **options)
+        with patch.object(RichProgressBar, "_stop_progress"):
+            made = harness.module(harness.SMALL), harness.data(harness.SMALL)
+            runner.fit(*made, ckpt_path=resume)
+        (task,) = [each for each in bar.progress.tasks if each.id == bar.train_progress_bar_id]
+        shown.append((task.description.split("]")[-1].strip(), task.completed, task.total))
+        bar.progress.stop()
+    return shown
+
+
+def test_the_bar_counts_the_steps_of_a_run_that_goes_on(tmp_path):
+    """Lightning's says step 4 of 1, and "Epoch 0/-2"."""
+    [shown] = run_ranks(bars, 1, tmp_path, process_group=False)
+    assert shown == [("Epoch 0", 2, 2), ("Epoch 0", 4, 4)]

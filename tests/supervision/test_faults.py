@@ -22,14 +22,15 @@ from tests.strategy import harness
 class Asked:
     """In place of the other ranks: they are all where this one is."""
 
-    def __init__(self) -> None:
+    def __init__(self, verdict: tuple[bool, str] = (False, "one is elsewhere")) -> None:
+        self.verdict = verdict
         self.places: list[str] = []
         self.texts: list[str] = []
 
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         self.places.append(place)
         self.texts.append(text)
-        return False, "one is elsewhere"
+        return self.verdict
 
     def stop(self) -> None:
         pass
@@ -71,6 +72,18 @@ def test_ranks_are_together_where_they_do_the_same(runner):
     assert same[0] == same[1]
     same = [place(runner, rank, ValueError(), RUNNING, Action(0, FORWARD, 1)) for rank in (0, 1)]
     assert same[0] == same[1]
+
+
+def test_what_all_ranks_raise_is_not_said_by_each(runner, capsys):
+    for together, said in ((True, ""), (False, "[rank 1] WLBStrategy: failed, ")):
+        each, error = of_two(), ValueError("no such word")
+        each._rank, each._watchdog = 1, Asked((together, "one is elsewhere"))
+        each.on_exception(runner, None, error)
+        assert capsys.readouterr().err.startswith(said)
+        assert bool(said) == (each.alone is not None)
+        (note,) = error.__notes__
+        assert note.startswith("WLBStrategy: " + ("one is" if said else "all ranks failed so"))
+        each.end()
 
 
 def test_ranks_in_one_step_are_not_together_where_one_is_further(runner):
