@@ -11,8 +11,6 @@ as peft reads them.
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -105,10 +103,9 @@ def export(
     Raises:
         ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
             without a tokenizer.
-        FileNotFoundError: nothing is at ``checkpoint``.
     """
     if not Path(checkpoint).exists():  # said before the seconds that imports take
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint))
+        raise ValueError(f"{checkpoint} is not a checkpoint: there is no such file or folder.")
     from lightning_wlb.checkpoints import atomic_folders
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
     from lightning_wlb.strategy.resuming import candidates_in, load_first

@@ -10,7 +10,6 @@ is 2.
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -75,11 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: Sequence[str]) -> None:
     """Run LightningCLI, unless a file of ``--config`` is missing: its import takes seconds."""
-    words = [word for each in argv for word in each.split("=", 1)]
-    for option, path in pairwise(words):
-        is_file = option == "--config" and path.endswith((".yaml", ".yml"))
-        if is_file and not os.path.exists(path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    for option, path in pairwise(word for each in argv for word in each.split("=", 1)):
+        if option == "--config" and path.endswith(".yaml") and not os.path.exists(path):
+            raise ValueError(f"--config {path}: there is no such file.")
     _module("train").run(argv)
 
 
