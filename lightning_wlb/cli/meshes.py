@@ -56,16 +56,12 @@ def run_search(
     chosen = Forecast(packing, found.best)
     verdict = Verdict(request, chosen, original, reference, searched=True)
     console.print(_table(request, found))
-    for each in found.left_out:
-        console.print(
-            f"Left out, {each.count}: {each.reason} (as {each.example}).", highlight=False
-        )
-    for line in verdict.lines:
-        console.print(line, highlight=False)
-    console.print("\nNext, to train so:", highlight=False)
+    left = (
+        f"Left out, {each.count}: {each.reason} (as {each.example})." for each in found.left_out
+    )
+    console.print(*left, *verdict.lines, "\nNext, to train so:", sep="\n")
     training = trainer_lines(arguments, verdict)
-    for line in training:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(*training, sep="\n", soft_wrap=True)
     if arguments.json:
         head = report_head(request, arguments.lengths, arguments.model, arguments.mesh)
         report = _figures(request, found, verdict, training)

@@ -205,7 +205,8 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: a mistake in the arguments, or a model that does not fit on the mesh; the
             message says what would fit.
     """
-    console = Console(width=None if Console().is_terminal else 180, markup=False)
+    width = None if Console().is_terminal else 180
+    console = Console(width=width, markup=False, highlight=False)
     requests = requests_of(arguments)
     if is_searched(arguments):
         run_search(arguments, requests, console)
@@ -219,16 +220,15 @@ def run(arguments: argparse.Namespace) -> None:
     console.print(_table(comparison))
     for row in comparison.too_large:
         filled = f"{row.packing}, which would fill {row.row.peak_bytes / 1e9:.3g} GB"
-        console.print(f"Does not fit in memory: {filled}.", highlight=False)
-    for line in verdict.lines:
-        console.print(line, highlight=False)
+        console.print(f"Does not fit in memory: {filled}.")
+    console.print(*verdict.lines, sep="\n")
     head = report_head(request, arguments.lengths, arguments.model, arguments.mesh)
     if arguments.write is not None:
         row = comparison.forecasts[-1]
         about = head | {"packing": row.packing}
         write_plans(arguments.write, (step.plan for step in row.steps), about)
         told = f"Plans of {len(row.steps)} steps with packing {row.packing}: {arguments.write}"
-        console.print(told, soft_wrap=True, highlight=False)
+        console.print(told, soft_wrap=True)
     if arguments.picture is not None:
         from lightning_wlb.cli.pictures import draw_gantt
 
@@ -241,7 +241,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
             f"{request.profile.provenance}",
         )
-        console.print(f"Picture: {arguments.picture}", soft_wrap=True, highlight=False)
+        console.print(f"Picture: {arguments.picture}", soft_wrap=True)
     if arguments.json:
         print(json.dumps(head | _figures(comparison, verdict)))
 
