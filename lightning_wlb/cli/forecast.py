@@ -282,8 +282,8 @@ class Verdict:
 
 
 def _times(quotient: float) -> str:
-    """A quotient with two digits, rounded down lest a gain below :data:`WORTH` is printed as it."""
-    return f"{math.floor(quotient * 100) / 100:.2f}"
+    """A quotient with two digits; a gain below :data:`WORTH` is not rounded up to it."""
+    return f"{quotient if quotient >= WORTH else min(quotient, WORTH - 0.01):.2f}"
 
 
 def judged(comparison: Comparison) -> Verdict:

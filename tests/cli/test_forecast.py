@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lightning_wlb.cli.forecast import Comparison, Forecast, Verdict, compare, judged
+from lightning_wlb.cli.forecast import Comparison, Forecast, Verdict, _times, compare, judged
 from lightning_wlb.cli.plan import add_arguments
 from lightning_wlb.cli.request import requests_of
 from lightning_wlb.cost.profile import Profile
@@ -53,10 +53,6 @@ def row(packing: str, tokens_per_second: int) -> Forecast:
     return Forecast(packing, row, [SimpleNamespace(plan=plan)])
 
 
-def floor(quotient: float) -> str:
-    return f"{int(quotient * 100) / 100:.2f}"
-
-
 LONG = ("--mesh", "2,2,1,1", "--context-window", "65536", "--micro-batches", "8")
 
 
@@ -75,15 +71,20 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert advice == "Take packing wlb with sharding adaptive on mesh 2,2,1,1."
     figures = verdict.figures
     assert cut.startswith("Beside cutting and concatenating (original): wlb has")
-    assert f"{floor(figures['times_original'])} times its tokens/s" in cut
+    assert f"{figures['times_original']:.2f} times its tokens/s" in cut
     per_flop = figures["times_original_for_equal_work"]
-    assert cut.endswith(f", {floor(per_flop)} times for equal work, and cuts no document.")
+    assert cut.endswith(f", {per_flop:.2f} times for equal work, and cuts no document.")
     assert per_flop > figures["times_original"]
     assert whole.startswith(
-        f"Beside whole documents, packed by tokens (best_fit): wlb has {floor(verdict.gain)} times"
+        f"Beside whole documents, packed by tokens (best_fit): wlb has {verdict.gain:.2f} times"
     )
     assert f"; tokens wait {verdict.chosen.delay:.2f} steps on average." in share
     assert share.endswith("--mesh auto gives each its own best one.")
+
+
+def test_a_gain_is_rounded_as_in_the_table_but_not_up_to_what_is_called_one() -> None:
+    shown = {1.189: "1.19", 1.03: "1.03", 1.0299: "1.02", 1.024: "1.02", 0.978: "0.98"}
+    assert [_times(quotient) for quotient in shown] == [*shown.values()]
 
 
 def test_of_a_hybrid_it_says_why_attention_is_a_small_part(tmp_path: Path) -> None:
