@@ -23,7 +23,7 @@ Cost: about 2 ms for a mesh.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ class ClosedForm:
     """Estimates steps of a request on any mesh."""
 
     request: MeshRequest
+    _by_tensor: dict[int, Integers] = field(default_factory=dict, init=False)
 
     def estimate(self, mesh: Mesh) -> Estimate:
         """The fastest step over numbers of micro-batches and modes that fit."""
@@ -161,10 +162,6 @@ class ClosedForm:
         attention = [kind.attention_ns(longest, longest) for kind in latency.kinds]
         rows = -(-int(longest[0]) // ranks)
         return _stage_ns(predictor, rows, np.array(attention).T // ranks, (0, 0), "none")
-
-    @cached_property
-    def _by_tensor(self) -> dict[int, Integers]:
-        return {}
 
     def _attention(self, latency: LatencyModel) -> Integers:
         """Attention of all pieces on one rank in ns, int64 [2 (pass), kinds of layers]."""

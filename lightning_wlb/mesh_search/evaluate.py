@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_wlb.mesh import Mesh
@@ -27,6 +27,9 @@ IDLE = "waiting for other ranks"
 COMMUNICATION = ("gathering parameters", "tensor-parallel communication", "exchange of keys")
 LOSSES = (IDLE, *COMMUNICATION, "attention imbalance", "recomputation")
 """What ranks spend time on beside arithmetic."""
+
+SAMPLED = 32
+"""Micro-batches' worth of tokens of a sample, about."""
 
 
 @dataclass(frozen=True)
@@ -165,19 +168,58 @@ def name_of(mesh: Mesh) -> str:
     return ",".join(map(str, mesh.shape)) + virtual
 
 
-@dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The first steps of a run on a mesh.
+    """The first steps of a run on a mesh, planned and simulated as they are asked for.
 
     Args:
-        row: figures of the steps.
+        request: documents, model, settings and device.
+        mesh: with its virtual stages.
+
+    Attributes:
+        steps: the predicted steps so far.
+        ps: picoseconds per token on all devices, of these steps, or of a sample before them.
         fits: whether they stay within the device's memory.
-        steps: the predicted steps.
+
+    Raises:
+        ValueError: a mesh that the model or the schedule cannot run on.
     """
 
-    row: MeshRow
-    fits: bool
-    steps: tuple[StepPrediction, ...]
+    def __init__(self, request: MeshRequest, mesh: Mesh) -> None:
+        self._request, self.mesh = request, mesh
+        self._predictor = request.predictor(mesh)
+        self._scorer = ProfileScorer(self._predictor, request.activation_checkpointing)
+        self._planner = request.planner(self._predictor, self._scorer)
+        self.steps: list[StepPrediction] = []
+        self.ps, self.fits = 0, True
+
+    def go_on(self, steps: int) -> None:
+        """Plan and simulate the next steps, until there are so many; 0: a sample of the first.
+
+        A sample has as many tokens for each replica as the step, but where the step has many
+        micro-batches fewer replicas, with the memory and the links of the whole mesh.
+        """
+        data, mesh, predictor = self._request.data, self.mesh, self._predictor
+        most = 1 if steps else max(data.micro_batches // SAMPLED, 1)
+        parts = max(each for each in range(1, most + 1) if mesh.data % each == 0)
+        if parts == 1:
+            plans = plan_steps(self._planner, max(steps, 1) - len(self.steps))
+            self.steps += map(predictor.predict, plans)
+            tokens = sum(step.plan.tokens for step in self.steps)
+            ns, peak = self.steps_ns, max(step.peak_bytes for step in self.steps)
+        else:
+            part = replace(data, micro_batches=data.micro_batches // parts)
+            planner = replace(self._request, data=part).planner(
+                predictor, self._scorer, mesh=replace(mesh, data=mesh.data // parts)
+            )
+            (plan,) = plan_steps(planner, 1)
+            _, simulations, peak = predictor.simulate(plan.replicas)
+            ns, tokens = max(each.total_ns for each in simulations), parts * plan.tokens
+        self.ps, self.fits = 1000 * ns // tokens, peak <= predictor.usable_bytes
+
+    @property
+    def steps_ns(self) -> int:
+        """Time of the steps so far."""
+        return sum(step.total_ns for step in self.steps)
 
     @property
     def order(self) -> tuple[int, tuple[int, ...]]:
@@ -185,42 +227,31 @@ class Evaluation:
 
         All meshes of a request train on the same pieces, so times compare as they are.
         """
-        mesh = self.row.mesh
-        return self.row.steps_ns, (*(-size for size in mesh.shape), mesh.virtual_stages)
+        return self.steps_ns, (*(-size for size in self.mesh.shape), self.mesh.virtual_stages)
+
+    @property
+    def row(self) -> MeshRow:
+        """Figures of the steps so far, at least one."""
+        plans = [step.plan for step in self.steps]
+        return MeshRow(
+            mesh=self.mesh,
+            schedule=self._predictor.schedule,
+            activation_checkpointing=self._request.activation_checkpointing,
+            recomputed=recomputed_share(plans, "selective", "full"),
+            steps_ns=self.steps_ns,
+            steps=len(plans),
+            tokens=sum(plan.tokens for plan in plans),
+            flops=sum(step.flops for step in self.steps),
+            peak_bytes=max(step.peak_bytes for step in self.steps),
+            shares=_shares(self._predictor, self.steps),
+        )
 
 
-def evaluate(
-    request: MeshRequest, mesh: Mesh, plans: Sequence[StepPlan] | None = None
-) -> Evaluation:
-    """Plan and simulate the first steps of the run on a mesh.
-
-    Args:
-        request: documents, model, settings and device.
-        mesh: with its virtual stages.
-        plans: of the steps; by default those that training would make by the profile.
-
-    Raises:
-        ValueError: a mesh that the model or the schedule cannot run on.
-    """
-    predictor = request.predictor(mesh)
-    scorer = ProfileScorer(predictor, request.activation_checkpointing)
-    plans = plans or plan_steps(request.planner(predictor, scorer), request.steps)
-    steps = tuple(map(predictor.predict, plans))
-    tokens = sum(plan.tokens for plan in plans)
-    peak = max(step.peak_bytes for step in steps)
-    row = MeshRow(
-        mesh=mesh,
-        schedule=predictor.schedule,
-        activation_checkpointing=request.activation_checkpointing,
-        recomputed=recomputed_share(plans, "selective", "full"),
-        steps_ns=sum(step.total_ns for step in steps),
-        steps=len(steps),
-        tokens=tokens,
-        flops=sum(step.flops for step in steps),
-        peak_bytes=peak,
-        shares=_shares(predictor, steps),
-    )
-    return Evaluation(row, peak <= predictor.usable_bytes, steps)
+def evaluate(request: MeshRequest, mesh: Mesh) -> Evaluation:
+    """All ``request.steps`` steps of a mesh; arguments and errors are those of the class."""
+    made = Evaluation(request, mesh)
+    made.go_on(request.steps)
+    return made
 
 
 def recomputed_share(plans: Sequence[StepPlan], *modes: Recompute) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import get_args
 
@@ -119,24 +119,12 @@ class MeshRequest:
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits of everything that decides the answer."""
-        packing = self.data.packing_choice
-        facts = {
-            "documents": len(self.lengths),
-            "lengths": hashlib.sha256(np.ascontiguousarray(self.lengths, "<i8").data).hexdigest(),
+        packing, lengths = self.data.packing_choice, np.ascontiguousarray(self.lengths, "<i8")
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {
+            "lengths": [len(lengths), hashlib.sha256(lengths.data).hexdigest()],
             "shape": asdict(self.shape),
             "data": asdict(self.data) | {"packing": [packing.method, asdict(packing.options)]},
             "profile": asdict(self.profile),
-            "devices": self.devices,
-            "fixed": dict(sorted(self.fixed.items())),
-            "schedule": [self.schedule, self.virtual_stages],
-            "activation_checkpointing": self.activation_checkpointing,
-            "rest_dtype": self.rest_dtype,
-            "reduce_dtype": self.reduce_dtype,
-            "compiled": self.compiled,
-            "overlap": self.overlap,
-            "sharding": self.sharding,
-            "mixture": [list(share) for share in self.mixture],
-            "steps": self.steps,
         }
         text = json.dumps(facts, sort_keys=True, default=str)  # a packing is a class
         return hashlib.sha256(text.encode()).hexdigest()
@@ -183,13 +171,17 @@ class MeshRequest:
         predictor: Predictor,
         scorer: ProfileScorer | None,
         step_chooser: StepChooser | None = None,
+        mesh: Mesh | None = None,
     ) -> Planner:
-        """The run's planner on the predictor's mesh; without a scorer it goes by exact work."""
+        """The run's planner on the predictor's mesh; without a scorer it goes by exact work.
+
+        ``mesh`` may be one of fewer replicas, whose steps the predictor cannot tell from others.
+        """
         return Planner(
             self.lengths,
             self.data,
             Work.of(self.shape),
-            predictor.latency.mesh,
+            mesh or predictor.latency.mesh,
             sharding=self.sharding,
             schedule=predictor.schedule,
             kernel_cost=predictor.latency.segment_cost,

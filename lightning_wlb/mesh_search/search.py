@@ -5,18 +5,22 @@
    communicate in every layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. The others are ordered by the closed
    form (:mod:`~lightning_wlb.mesh_search.closed_form`).
-3. On the first :data:`SIMULATED` of them the first steps of the run are planned and simulated by
-   the profile (:mod:`~lightning_wlb.mesh_search.evaluate`), on more where none of these fits after
-   all. First comes the one with least communication of those that are about as fast
-   (:data:`CLOSE`).
+3. On the first :data:`SAMPLED_MESHES` of them a sample of the first step is planned and simulated
+   by the profile (:mod:`~lightning_wlb.mesh_search.evaluate`): the step, or of a step with many
+   micro-batches a part on fewer replicas. On those that are near to the fastest the first steps of
+   the run follow, one by one, and a mesh that falls behind is left out after each: further behind
+   than chance explains (:data:`NOISE`), the less so the more tokens have been simulated.
+4. First of those that have run all steps comes the one with least communication of those that are
+   about as fast (:data:`CLOSE`).
 
-Everything is integers and ties go by the sizes, so the answer is the same on every rank and
-processor. Cost: the closed form of every legal mesh and the evaluation of twelve;
-``benchmarks/results/meshes.json`` has what that takes.
+Whole numbers, IEEE arithmetic and ties that go by the sizes make the answer the same on every rank
+and processor. Cost: the closed form of every legal mesh, twelve samples, and all steps of a few
+meshes; ``benchmarks/results/search_time.json`` has what that takes.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,33 +29,32 @@ from dataclasses import replace
 from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
-from lightning_wlb.mesh_search.evaluate import Evaluation, LeftOut, MeshChoice, evaluate, name_of
+from lightning_wlb.mesh_search.evaluate import SAMPLED, Evaluation, LeftOut, MeshChoice, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.schedule.programs import SCHEDULES
 
 VIRTUAL_STAGES = (1, 2, 4)
 """Stages of a pipeline rank that are tried."""
 
-SIMULATED = 12
-"""Meshes that are planned and simulated: on the settings of ``benchmarks/results/meshes.json`` the
+SAMPLED_MESHES = 12
+"""Meshes of which samples are simulated: on the settings of ``benchmarks/results/meshes.json`` the
 best mesh that is known is among the first eleven of the closed form."""
 
-SIMULATED_LARGE = 4
-"""The same on more than ``LARGE`` devices, where planning takes seconds for a mesh."""
-
-LARGE = 256
-
-MOST_SIMULATED = 16
-"""Meshes that are simulated where none of them fits."""
+MORE_SAMPLED = 4
+"""Further ones where none of these fits."""
 
 CLOSE = 1.01
 """Times of meshes that differ by no more count as equal, and the mesh with least communication is
 taken: simulations are further from the truth than that, and furthest in what networks do."""
 
+NOISE = 0.1
+"""Part by which times of meshes over one micro-batch's worth of tokens differ by chance, about, and
+over n of them by this over the root of n. What is further behind is simulated no longer."""
+
 LARGEST = 1 << 16
 """Most devices that are tried where nothing fits on those given."""
 
-TAKES = "which takes seconds for 16 of them, and a minute or two for 1,024"
+TAKES = "which takes seconds for 16 of them, and a minute or so for 1,024"
 """How long a search lasts, in words."""
 
 Progress = Callable[[str, int, int], None]
@@ -75,6 +78,10 @@ def progress_bar(search: str) -> Iterator[Progress]:
 
         yield tell
 
+
+BEHIND = "slower than others in the first step or steps, or in a part of the first"
+TOO_LARGE = "simulated: more than the device's memory"
+"""Why meshes are left out whose steps are simulated, in whole or in part."""
 
 LeftOutMeshes = dict[str, list[Mesh]]
 """What is left out, by reason."""
@@ -151,24 +158,57 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     """As :func:`choose_mesh`, with no rows where no mesh fits."""
     reasons: LeftOutMeshes = {}
     ordered = _pruned(request, legal_meshes(request, reasons), reasons, tell)
-    enough = SIMULATED_LARGE if request.devices > LARGE else SIMULATED
-    made: list[Evaluation] = []
-    for number, mesh in enumerate(ordered[:MOST_SIMULATED]):
-        if number >= enough and any(each.fits for each in made):
-            break
-        tell("simulating meshes", number, max(enough, number + 1))
-        made.append(evaluate(request, mesh))
-    if slower := ordered[len(made) :]:
-        reasons["slower than others, by the closed form"] = slower
-    if too_large := [each.row.mesh for each in made if not each.fits]:
-        reasons["simulated: more than the device's memory"] = too_large
-    fit = sorted((each for each in made if each.fits), key=lambda each: each.order)
-    close = [each for each in fit if each.row.steps_ns <= CLOSE * fit[0].row.steps_ns]
-    if close:
-        taken = min(close, key=lambda each: (each.row.communication_ns, each.order))
-        fit.insert(0, fit.pop(fit.index(taken)))
+    first, others = ordered[:SAMPLED_MESHES], ordered[SAMPLED_MESHES:]
+    fit = _raced(request, [Evaluation(request, mesh) for mesh in first], reasons, tell)
+    if not fit:
+        more, others = others[:MORE_SAMPLED], others[MORE_SAMPLED:]
+        fit = _raced(request, [Evaluation(request, mesh) for mesh in more], reasons, tell)
+    if others:
+        reasons["slower than others, by the closed form"] = others
+    fit.sort(key=lambda each: each.order)
+    rows = [each.row for each in fit]
+    if rows:
+        close = [row for row in rows if row.steps_ns <= CLOSE * rows[0].steps_ns]
+        taken = min(close, key=lambda row: row.communication_ns)
+        rows.insert(0, rows.pop(rows.index(taken)))
     left_out = (LeftOut(why, len(each), name_of(each[0])) for why, each in reasons.items())
-    return MeshChoice(tuple(each.row for each in fit), tuple(left_out), request.digest)
+    return MeshChoice(tuple(rows), tuple(left_out), request.digest)
+
+
+def _raced(
+    request: MeshRequest,
+    going_on: list[Evaluation],
+    reasons: LeftOutMeshes,
+    tell: Progress,
+    sampled: bool = False,
+) -> list[Evaluation]:
+    """All steps of the meshes that fit and do not fall behind; others go to ``reasons``.
+
+    Where none is left of those ahead, those that had fallen behind go on (``sampled``).
+    """
+    behind: list[Evaluation] = []
+    steps, micro_batches = request.steps, request.data.micro_batches
+    for number in range(sampled, steps + 1):
+        for done, made in enumerate(going_on):
+            done += number * len(going_on)
+            tell("simulating meshes", done, (steps + 1) * len(going_on))
+            made.go_on(number)
+        least = min((made.ps for made in going_on if made.fits), default=0)
+        simulated = number * micro_batches or min(micro_batches, SAMPLED)
+        most = least * (CLOSE + NOISE / math.sqrt(simulated))
+        ran, going_on = going_on, []
+        for made in ran:
+            if made.fits and (made.ps <= most or number == steps):
+                going_on.append(made)
+            elif made.fits or number == 0:  # the sample of a mesh that fits may be too large
+                behind.append(made)
+            else:
+                reasons.setdefault(TOO_LARGE, []).append(made.mesh)
+    if behind and not going_on:
+        return _raced(request, behind, reasons, tell, sampled=True)
+    for made in behind:
+        reasons.setdefault(BEHIND if made.fits else TOO_LARGE, []).append(made.mesh)
+    return going_on
 
 
 def _pruned(

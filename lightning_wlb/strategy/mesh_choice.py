@@ -287,7 +287,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     found = _recalled(request)
     best, profile = found.best, request.profile
     rank_zero_info(
-        f"WLBStrategy: chose {_shown(best)}, of {len(found.rows)} meshes simulated"
+        f"WLBStrategy: chose {_shown(best)}, of {len(found.rows)} meshes that were near, simulated"
         f" with the {'measured' if profile.measured else 'analytic'} profile"
         f" {profile.name}."
     )
@@ -297,7 +297,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
         why = ": within 1 %, and with more communication" if faster else ""
         rank_zero_info(f"WLBStrategy: runner-up {_shown(second)}{why}.")
     else:
-        rank_zero_info("WLBStrategy: no other mesh was simulated that fits in memory.")
+        rank_zero_info("WLBStrategy: no other mesh that fits in memory came near.")
     rank_zero_info(
         f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
         f" {best.shares[best.bound_by]:.0%}. To have this mesh without a search give"

@@ -34,10 +34,9 @@ def test_the_steps_are_those_of_the_run() -> None:
     assert row.steps_ns == sum(step.total_ns for step in made.steps)
     assert row.peak_bytes == max(step.peak_bytes for step in made.steps)
     assert row.tokens == evaluate(asked, Mesh(1, 1, 2, 2)).row.tokens
-    by_work = plan_steps(asked.planner(asked.predictor(PIPELINE), None), 2)
-    given = evaluate(asked, PIPELINE, by_work)
-    assert [step.plan for step in given.steps] == by_work
-    assert row.steps_ns <= given.row.steps_ns
+    predictor = asked.predictor(PIPELINE)
+    by_work = plan_steps(asked.planner(predictor, None), 2)
+    assert row.steps_ns <= sum(predictor.predict(plan).total_ns for plan in by_work)
     # What enters a step is not the mesh's, nor the plan's.
     assert [plan.pieces for plan in by_work] == [step.plan.pieces for step in made.steps]
 
@@ -92,6 +91,26 @@ def test_a_mixture_takes_its_shares() -> None:
 
     assert of_second(mixed) == pytest.approx(0.75, abs=0.1)
     assert of_second(plain) < 0.65
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4), Mesh(2, 2), Mesh(1, 4), Mesh(2, 1, 2)], ids=str)
+def test_a_sample_of_even_documents_is_as_fast_as_the_step(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(lengths=[4096] * 40, micro_batches=16, packing="best_fit", steps=1)
+    whole = evaluate(asked, mesh)
+    expected = 1000 * whole.steps_ns // whole.row.tokens
+    for sampled, part in ((16, False), (4, mesh.data > 1)):
+        monkeypatch.setattr("lightning_wlb.mesh_search.evaluate.SAMPLED", sampled)
+        made = Evaluation(asked, mesh)
+        # A part has fewer replicas, and gathers and reduces as the whole.
+        made.go_on(0)
+        assert (made.ps, made.fits) == (expected, True)
+        assert bool(made.steps) != part
+    small = replace(asked, profile=replace(asked.profile, memory_bytes=10**9))
+    made = Evaluation(small, mesh)
+    made.go_on(0)
+    assert not made.fits
 
 
 def row(mesh: Mesh, time: int) -> MeshRow:

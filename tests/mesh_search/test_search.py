@@ -12,7 +12,6 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search import search
 from lightning_wlb.mesh_search.evaluate import Evaluation, MeshChoice, evaluate
-from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh, legal_meshes
 from tests.mesh_search.requests import SMALL, request
 
@@ -57,15 +56,37 @@ def test_progress_is_told(found: MeshChoice) -> None:
     assert all(0 <= done < whole for _, done, whole in told)
 
 
-@pytest.mark.parametrize(("limit", "large"), [("SIMULATED", 256), ("SIMULATED_LARGE", 3)])
-def test_few_meshes_are_simulated(monkeypatch: pytest.MonkeyPatch, limit: str, large: int) -> None:
-    monkeypatch.setattr(search, limit, 3)
-    monkeypatch.setattr(search, "LARGE", large)
+def test_few_meshes_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SAMPLED_MESHES", 3)
     found = choose_mesh(ASKED)
-    assert len(found.rows) == 3
-    (slower,) = found.left_out
-    assert "closed form" in slower.reason
-    assert slower.count == len(legal_meshes(ASKED)) - 3 > 0
+    left = {each.reason: each.count for each in found.left_out}
+    assert len(found.rows) + left.pop(search.BEHIND, 0) == 3
+    ((reason, count),) = left.items()
+    assert "closed form" in reason
+    assert count == len(legal_meshes(ASKED)) - 3 > 0
+
+
+def test_meshes_that_fall_behind_are_not_simulated_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, ran = replace(ASKED, steps=3), []
+
+    class Counted(Evaluation):
+        def go_on(self, steps: int) -> None:
+            super().go_on(steps)
+            ran.append((self.mesh, steps))
+
+    monkeypatch.setattr(search, "Evaluation", Counted)
+    found = choose_mesh(asked)
+    to_the_end = {mesh for mesh, steps in ran if steps == asked.steps}
+    assert to_the_end == {row.mesh for row in found.rows}
+    assert len(to_the_end) < len({mesh for mesh, _ in ran})
+    assert found == choose_mesh(asked)
+    # Nobody is behind who could be behind by chance: then the end is the same.
+    monkeypatch.setattr(search, "NOISE", 1.0)
+    everyone = choose_mesh(asked)
+    assert len(everyone.rows) > len(found.rows)
+    assert everyone.best == found.best
 
 
 def with_memory(gigabytes: float) -> Profile:
@@ -109,12 +130,16 @@ def test_a_mesh_that_fits_is_found_where_the_best_ones_do_not_after_all(
 ) -> None:
     only = found.rows[-1].mesh
 
-    def fits(asked: MeshRequest, mesh: Mesh) -> Evaluation:
-        return replace(evaluate(asked, mesh), fits=mesh == only)
+    class Fits(Evaluation):
+        def go_on(self, steps: int) -> None:
+            super().go_on(steps)
+            self.fits = self.mesh == only
 
-    for name, value in (("SIMULATED", 1), ("evaluate", fits)):
-        monkeypatch.setattr(search, name, value)
-    assert choose_mesh(ASKED).best.mesh == only
+    monkeypatch.setattr(search, "Evaluation", Fits)
+    for first in (12, 1):  # that fits among the first, or after them
+        monkeypatch.setattr(search, "SAMPLED_MESHES", first)
+        monkeypatch.setattr(search, "MORE_SAMPLED", 12)
+        assert choose_mesh(ASKED).best.mesh == only
 
 
 def meshes(**changes) -> set[tuple[int, ...]]:
