@@ -93,7 +93,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, whose order depends on the seed and its number."""
         if epoch != self.epoch:
-            self.epoch, self.batches = epoch, 0
+            self.epoch, self.batches = whole("epoch", epoch, 0), 0
 
     def state_dict(self) -> dict[str, int]:
         """The position in the epoch: behind the last batch that was asked for."""
@@ -101,7 +101,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let the next iteration continue where :meth:`state_dict` was taken."""
-        self.epoch, self.batches = state["epoch"], state["batches"]
+        self.epoch, self.batches = (whole(name, state[name], 0) for name in ("epoch", "batches"))
 
     def steps(self) -> Iterator[list[list[list[int]]]]:
         """The steps of the epoch, [rank][micro-batch] -> numbers of sequences."""

@@ -187,8 +187,7 @@ def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """What a checkpoint's file says, by name; ``mmap`` is as in :func:`load_plain`.
 
     Raises:
-        ValueError: it holds more than tensors and plain values, is damaged, or no state.
-        OSError: it is not there.
+        OSError, ValueError: there is none, or it holds more than plain state, or is damaged.
     """
     try:
         state = load_plain(path, mmap=mmap)

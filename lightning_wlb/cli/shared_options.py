@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import AXES
@@ -206,6 +207,8 @@ def load_lengths(
         ValueError: a file cannot be read or does not hold lengths, documents are of an unknown
             kind or have more tokens than the model, or ``source`` is a mixture.
     """
+    context_window = whole("context_window", context_window, 1)
+    micro_batches, steps = whole("micro_batches", micro_batches, 1), whole("steps", steps, 1)
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)

@@ -216,8 +216,7 @@ def check_size(model: nn.Module, machines: int = 1) -> None:
         name, largest = max(model.named_parameters(), key=lambda each: each[1].nbytes)
         raise ValueError(
             f"The {type(model).__name__} {said}. Its largest parameter is {name},"
-            f" {tuple(largest.shape)}. Mend the sizes in the config, or use another; a model that"
-            " is meant to be so large is split over more machines (WLBStrategy)."
+            f" {tuple(largest.shape)}. Mend the config's sizes, or split it (WLBStrategy)."
         )
 
 

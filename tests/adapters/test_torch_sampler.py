@@ -74,5 +74,10 @@ def test_its_own_state_and_what_is_refused() -> None:
         next(iter(BalancedBatchSampler(LENGTHS, max_tokens=500, **GIVEN)))
     with pytest.raises(ValueError, match="ranks count from 0"):
         BalancedBatchSampler(LENGTHS, rank=2, **GIVEN)
+    for made_up in ({"epoch": -1, "batches": 0}, {"epoch": 0, "batches": True}):
+        with pytest.raises(ValueError, match=r"(epoch=-1|batches=True)"):
+            other.load_state_dict(made_up)
+    with pytest.raises(ValueError, match="epoch=-1"):
+        other.set_epoch(-1)
     with pytest.raises(ValueError, match="sequences=5"):
         BalancedBatchSampler(LENGTHS, **GIVEN | {"sequences": 5})

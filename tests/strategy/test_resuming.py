@@ -1,15 +1,12 @@
 """What ``ckpt_path`` means: which checkpoints are tried, in which order."""
 
-import json
 import os
-import shutil
 import warnings
 from pathlib import Path
 from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -19,7 +16,7 @@ from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
-from tests.checkpoints.small_checkpoints import list_anew, write
+from tests.checkpoints.small_checkpoints import write
 from tests.ranks import run_ranks
 from tests.strategy.harness import SMALL, data, module, trainer
 
@@ -178,68 +175,6 @@ def test_by_the_time_that_the_manifest_records(tmp_path):
     assert resuming.candidates_in(tmp_path, False) == [again, late, first]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
-def test_what_another_user_has_put_there_is_passed_over(tmp_path):
-    """A folder that everybody may write to; and one that this user may not look into."""
-    mine, theirs = (write(tmp_path / name, 4, time) for name, time in (("a", 1.0), ("b", 9e99)))
-    os.chown(theirs, 65534, 65534)
-    assert resuming.candidates_in(tmp_path, False) == [theirs, mine], "a group's"
-    tmp_path.chmod(0o1777)
-    (tmp_path / "link").symlink_to(theirs)
-    with pytest.warns(match=r"written to by everybody, and b, link in it are not this user's"):
-        assert resuming.candidates_in(tmp_path, False) == [mine]
-
-
-def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path, monkeypatch):
-    mine, stat = write(tmp_path / "mine", 4, 1.0), os.stat
-    (tmp_path / "lost+found").mkdir()
-
-    def refuse(path, **options):
-        if "lost+found/" in os.fspath(path):
-            raise PermissionError(13, "Permission denied", path)
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refuse)
-    assert resuming.candidates_in(tmp_path, False) == [mine]
-
-
-def hostile(content: dict[str, object]) -> str:
-    return json.dumps({"content": content, "crc32": manifest._checksum(content)})
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["{}", "[" * 100_000, "text as time", "vanishes"],
-    ids=["empty", "brackets", "text", "vanishes"],
-)
-def test_what_cannot_be_read_is_one_warning_and_no_candidate(damage, tmp_path, monkeypatch):
-    good, bad = (write(tmp_path / name, 4, 300.0, lr_schedulers=[]) for name in ("good", "bad"))
-    if damage == "vanishes":
-        found = resuming.checkpoints_in(tmp_path)
-        bad.rename(tmp_path.parent / f"{tmp_path.name} away")
-        monkeypatch.setattr(resuming, "checkpoints_in", lambda folder: found)
-    elif damage == "text as time":
-        content = json.loads((bad / manifest.NAME).read_bytes())["content"]
-        (bad / manifest.NAME).write_text(hostile(content | {"time": "late"}))
-    else:
-        (bad / manifest.NAME).write_text(damage)
-    with pytest.warns(match=f"{bad} is damaged: manifest.json .* It is passed over") as said:
-        assert resuming.candidates_in(tmp_path, True) == [good]
-    assert len(said) == 1
-    # Where there is no other it is tried, and refused by name: a run must not begin anew silently.
-    (good / manifest.NAME).unlink()
-    if damage != "vanishes":
-        assert resuming.candidates_in(tmp_path, True) == [bad, good]
-
-
-def test_what_a_newer_version_wrote_is_not_passed_over(tmp_path):
-    new, _ = (write(tmp_path / name, 4, 300.0, lr_schedulers=[]) for name in ("new", "old"))
-    content = json.loads((new / manifest.NAME).read_bytes())["content"]
-    (new / manifest.NAME).write_text(hostile(content | {"format": 9}))
-    with pytest.raises(ValueError, match=r"newer version .*format 9.* Update"):
-        resuming.candidates_in(tmp_path, True)
-
-
 def three_attempts(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
     """Attempts of a run; on the node of the second one the clock is an hour slow.
 
@@ -318,52 +253,6 @@ def test_what_the_rest_of_a_checkpoint_says(tmp_path):
     (weights / "meta.pt").write_bytes(b"damaged")
     assert resuming.can_resume(weights)
     assert resuming.is_of_job(weights, "7"), "so that it is refused by name"
-
-
-def strangers(rank: int, home: Path) -> tuple[list[str], list[str], str, list[bool]]:
-    """A run that resumes from what remembers other folders, and one that saves after evaluating."""
-    kept = home / "kept"
-
-    def run(steps: int, **options: object) -> L.Trainer:
-        keeper = ModelCheckpoint(kept, monitor="train_loss", mode="max", every_n_train_steps=1)
-        given = {"max_steps": steps, "callbacks": [keeper], "enable_checkpointing": True}
-        runner = trainer(WLBStrategy(), 1, **given)
-        runner.fit(module(SMALL), data(SMALL, validation_documents=4), **options)
-        return runner
-
-    run(1)
-    (first,) = kept.iterdir()
-    shutil.copytree(first, home / "victim" / "one.ckpt")
-    rest = torch.load(first / "meta.pt", weights_only=True)
-    (state,) = (each for each in rest["callbacks"].values() if "best_k_models" in each)
-    theirs = str(kept / ".." / "victim" / "one.ckpt")
-    state.update(dict.fromkeys(resuming._REMEMBERED, theirs))
-    state["best_k_models"] = {theirs: torch.tensor(-9.0)}
-    torch.save(rest, first / "meta.pt")
-    list_anew(first)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        runner = run(2, ckpt_path=first)
-    best = runner.checkpoint_callback.best_model_path
-    runner.save_checkpoint(home / "trained.ckpt")
-    runner.validate(datamodule=runner.datamodule, ckpt_path=home / "victim/one.ckpt", verbose=False)
-    runner.save_checkpoint(home / "evaluated.ckpt")
-    runner.fit_loop.max_epochs, runner.fit_loop.epoch_loop.max_steps = 9, 3
-    runner.fit(runner.lightning_module, runner.datamodule)
-    runner.save_checkpoint(home / "again.ckpt")
-    saved = ("trained", "evaluated", "again")
-    resumable = [resuming.can_resume(home / f"{name}.ckpt") for name in saved]
-    there = names(list((home / "victim").iterdir()))
-    return there, [str(each.message) for each in said], best, resumable
-
-
-def test_what_a_stranger_remembers_is_not_removed_and_an_evaluated_one_not_resumed(tmp_path):
-    ((there, said, best, resumable),) = run_ranks(strangers, 1, tmp_path, process_group=False)
-    assert there == ["one.ckpt"]
-    assert sum("they are forgotten, and neither removed nor the best" in each for each in said) == 1
-    assert Path(best).parent == tmp_path / "kept"
-    # Weights of one checkpoint with the optimizers of another are nothing to go on from.
-    assert resumable == [True, False, True]
 
 
 def left_inside(rank: int, home: Path) -> list[tuple[list[int], list[int]]]:
