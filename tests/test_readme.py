@@ -59,3 +59,25 @@ def test_what_one_process_gains_is_what_its_kept_runs_say():
     text = " ".join(README.read_text().split())
     assert said in text
     assert f"(medians of {['no', 'one', 'two', 'three'][len(rounds)]} rounds;" in text
+
+
+def test_the_first_screen_is_two_sentences_a_picture_and_two_commands():
+    first = README.read_text().split("\n## ")[0]
+    _, sentences, picture, caption, commands, *_ = first.split("\n\n")
+    assert len(re.findall(r"\.(?=\s|$)", sentences)) == 2
+    assert picture.startswith("![")
+    assert caption.startswith("*")
+    assert "\n" not in caption.strip()
+    lines = commands.replace("\\\n", "").strip("`\n").splitlines()
+    assert len([line for line in lines if not line.startswith("#")]) == 2
+
+
+def test_the_landing_page_has_a_picture_three_commands_and_when_not():
+    page = (ROOT / "docs/index.md").read_text()
+    assert page.count("![") == 1
+    assert page.index("![") < page.index("## For whom") < page.index("## When not")
+    block, *_ = re.findall(r"\n```\n(.*?)```", page, re.DOTALL)
+    commands = block.replace("\\\n", "").splitlines()
+    assert [line.split()[:2] for line in commands] == [
+        ["lightning-wlb", name] for name in ("tokenize", "plan", "fit")
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -124,6 +125,8 @@ def _paragraph(error: BaseException) -> str:
         text = f"one of the files that were given is no text in UTF-8 ({text})."
     if isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += ". It comes with pip install 'lightning-wlb[train]', or [hf] for Hugging Face."
+    if option := re.search(r"class_path '([\w.]+)':\s+(Option '\w+' is not accepted)", text):
+        text = f"{option[1]}: {option[2]}. --help and --model.help list what is."
     if "Original Traceback" in text:  # from a loader worker
         text = text.strip().rpartition("\n")[2]
     return printable(" ".join(text.split()))

@@ -85,7 +85,8 @@ def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
         sections["model"] |= {f"config.{name}": value for name, value in model.changes.items()}
         lines = [f"lightning-wlb fit --config {shlex.quote(model.file)} --trainer.strategy wlb"]
         for section, given in sections.items():
-            words = (f"--{section}.{name} {_word(value)}" for name, value in given.items())
+            texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in given.items()}
+            words = (f"--{section}.{name} {shlex.quote(text)}" for name, text in texts.items())
             lines.append(" ".join(words))
         return [" \\\n    ".join([*lines, f"--data.documents {shlex.quote(data)}"])]
     python = {
@@ -94,7 +95,10 @@ def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
     }
     module = "LanguageModule(..."
     if model.hugging_face:
-        module = f"HuggingFaceModule({arguments.model!r}, pretrained=..."
+        folder, *_ = arguments.model.split(",")
+        changes = "".join(f", {name}={value!r}" for name, value in model.changes.items())
+        config = f"AutoConfig.from_pretrained({folder!r}{changes})" if changes else repr(folder)
+        module = f"HuggingFaceModule({config}, pretrained=..."
     return [
         f"Trainer({python['trainer']}, strategy=WLBStrategy({python['wlb']}))",
         f"{module}, {python['model']})",
@@ -135,11 +139,6 @@ def _sections(arguments: argparse.Namespace, verdict: Verdict) -> dict[str, dict
     }
     compiled = {"compile": True} if request.compiled else {}
     return {"trainer": trainer, "wlb": wlb, "model": module | compiled, "data": given}
-
-
-def _word(value: Any) -> str:
-    """A value as a word of a shell's command."""
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def _table(request: MeshRequest, found: MeshChoice) -> Table:

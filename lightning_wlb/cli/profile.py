@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: the device or the attention backend is not there, or the file cannot be written.
     """
-    console = Console(markup=False)
+    console = Console(markup=False, highlight=False)
     config = model_config(arguments.model)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
@@ -71,10 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
-
-    def report(text: str) -> None:
-        console.print(f"Measuring: {text}", highlight=False)
-
     torch.set_num_threads(arguments.threads)
     profile = measure(
         config,
@@ -83,17 +79,16 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=getattr(torch, dtype),
         links=not arguments.no_links,
         backend=arguments.attention_backend,
-        report=report,
+        report=lambda text: console.print(f"Measuring: {text}"),
     )
     try:
         arguments.output.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--output {arguments.output}: {error.strerror}.") from error
-    console.print(profile.provenance, highlight=False, soft_wrap=True)
+    console.print(profile.provenance, soft_wrap=True)
     console.print(
         f"Prediction against measurement, {profile.errors['micro_batches']:.0f} micro-batches held"
         f" out of the fit: median error {profile.errors['median']:.1%}, worst"
         f" {profile.errors['worst']:.1%}.\nWritten: {arguments.output}",
-        highlight=False,
         soft_wrap=True,
     )

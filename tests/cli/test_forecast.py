@@ -82,6 +82,17 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert share.endswith("--mesh auto gives each its own best one.")
 
 
+def test_a_pictures_step_has_about_the_tokens_of_a_global_batch() -> None:
+    def step(tokens: int, seconds: float, bubble: float) -> SimpleNamespace:
+        plan = SimpleNamespace(tokens=tokens, delay=0.0)
+        return SimpleNamespace(plan=plan, total_ns=round(seconds * 1e9), bubble=bubble)
+
+    # The first is the mean in all but its tokens; of the others the second is nearer to it.
+    steps = [step(700, 0.7, 0.1), step(1000, 1.2, 0.2), step(1020, 1.0, 0.1), step(1280, 1.1, 0.0)]
+    found = Forecast("auto", row("auto", 1000).row, steps)  # type: ignore[arg-type]
+    assert found.typical_step(1000) is steps[2]
+
+
 def test_a_gain_is_rounded_as_in_the_table_but_not_up_to_what_is_called_one() -> None:
     shown = {1.189: "1.19", 1.03: "1.03", 1.0299: "1.02", 1.024: "1.02", 0.978: "0.98"}
     assert [_times(quotient) for quotient in shown] == [*shown.values()]

@@ -33,6 +33,10 @@ def test_a_wrong_value_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> N
     assert said(capsys, "--data.nonsense=3") == (
         "lightning-wlb fit: unrecognized arguments: --data.nonsense=3"
     )
+    assert said(capsys, "--model.learning_rte=3") == (
+        "lightning-wlb fit: lightning_wlb.LanguageModule: Option 'learning_rte' is not accepted."
+        " --help and --model.help list what is."
+    )
     text = said(capsys, "--data.cap=much")
     assert text.startswith('lightning-wlb fit: Parser key "data.cap": ')
     assert text.endswith("Given value: much")

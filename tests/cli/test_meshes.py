@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lightning_wlb as wlb
 from lightning_wlb.cli import meshes
 from lightning_wlb.cli.main import main
 from lightning_wlb.mesh_search.evaluate import MeshChoice
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import choose_mesh
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.cli.test_shared_options import LLAMA
 
 MODEL = "dim=512,layers=4,heads=8,kv_heads=4,ffn_dim=1408,vocab_size=32000"
 
@@ -92,6 +94,19 @@ def test_the_lines_to_paste_make_that_strategy(capsys, lengths):
     words = report["verdict"]["text"]
     assert words[1].startswith("Take packing best_fit")
     assert not any(line.startswith("Beside whole documents") for line in words)
+
+
+@pytest.mark.parametrize("changes", ["", ",vocab_size=300,tie_word_embeddings=true"])
+def test_the_lines_to_paste_make_that_hugging_face_model(capsys, lengths, tmp_path, changes):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    model = "--model", f"{tmp_path}{changes}"
+    report = searched(capsys, lengths, "--steps", "1", "--mesh", "4,1,auto,auto", *model)
+    line = report["verdict"]["trainer"][1].replace("pretrained=...", "pretrained=False")
+    names = {"HuggingFaceModule": wlb.HuggingFaceModule, "AutoConfig": transformers.AutoConfig}
+    config = eval(line, names).config
+    assert config.vocab_size == (300 if changes else LLAMA["vocab_size"])
+    assert config.tie_word_embeddings == bool(changes)
 
 
 def test_what_to_paste_has_the_stages_and_the_settings_that_were_simulated(capsys, lengths):
