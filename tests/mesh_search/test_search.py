@@ -47,11 +47,11 @@ def test_rows_are_ordered_and_every_mesh_is_accounted_for(found: MeshChoice) -> 
 
 
 def test_of_meshes_about_as_fast_the_one_with_least_communication_is_taken(
-    found: MeshChoice, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(search, "CLOSE", 100)
     first, *others = choose_mesh(ASKED).rows
-    assert first.communication_ns == min(row.communication_ns for row in found.rows)
+    assert first.communication_ns < min(row.communication_ns for row in others)
     assert first.steps_ns > others[0].steps_ns
 
 
