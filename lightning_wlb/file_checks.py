@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -93,6 +94,16 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, by its pairs; ValueError if two have one name."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"an object has the name {twice!r} twice, and only one of them can count")
+    return record
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:

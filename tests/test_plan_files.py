@@ -11,7 +11,10 @@ import pytest
 
 from lightning_wlb.cli.main import main
 from lightning_wlb.cli.shared_options import given_model
+from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan.plan_files import FORMAT, VERSION, read_plans, write_plans
+from lightning_wlb.planning import DataSettings, Planner
+from lightning_wlb.planning.planner import plan_steps
 
 
 def test_the_command_writes_what_is_read(tmp_path: Path) -> None:
@@ -60,6 +63,27 @@ def test_what_is_not_a_plan_is_named(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=line):
             read_plans(str(path))
+
+
+def test_no_line_answers_for_another_step_or_document(tmp_path: Path) -> None:
+    work = Work(PassWork(1, 1), PassWork(2, 2))
+    planner = Planner([40, 30, 20, 10] * 8, DataSettings(64, 2, shuffle=False), work)
+    path, plans = tmp_path / "plans.jsonl", plan_steps(planner, 2)
+    write_plans(path, plans, {})
+    header, first, second = path.read_text().splitlines()
+    for lines, said in [
+        ((first, first), "line 3: step 0 does not follow 0"),
+        ((second, first), "line 3: step 0 does not follow 1"),
+        ((first.replace('"step":0', '"step":0,"step":1'),), "line 2: .*'step' twice"),
+        ((first.replace('"step":0', '"step":false'),), "line 2: step=False"),
+        ((first.replace("[1,0,", "[true,0,"),), "line 2: piece=True"),
+        ((first.replace('"rows":', '"rows":1,"rows":'),), "line 2: .*'rows' twice"),
+    ]:
+        path.write_text("\n".join((header, *lines)))
+        with pytest.raises(ValueError, match=said):
+            read_plans(path)
+    write_plans(path, plans, {})
+    assert read_plans(path)[1] == plans
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
+from lightning_wlb.argument_checks import whole
 
 IGNORE_INDEX = -100
 """torchtitan's label of a token without a target."""
@@ -57,7 +58,7 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self.documents, self.seq_len = documents, seq_len
+        self.documents, self.seq_len = documents, whole("seq_len", seq_len, 1)
         self.sampler = BalancedBatchSampler(
             [len(document) - 1 for document in documents],
             sequences=documents_per_step,

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.adapters.plan_step import WorkOf, plan_step, shape_of
+from lightning_wlb.argument_checks import whole
 
 
 def work_of_verl(tokens: Any) -> Any:
@@ -93,7 +94,7 @@ def rearrange_micro_batches(
 
     ids = batch["input_ids"]
     counted = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    lengths, size = counted.tolist(), force_group_size
+    lengths, size = counted.tolist(), whole("force_group_size", force_group_size, 1)
     groups = [list(range(at, min(at + size, len(lengths)))) for at in range(0, len(lengths), size)]
     together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     agreed = partial(_largest, group=dp_group if together else None, device=counted.device)
@@ -106,9 +107,9 @@ def rearrange_micro_batches(
         )
     given = {"model": shape_of(model)} if model is not None else {"work": work}
     pairs = groups if size > 1 else ()
-    divisor = num_batches_divided_by or 1
+    divisor = whole("num_batches_divided_by", num_batches_divided_by or 1, 1)
     # The ranks agree on a number until no rank needs more.
-    wanted, count = agreed(min_num_micro_batch or 1), 0
+    wanted, count = agreed(whole("min_num_micro_batch", min_num_micro_batch or 1, 1)), 0
     while count != wanted:
         count = -(-wanted // divisor) * divisor
         if count > fewest:

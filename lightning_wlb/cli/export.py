@@ -11,6 +11,7 @@ as peft reads them.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_wlb.checkpoints import manifest
-from lightning_wlb.file_checks import printable
+from lightning_wlb.file_checks import printable, read_json
 
 if TYPE_CHECKING:
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
@@ -144,6 +145,10 @@ def export(
         for name in copied:
             assert source is not None
             shutil.copyfile(source / name, aside.folder / name)
+            if name == "tokenizer_config.json":
+                fields = read_json(source / name)
+                if fields.pop("auto_map", None) is not None:  # names code, which would travel on
+                    (aside.folder / name).write_text(json.dumps(fields, indent=2) + "\n")
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}

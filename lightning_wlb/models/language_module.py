@@ -364,7 +364,8 @@ class LanguageModule(LoadsCheckpoints):
             ValueError: the checkpoint is of another config, which weights do not tell; or a run is
                 to go on without its position in the documents.
         """
-        self.tokens_seen, self._counted = checkpoint.get("tokens_seen", 0), (0, 0, 0)
+        seen = whole("the checkpoint's tokens_seen", checkpoint.get("tokens_seen", 0), 0)
+        self.tokens_seen, self._counted = seen, (0, 0, 0)
         if self._trainer is None:
             return
         self.compare_config(checkpoint)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.file_checks import open_regular
+from lightning_wlb.file_checks import open_regular, unambiguous
 from lightning_wlb.plan.step import StepPlan
 
 FORMAT = "lightning-wlb plans"
@@ -32,20 +32,22 @@ def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
     """What :func:`write_plans` wrote: the header, and the plans, each validated.
 
     Raises:
-        ValueError: another format or a later version, a line that is no plan, or a plan that cannot
-            run; the message names the line.
+        ValueError: another format or a later version, a line that is no plan, a plan that cannot
+            run, or one of a step that is no later than the line before; the message names the line.
     """
     with open_regular(Path(path)) as file:
         lines = file.read().decode().splitlines() or [""]
     plans: list[StepPlan] = []
     number = 1
     try:
-        header: dict[str, Any] = json.loads(lines[0])
+        header: dict[str, Any] = json.loads(lines[0], object_pairs_hook=unambiguous)
         if (header["format"], header["version"]) != (FORMAT, VERSION):
             raise ValueError(f"{header['format']!r} version {header['version']} is another format")
         for text in lines[1:]:
             number += 1
             plans.append(StepPlan.from_json(text).validate())
+            if [each.step for each in plans[-2:-1]] >= [plans[-1].step]:
+                raise ValueError(f"step {plans[-1].step} does not follow {plans[-2].step}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}, line {number}: {error}. This version reads {FORMAT!r} version {VERSION}, as"

@@ -9,11 +9,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from lightning_wlb.argument_checks import flag, whole, wholes
+from lightning_wlb.file_checks import unambiguous
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan.micro_batches import MicroBatch, Piece, ReplicaPlan, Slice
 from lightning_wlb.plan.pipeline_scheme import Scheme, Schemes, rank_in
 from lightning_wlb.plan.validation import check
 
+_COUNTS = ("step", "epoch", "target_tokens", "cap", "micro_batches", "nominal_tokens")
 SHOWN = 8
 """Slices of a micro-batch that are printed."""
 
@@ -89,14 +92,20 @@ class StepPlan:
 
     @staticmethod
     def from_json(text: str) -> StepPlan:
-        """Read what :meth:`to_json` wrote; ValueError for other numbers than a plan has."""
+        """Read what :meth:`to_json` wrote; ValueError for other values than a plan has."""
         fields: dict[str, Any] = json.loads(
-            text, parse_int=_number, parse_float=_number, parse_constant=_number
+            text,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_number,
+            object_pairs_hook=unambiguous,
         )
-        fields["pieces"] = tuple(Piece(*piece) for piece in fields["pieces"])
+        counts = {name: whole(name, fields[name], 0) for name in _COUNTS}
+        fields |= counts | {"drain": flag("drain", fields.get("drain", False))}
+        fields["pieces"] = tuple(Piece(*wholes("piece", each, 0)) for each in fields["pieces"])
         fields["replicas"] = tuple(
             ReplicaPlan(
-                slices=tuple(Slice(*part) for part in replica["slices"]),
+                slices=tuple(Slice(*wholes("slice", part, 0)) for part in replica["slices"]),
                 forward=_micro_batches(replica["forward"]),
             )
             for replica in fields["replicas"]
@@ -157,6 +166,12 @@ def _as_fields(part: Any) -> dict[str, Any]:
 def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
     """Micro-batches from JSON, whose lists become tuples."""
     return tuple(
-        MicroBatch(**each | {"slices": tuple(each["slices"]), "replicas": tuple(each["replicas"])})
+        MicroBatch(
+            wholes("slices", each["slices"], 0),
+            each["sharding"],
+            whole("rows", each["rows"], 0),
+            wholes("replicas", each["replicas"], 0),
+            each.get("recompute", "none"),
+        )
         for each in values
     )

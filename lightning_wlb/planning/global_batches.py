@@ -83,6 +83,10 @@ class GlobalBatches:
         """Continue where :meth:`state_dict` was taken."""
         self.start_epoch(whole("epoch", state["epoch"], 0))
         self._at = StreamPosition(*(whole(each, state[each], 0) for each in StreamPosition._fields))
+        position, offset = self._at
+        length = self._lengths[self._order[position]] if position < len(self._order) else 1
+        if position > len(self._order) or (offset >= length and len(self._order)):
+            raise ValueError(f"no run stands at token {offset} of document {position}")
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """Pieces (document, origin, stop) of the global batch at a position, and where it ends."""

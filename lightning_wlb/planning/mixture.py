@@ -112,6 +112,10 @@ class MixedBatches(GlobalBatches):
         self._standings = tuple(
             _Standing(*(whole(name, each[name], 0) for name in _Standing._fields)) for each in saved
         )
+        for share, (passes, position, *_) in zip(self._shares, self._standings, strict=True):
+            # A pass that is over is begun anew where the store repeats.
+            if position > share.documents - share.repeat or passes >= 1 << 31:
+                raise ValueError(f"no run stands at document {position} of {share.name}")
         self._make_orders()
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:

@@ -277,6 +277,7 @@ class Checkpointer:
             )
         self._run.knows(taken)
         self._read_to_evaluate = not fitting
+        resuming.check_counts(rest, taken, trainer)
         resuming.forget_others(rest, taken, trainer)
         # What Lightning says that it has restored, and ModelCheckpoint keeps.
         trainer._checkpoint_connector._ckpt_path = str(taken)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -206,6 +206,28 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
             f"{path} remembers checkpoints in folders that are not this run's"
             f" ({', '.join(strange[:3])}): they are forgotten, and neither removed nor the best."
         )
+
+
+def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
+    """Refuse a checkpoint with counts of steps, epochs or batches that no Trainer saves.
+
+    Lightning takes over whatever stands there. What it does not take over may be missing.
+    """
+
+    def compare(own: Any, stored: Any, where: str) -> None:
+        kind = type(own)
+        wrong = type(stored) is not kind or (kind is int and stored < 0)
+        if wrong and kind in (dict, bool, int, str):
+            raise ValueError(
+                f"{path / REST}: {where} is {stored!r:.60}, which no Trainer saves. Use another"
+                " checkpoint."
+            )
+        for name in own.keys() & stored.keys() if kind is dict else ():
+            compare(own[name], stored[name], f"{where}.{name}" if where else name)
+
+    loops = {each: getattr(trainer, each).state_dict() for each in ("fit_loop", "validate_loop")}
+    own = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "", "loops": loops}
+    compare(own, rest, "")
 
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:

@@ -196,6 +196,15 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert not (out / "tokenizer.json").exists()
     assert not (tmp_path / ".partial").exists()
     manifest.check(out)
+    # Names of code in a stranger's folder do not travel on.
+    names = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"auto_map": names, "eos": "é"}))
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["hyper_parameters"]["config"]["auto_map"] = names
+    torch.save(saved, tmp_path / "strange.ckpt")
+    export(tmp_path / "strange.ckpt", tmp_path / "plain", tokenizer=tokenizer)
+    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    assert json.loads((tmp_path / "plain/tokenizer_config.json").read_text()) == {"eos": "é"}
     # Only an export is replaced.
     (out / "notes.md").write_text("mine")
     assert main(["export", checkpoint, str(out), "--force"]) == 2

@@ -87,6 +87,18 @@ def test_a_state_is_a_place(stores, cuts, shuffle) -> None:
             assert resumed.state_dict() == mixed.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("repeat", "made_up"),
+    [(True, {"position": 2}), (False, {"position": 3}), (True, {"passes": 1 << 31})],
+)
+def test_a_place_beyond_a_store_is_refused(repeat: bool, made_up: dict[str, int]) -> None:
+    mixed = batches([([5, 6], 1.0, repeat)])
+    state = mixed.state_dict()
+    state["mixture"]["0"] |= made_up
+    with pytest.raises(ValueError, match=r"no run stands at document \d of 0"):
+        mixed.load_state_dict(state)
+
+
 @given(stores=STORES)
 def test_an_epoch_ends_as_it_is_defined(stores) -> None:
     mixed = batches(stores)

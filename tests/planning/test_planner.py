@@ -176,7 +176,9 @@ def test_state_does_not_change_with_later_steps() -> None:
     ("made_up", "why"),
     [
         ({"position": float("nan")}, "position=nan"),  # which no number of documents reaches
+        ({"position": 21}, "no run stands at token 0 of document 21"),
         ({"offset": -(10**18)}, "offset=-1"),
+        ({"offset": 30}, "no run stands at token 30 of document"),
         ({"step": 1.5}, "step=1.5"),
         ({"tokens": "1"}, "tokens='1'"),
         ({"packer": {}}, "'carried'"),

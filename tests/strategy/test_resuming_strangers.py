@@ -126,3 +126,55 @@ def test_what_a_stranger_remembers_is_not_removed_and_an_evaluated_one_not_resum
     assert Path(best).parent == tmp_path / "kept"
     # Weights of one checkpoint with the optimizers of another are nothing to go on from.
     assert resumable == [True, False, True]
+
+
+def counts(rank: int, home: Path) -> list[str]:
+    """What is said of checkpoints whose counts somebody has changed; all of them verify."""
+    runner = trainer(WLBStrategy(), 1, max_steps=1)
+    runner.fit(module(SMALL), data(SMALL))
+    runner.save_checkpoint(home / "run.ckpt")
+    said = []
+    for keys, value in (
+        (("loops", "fit_loop", "epoch_progress", "current", "ready"), "3"),
+        (("loops", "fit_loop", "epoch_loop.batch_progress", "total"), [1]),
+        (("loops", "fit_loop", "epoch_loop.batch_progress", "is_last_batch"), 1),
+        (("loops", "fit_loop", "epoch_loop.state_dict", "_batches_that_stepped"), -1),
+        (("loops",), None),
+        (("global_step",), True),
+        (("pytorch-lightning_version",), 2),
+        (("tokens_seen",), "many"),
+    ):
+        rest = torch.load(home / "run.ckpt" / "meta.pt", weights_only=True)
+        place = rest
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+        shutil.copytree(home / "run.ckpt", home / "made.ckpt")
+        torch.save(rest, home / "made.ckpt" / "meta.pt")
+        list_anew(home / "made.ckpt")
+        with pytest.raises(ValueError, match=keys[-1]) as error:
+            trainer(WLBStrategy(), 1, max_steps=2).fit(
+                module(SMALL), data(SMALL), ckpt_path=home / "made.ckpt"
+            )
+        said.append(str(error.value))
+        shutil.rmtree(home / "made.ckpt")
+    return said
+
+
+def test_counts_of_another_type_are_named(tmp_path):
+    (said,) = run_ranks(counts, 1, tmp_path, process_group=False)
+    for each, field in zip(
+        said,
+        (
+            "meta.pt: loops.fit_loop.epoch_progress.current.ready is '3', which no Trainer",
+            "loops.fit_loop.epoch_loop.batch_progress.total is [1], which",
+            "loops.fit_loop.epoch_loop.batch_progress.is_last_batch is 1, which",
+            "loops.fit_loop.epoch_loop.state_dict._batches_that_stepped is -1, which",
+            "loops is None, which",
+            "global_step is True, which",
+            "pytorch-lightning_version is 2, which",
+            "the checkpoint's tokens_seen='many'",
+        ),
+        strict=True,
+    ):
+        assert field in each

@@ -33,6 +33,7 @@ from lightning_wlb.data.tokenising.texts import (
     digest_of,
     explained,
     hugging_face_tokenizer,
+    plain_vocabulary,
     tokenizer_file,
 )
 
@@ -70,9 +71,7 @@ class ChatEncoder:
             ) from error
         self._backend = self._tokenizer.backend_tokenizer
         definition = self._backend.to_str().encode()
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.vocab_size = max(self._backend.get_vocab().values()) + 1
+        self.vocab_size = plain_vocabulary(self._backend, name)
         special = sorted(self._tokenizer.special_tokens_map.items())
         self.digest = digest_of(definition, self._tokenizer.chat_template, special)
 

@@ -18,7 +18,6 @@ import gzip
 import json
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,7 +145,7 @@ def rows(part: Part) -> Iterator[Row]:
     most = min(MOST_BYTES, max(1 << 24, 64 * part.stop)) if compressed else MOST_BYTES
     try:
         with _opened(part.path) as file:
-            at = part.start
+            at = blank = part.start  # the last byte that was no blank line's
             if at:
                 # The line that is under way here belongs to the part in which it begins.
                 file.seek(at - 1)
@@ -159,6 +158,9 @@ def rows(part: Part) -> Iterator[Row]:
                     )
                 if not line.isspace():
                     yield Row(_record(line, part.path, at), part.path, at, len(line))
+                    blank = at
+                elif compressed and at - blank > most:
+                    raise ValueError(f"{part.path} has {at - blank:,} bytes of blank lines.")
                 at += len(line)
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{part.path} cannot be unpacked: {error}. Compress it again.") from error
@@ -197,7 +199,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unambiguous)
+        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=file_checks.unambiguous)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{_place(path, at)} is no UTF-8 from byte {error.start} of the line on. Convert the"
@@ -215,15 +217,6 @@ def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
             f"{_place(path, at)} holds a {type(record).__name__}, but each line is one JSON object,"
             ' as in {"text": "..."}. Mend or remove the line.'
         )
-    return record
-
-
-def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"an object has the name {twice!r} twice, and only one of them can count")
     return record
 
 

@@ -27,6 +27,7 @@ from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.file_checks import (
     check_model,
     hub_is_out_of_reach,
+    printable,
     read_bytes,
     read_json,
     reason,
@@ -77,12 +78,8 @@ class TextEncoder:
             loaded = hugging_face_tokenizer(name)
             self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token
             definition = self._tokenizer.to_str().encode()
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.vocab_size = plain_vocabulary(self._tokenizer, name)
         vocabulary = self._tokenizer.get_vocab()
-        if not vocabulary:
-            raise ValueError(f"The tokenizer {name!r} has no tokens. Give one that was trained.")
-        self.vocab_size = max(vocabulary.values()) + 1
         end = own if eos is True else None if eos is False else eos
         if end is not None and end not in vocabulary:
             raise ValueError(
@@ -123,6 +120,21 @@ class TextEncoder:
                 " eos: TOKEN adds one)"
             )
         return f"Documents {' and '.join(filter(None, (start, end)))}."
+
+
+def plain_vocabulary(tokenizer: Tokenizer, name: str) -> int:
+    """Let a tokenizer neither cut nor pad texts; returns its vocabulary's size.
+
+    Raises:
+        ValueError: it has no tokens, or numbers beyond those of documents' files.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    numbers = tokenizer.get_vocab().values()
+    if not 0 <= max(numbers, default=-1) < 1 << 31:
+        has = f"a token {max(numbers):,}, beyond 2^31" if numbers else "no tokens"
+        raise ValueError(f"The tokenizer {name!r} has {has}. Give one that was trained.")
+    return max(numbers) + 1
 
 
 def _text_of(row: Row, column: str) -> str:
@@ -179,9 +191,10 @@ def hugging_face_tokenizer(name: str) -> Any:
             tokenizers library behind it.
     """
     if name.endswith(".json"):
-        raise ValueError(f"There is no tokenizers file {name}. Check the path.")
+        raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
     try:
         from transformers import AutoTokenizer
+        from transformers.utils import cached_file
     except ImportError as error:
         raise ValueError(
             f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
@@ -189,10 +202,17 @@ def hugging_face_tokenizer(name: str) -> Any:
         ) from error
     with explained(f"The tokenizer {name!r} cannot be opened"):
         here = Path(name).exists()
+        local = here or hub_is_out_of_reach()
         if here:
             check_model(name)
+        else:  # a name on the hub, whose files lie in a cache
+            kinds = ("missing_entries", "gated_repo", "connection_errors")
+            quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}
+            config = cached_file(name, "config.json", local_files_only=local, **quiet)
+            if config is not None:
+                check_model(Path(config).parent)
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=here or hub_is_out_of_reach()
+            name, trust_remote_code=False, local_files_only=local
         )
     if not tokenizer.is_fast:
         raise ValueError(
@@ -212,8 +232,8 @@ def explained(what: str) -> Iterator[None]:
             raise
         first = reason(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"{what}: {first}. Give a tokenizer.json file, or the folder or name of a Hugging Face"
-            " tokenizer."
+            f"{printable(f'{what}: {first}')}. Give a tokenizer.json file, or the folder or name of"
+            " a Hugging Face tokenizer."
         ) from error
 
 

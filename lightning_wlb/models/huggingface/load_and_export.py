@@ -227,6 +227,7 @@ def write_model(
         for own, value in revert_weight_conversion(model, state).items():
             files.add(own, value)
         report(number + 1, len(groups))
+    vars(config).pop("auto_map", None)  # code of the folder that training began from
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = dtype

@@ -155,6 +155,13 @@ def test_a_few_packed_bytes_do_not_stand_for_gigabytes_of_values(folder) -> None
 
 
 @pytest.mark.timeout(60)  # one after another they would take an hour
+def test_blank_lines_alone_are_not_unpacked_for_ever(folder) -> None:
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' + b" \n" * 9_000_000))
+    (source,) = (part for shard in Source.open(folder).shards() for part in shard)
+    with pytest.raises(ValueError, match=r"a.jsonl.gz has 16,777,2\d\d bytes of blank lines"):
+        list(rows(source))
+
+
 def test_the_second_of_many_names_is_found_at_once(folder) -> None:
     names = ",".join(f'"{each}": 0' for each in (*range(500_000), 499_999))
     (folder / "a.jsonl").write_text(f"{{{names}}}")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.data.tokenising.texts import TextEncoder
 from tests.data.tokenising.support import LINES, saved, tokenizer
@@ -127,6 +128,8 @@ def test_what_a_tokenizer_s_library_panics_at_is_one_sentence(tmp_path) -> None:
         ("panics", {"normalizer": panics, "model": model}, "is no tokenizer of the tokenizers"),
         ("unknown", {"model": model}, "fails at these texts: .*Missing"),
         ("empty", {"model": model | {"vocab": {}}}, "has no tokens"),
+        ("huge", {"model": model | {"vocab": {"a": 2**31}}}, r"has a token 2,147,483,648, beyond"),
+        ("\x1b\udcff", {"model": model}, r"/\\x1b\\udcff\.json is no tokenizer"),
     ):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"version": "1.0", "added_tokens": [], **content}))
@@ -156,3 +159,16 @@ def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
     (tmp_path / "model" / "config.json").write_text(config)
     with pytest.raises(ValueError, match="num_hidden_layers=3,000,000: building more than 2,000"):
         TextEncoder(str(tmp_path / "model"), "text")
+
+
+def test_counts_beside_a_tokenizer_in_the_hub_s_cache_are_looked_at(tmp_path, monkeypatch) -> None:
+    snapshot = tmp_path / "models--some--one" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--one" / "refs").mkdir()
+    (tmp_path / "models--some--one" / "refs" / "main").write_text("0" * 40)
+    fields = {"model_type": "qwen3", "num_hidden_layers": 10**9}
+    (snapshot / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(texts, "hub_is_out_of_reach", lambda: True)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=1,000,000,000: building"):
+        TextEncoder("some/one", "text")
