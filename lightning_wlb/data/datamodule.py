@@ -238,9 +238,14 @@ class WLBDataModule(L.LightningDataModule):
         """Note the batch whose state becomes the run's with the next optimiser step."""
         if isinstance(batch, StepBatch) and self.trainer is not None and self.trainer.training:
             self._consumed.begin(batch, self.trainer.global_step)
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:
                 # With limit_train_batches Lightning does not look whether there is another one.
-                self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+                progress.is_last_batch = True
+            elif batch.last:
+                # No other batch follows, yet the epoch is not over: whoever resumes goes on in it.
+                limit = self.trainer.num_training_batches
+                progress.is_last_batch = progress.current.ready + 1 >= limit
             if batch.last:
                 self._stop(self.trainer, self.trainer.global_step + 1)
         return batch

@@ -173,7 +173,8 @@ class Planner:
         Returns:
             None where :meth:`next_step` returns it.
         """
-        if self.finished:
+        # A run that ends with its epoch stands in the next one.
+        if self.finished and (self.held or not self._arrivals.exhausted):
             return None
         micro_batches, drain = self._packer.next_step(self._arrivals, self._step)
         if not any(micro_batches):

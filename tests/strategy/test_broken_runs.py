@@ -7,10 +7,13 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 
+from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
-from tests.strategy.harness import SMALL, data, module, trainer
+from tests.strategy.harness import SMALL, config, data, module, trainer
 
 
 class Broken(Exception):
@@ -42,12 +45,16 @@ class Breaks(L.Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """Options of the keeper and of the Trainer; after which steps it breaks, and where."""
+    """Options of the keeper and of the Trainer; after which steps it breaks, and where.
+
+    With ``max_tokens`` nothing breaks: so many tokens end every attempt but the last.
+    """
 
     keeper: dict[str, Any]
     options: dict[str, Any]
     breaks: tuple[int, ...]
     where: str = "on_train_batch_start"
+    max_tokens: int | None = None
 
 
 # The documents last three steps.
@@ -65,7 +72,24 @@ CASES = {
         (1, 2, 4),
         "on_after_backward",
     ),
+    "max_tokens inside an epoch": Case(
+        {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (-1,), max_tokens=300
+    ),
+    "max_tokens inside an epoch, saved at its end": Case(
+        {"save_on_train_epoch_end": True}, {"limit_val_batches": 0}, (-1,), max_tokens=300
+    ),
+    "max_tokens at an epoch's end": Case(
+        {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (-1,), max_tokens=390
+    ),
 }
+
+
+class HalvesByEpoch(LanguageModule):
+    """Halves its learning rate with every epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
 
 def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], list[int]]]:
@@ -82,8 +106,11 @@ def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], li
             run = trainer(
                 WLBStrategy(), 1, callbacks=[watch, keeper], enable_checkpointing=True, **given
             )
-            documents = data(SMALL, micro_batches=8, validation_documents=2)
+            bound = None if steps is None else case.max_tokens
+            documents = data(SMALL, micro_batches=8, validation_documents=2, max_tokens=bound)
             learner = module(SMALL, warmup_tokens=400, decay_tokens=2000)
+            if case.max_tokens:
+                learner = HalvesByEpoch(config(tied=False, layers=2), seed=7)
             try:
                 run.fit(learner, documents, ckpt_path="last" if ran else None)
             except Broken:
