@@ -217,11 +217,11 @@ class StepDataset(IterableDataset[StepBatch]):
             yield self.store.describe() + "."
         lengths, planner, data = np.asarray(self.store.lengths), self.planner(), self.data
         queues = ", ".join(map(str, planner.thresholds))
-        queues = f"outlier queues from {queues} tokens" if queues else "no outlier queues"
+        queues = f", outlier queues from {queues} tokens" if queues else ""
         yield (
-            f"Documents: {len(lengths)} with {int(lengths.sum())} tokens (longest {lengths.max()}),"
-            f" {data.micro_batches} x {data.context_window} tokens per step, packing"
-            f" {data.packing_choice.method!r}, {queues}."
+            f"Documents: {len(lengths):,} with {int(lengths.sum()):,} tokens (longest"
+            f" {lengths.max():,}), about {data.micro_batches} x {data.context_window:,} tokens per"
+            f" step, packing {data.packing_choice.method!r}{queues}."
         )
         if planner.dropped_tokens:
             yield (

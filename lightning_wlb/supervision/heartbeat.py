@@ -161,8 +161,9 @@ class HeartbeatServer(threading.Thread):
                         self._accept()
                 now = time.monotonic()
                 self._decide(now)
-                if now > all_here_by and (missing := self._world_size - len(self._peers)) > 0:
-                    all_here_by = math.inf
+                # The listener is closed once all have been here: who has left since is not missing.
+                if now > all_here_by and self._listener.fileno() >= 0:
+                    all_here_by, missing = math.inf, self._world_size - len(self._peers)
                     self._say(
                         f"{missing} ranks have not been heard on port {self.port}, so that the run"
                         " is not watched, perhaps since others take up the port. Let only the"

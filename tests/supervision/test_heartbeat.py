@@ -241,6 +241,30 @@ def test_rank_0_may_open_a_file_for_every_rank():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_rank_that_leaves_before_rank_0_was_heard():
+    server = HeartbeatServer(2, "secret", 0.3, 600.0, (said := []).append)
+    server.start()
+    try:
+        address = "127.0.0.1", server.port
+        ranks = [Connection(socket.create_connection(address)) for _ in range(2)]
+        for rank, each in enumerate(ranks):
+            each.send(rank=rank, token="secret")
+        ranks[1].send(ended=True)
+        end = time.monotonic() + 20
+        while len(server._peers) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        ranks[1].connection.close()
+        while len(server._peers) > 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(server._peers) == 1
+        time.sleep(1.0)  # two rounds of the server beyond the time by which all are to be there
+        assert said == []
+    finally:
+        server.stop()
+        for each in ranks:
+            each.connection.close()
+
+
 def test_strangers_who_come_first_neither_stay_nor_keep_a_rank_out(start):
     server = HeartbeatServer(2, "secret", 0.3, 600.0, (said := []).append)
     server.start()
