@@ -37,25 +37,24 @@ adjacent: :func:`.layout` merges them. A micro-batch has at least one piece.
 """
 
 MOST_REMEMBERED = 1 << 12
-"""Chunks of micro-batches of one piece that are remembered, for each sharding."""
+"""Micro-batches whose chunks are remembered, for each sharding: those of a step on some thousand
+ranks, at some kilobytes each."""
 
 
 def one_by_one(chunks_of: Callable[[Integers, int], Integers]) -> Sharding:
     """A sharding made of a function that cuts one micro-batch at a time.
 
-    Its results for micro-batches of a single piece are remembered, since these lengths recur.
+    Its results are remembered by the lengths and the ranks, all that they depend on: a sharding is
+    chosen, judged by memory and made the tensors of, and slices of equal lengths recur.
     """
 
     @lru_cache(MOST_REMEMBERED)
-    def of_one(length: int, ranks: int) -> Integers:
-        return chunks_of(np.array([length], dtype=np.int64), ranks)
+    def of_one(lengths: tuple[int, ...], ranks: int) -> Integers:
+        return chunks_of(np.array(lengths, dtype=np.int64), ranks)
 
     @wraps(chunks_of)
     def of_each(lengths: Sequence[Integers], ranks: int) -> Integers:
-        tables = [
-            of_one(int(each[0]), ranks) if len(each) == 1 else chunks_of(each, ranks)
-            for each in lengths
-        ]
+        tables = [of_one(tuple(each.tolist()), ranks) for each in lengths]
         first = offsets(np.array(list(map(len, lengths))))[:-1]
         shift = np.stack((ranks * np.arange(len(lengths)), first, 0 * first, 0 * first), axis=1)
         return np.concatenate(tables) + np.repeat(shift, list(map(len, tables)), axis=0)
