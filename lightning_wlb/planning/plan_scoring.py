@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from lightning_wlb.cost.flops import Work, causal_pairs
@@ -34,8 +34,6 @@ from lightning_wlb.prediction.step_totals import (
     StepTimes,
     StepTotals,
     has_totals,
-    peak_bytes,
-    step_times,
 )
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
@@ -44,6 +42,10 @@ from lightning_wlb.schedule.simulator import simulate_replicas
 
 MOST_JUDGED = 1 << 10
 """Replicas whose judgement is remembered: those of a step's candidates on a thousand ranks."""
+
+
+_Fitting = tuple[tuple[ReplicaTotals, ...], tuple[int, ...]]
+"""Replicas that are settled together, and what ranks hold all along."""
 
 
 class PlanScore(NamedTuple):
@@ -266,7 +268,8 @@ class ProfileScorer:
         if not has_totals(predictor):
             costs = list(map(predictor.costs, replicas))
             if decides:
-                costs = least_recomputation(predictor, replicas, costs, None)
+                constant = predictor.memory.constant(costs)
+                costs = least_recomputation(predictor, replicas, costs, None, constant)
             simulated = predictor.run(replicas, costs)
             ends = tuple(
                 max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
@@ -274,12 +277,41 @@ class ProfileScorer:
             )
             times = StepTimes(simulated.simulations[0].total_ns, ends)
             return times, simulated.peak_bytes
-        step = StepTotals(predictor, self._known(replicas))
+        known = self._known(replicas)
+        step = StepTotals(predictor, known)
         if decides and step.peak > self.limit:
-            costs = least_recomputation(predictor, replicas, step.costs, step.orders)
-            peak = peak_bytes(predictor, costs, step.orders)
-            return step_times(predictor, replicas, costs, step.orders), peak
+            step = self._fitting(known, step)
         return step.times, step.peak
+
+    def _fitting(self, replicas: Sequence[ReplicaTotals], step: StepTotals) -> StepTotals:
+        """The step with the least recomputation that fits.
+
+        What a replica recomputes is remembered by its totals and what ranks hold all along, all
+        that it depends on if nothing is shared: a step is judged again for when its replicas end,
+        and steps of which one replica differs are compared.
+        """
+        fitting = self._fitting_of
+        if len(fitting) + len(replicas) > MOST_JUDGED:
+            fitting.clear()
+        constant = tuple(self.predictor.memory.constant(step.costs))
+        orders = dict(zip(replicas, step.orders, strict=True))
+        groups = [tuple(replicas)] if step.shares else [(each,) for each in replicas]
+        for group in groups:
+            if (group, constant) not in fitting:
+                found = least_recomputation(
+                    self.predictor,
+                    [each.replica for each in group],
+                    [each.costs for each in group],
+                    [orders[each] for each in group],
+                    constant,
+                )
+                fitting[group, constant] = [
+                    replace(each, costs=costs) for each, costs in zip(group, found, strict=True)
+                ]
+        return StepTotals(
+            self.predictor,
+            list(chain.from_iterable(fitting[group, constant] for group in groups)),
+        )
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
         """The replicas with the least recomputation that fits, or with the one that is given."""
@@ -303,11 +335,15 @@ class ProfileScorer:
         keys = [_key(replica, estimated) for replica in replicas]
         for key, replica in zip(keys, replicas, strict=True):
             if key not in known:
-                known[key] = ReplicaTotals(self.predictor, replica, estimated)
+                known[key] = ReplicaTotals.of(self.predictor, replica, estimated=estimated)
         return [known[key] for key in keys]
 
     @cached_property
     def _totals_of(self) -> dict[object, ReplicaTotals]:
+        return {}
+
+    @cached_property
+    def _fitting_of(self) -> dict[_Fitting, list[ReplicaTotals]]:
         return {}
 
 

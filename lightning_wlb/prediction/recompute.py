@@ -37,7 +37,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_wlb.plan import Recompute, ReplicaPlan
 from lightning_wlb.prediction.micro_batch import MODES, MicroBatchCost
@@ -76,7 +75,8 @@ def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[Repli
     """
     costs = list(map(predictor.sizes, replicas))
     orders = orders_of(replicas) if has_totals(predictor) else None
-    found = least_recomputation(predictor, replicas, costs, orders)
+    constant = predictor.memory.constant(costs)
+    found = least_recomputation(predictor, replicas, costs, orders, constant)
     result = []
     for replica, of_replica in zip(replicas, found, strict=True):
         made = {
@@ -92,6 +92,7 @@ def least_recomputation(
     replicas: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder] | None,
+    constant: Sequence[int],
 ) -> list[list[MicroBatchCost]]:
     """The costs with the least recomputation that fits in memory.
 
@@ -100,8 +101,9 @@ def least_recomputation(
         replicas: as for :func:`settled`.
         costs: [replicas][micro-batches]; what they recompute so far does not matter.
         orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
+        constant: what each rank holds all along in their step (:meth:`.StepMemory.constant`).
     """
-    backwards = _backwards(predictor, replicas, costs, orders)
+    backwards = _backwards(predictor, replicas, costs, orders, constant)
     accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
     for group in _sharing(replicas):
         alike = _alike(replicas, group)
@@ -178,7 +180,7 @@ class _Search:
             self._lower()
         slowest = max(account.step_ns for account in self._accounts.values())
         score = excess > 0, excess if excess > 0 else slowest
-        return score, {at: each.modes.tolist() for at, each in self._accounts.items()}
+        return score, {at: [*each.modes] for at, each in self._accounts.items()}
 
     def _raise(self) -> None:
         """Raise modes until every replica fits, or nothing more helps its fullest rank."""
@@ -189,18 +191,16 @@ class _Search:
 
     def _lower(self) -> None:
         """Lower modes as far as all still fits, the dearest first."""
-
-        def spent(place: Place) -> int:
-            at, number = place
-            account = self._accounts[at]
-            return int(account.costs_ns[account.modes[number], number])
-
+        spent = {at: account.spent_ns for at, account in self._accounts.items()}
         first = sorted({places[0] for places in self._alike.values()})
-        for place in sorted(first, key=lambda place: (-spent(place), place)):
+        first.sort(key=lambda place: -spent[place[0]][place[1]])
+        for place in first:
+            at, number = place
             places = self._alike[place]
-            fits = np.all([self._accounts[at].lower_fit(number) for at, number in places], axis=0)
-            if fits.any():
-                self._change(places, int(fits.argmax()))
+            for mode in range(self._accounts[at].modes[number]):
+                if all(self._accounts[at].lower_fits(number, mode) for at, number in places):
+                    self._change(places, mode)
+                    break
 
     def _change(self, places: Sequence[Place], mode: int) -> None:
         for at, number in places:
@@ -226,9 +226,9 @@ def _backwards(
     replicas: Sequence[ReplicaPlan],
     costs: Sequence[Sequence[MicroBatchCost]],
     orders: Sequence[ActionOrder] | None,
+    constant: Sequence[int],
 ) -> Iterator[_Backwards]:
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
-    constant = memory.constant(costs)
     if orders is None:
         programs, freed = predictor.programs(replicas, costs)
         for of_ranks, free in zip(programs, freed, strict=True):
@@ -268,8 +268,7 @@ class _Account:
     """What the ranks of one replica hold in each of their backwards, by the modes given so far.
 
     Attributes:
-        modes: int64 [micro-batches], the place of each one's mode in :data:`.MODES`.
-        costs_ns: int64 [modes, micro-batches], what each mode adds to the time of the model.
+        modes: the place of each micro-batch's mode in :data:`.MODES`.
     """
 
     def __init__(
@@ -280,11 +279,7 @@ class _Account:
         self._first, self._last, self._without = backwards
         count = len(costs)
         self._ranks = len(self._without)
-        # [micro-batches, stages, backwards], whether it is open in a backward, or runs it.
-        places, last = np.arange(self._without.shape[1]), self._last.T[:, :, None]
-        self._opened = (self._first.T[:, :, None] <= places) & (places <= last)
-        self._runs = places == last
-        # The backwards in which it is open on any stage.
+        # The backwards in which a micro-batch is open on any stage.
         begins, ends = self._first.min(axis=0), self._last.max(axis=0) + 1
         self._windows = list(map(slice, begins.tolist(), ends.tolist()))
         # [modes, micro-batches, stages]
@@ -293,7 +288,8 @@ class _Account:
         kinds = np.array(list(predictor.latency.shape.kinds.values()))
         layers = np.array([[times.layer_ns for times in cost.by_mode] for cost in costs], np.int64)
         self._times_ns = (layers.reshape(count, len(MODES), len(kinds), 2).sum(axis=3) @ kinds).T
-        self.costs_ns = self._times_ns - self._times_ns[0]
+        self._costs_ns = self._times_ns - self._times_ns[0]
+        self._bytes: dict[int, Integers] = {}
         self.give([0] * count)
 
     @property
@@ -307,28 +303,35 @@ class _Account:
         spent = self._times_ns[self.modes, np.arange(len(self.modes))]
         return int(spent.sum() + (self._ranks - 1) * spent.max(initial=0))
 
+    @property
+    def spent_ns(self) -> list[int]:
+        """What the mode of each micro-batch adds to the time of the model."""
+        spent: list[int] = self._costs_ns[self.modes, np.arange(len(self.modes))].tolist()
+        return spent
+
     def give(self, modes: Sequence[int]) -> None:
         """Give every micro-batch a mode."""
-        self.modes = np.array(modes, np.int64)
+        self.modes = list(modes)
         numbers = np.arange(len(modes))
-        saved, inside = self._saved[self.modes, numbers], self._inside[self.modes, numbers]
-        held = np.einsum("ms,msb->sb", saved, self._opened) + np.einsum(
-            "ms,msb->sb", inside, self._runs
-        )
+        saved, inside = self._saved[self.modes, numbers].T, self._inside[self.modes, numbers].T
+        stages, backwards = len(saved), self._without.shape[1]
+        stage = np.arange(stages)[:, None]
+        opened = np.zeros((stages, backwards + 1), np.int64)
+        np.add.at(opened, (stage, self._first), saved)
+        np.subtract.at(opened, (stage, self._last + 1), saved)
+        held = np.cumsum(opened, axis=1)[:, :backwards]
+        held[stage, self._last] += inside
         self._held = self._without + self._of_ranks(held)
 
     def change(self, number: int, mode: int) -> None:
         """Give a micro-batch another mode."""
-        window, before = self._windows[number], self.modes[number]
-        self._held[:, window] += self._added(number, slice(mode, mode + 1), before)[0]
+        self._held[:, self._windows[number]] += self._added(number, mode)
         self.modes[number] = mode
 
-    def lower_fit(self, number: int) -> npt.NDArray[np.bool_]:
-        """For each mode below a micro-batch's whether all fits with it, if all fits as it is."""
-        before = self.modes[number]
-        held = self._held[:, self._windows[number]] + self._added(number, slice(before), before)
-        fits: npt.NDArray[np.bool_] = held.max(axis=(1, 2), initial=0) <= self._limit
-        return fits
+    def lower_fits(self, number: int, mode: int) -> bool:
+        """Whether all fits with a lower mode of a micro-batch, if all fits as it is."""
+        held = self._held[:, self._windows[number]] + self._added(number, mode)
+        return bool(held.max(initial=0) <= self._limit)
 
     def best(self) -> tuple[int, int] | None:
         """The micro-batch to raise next, and the mode to give it; None where none would help."""
@@ -340,21 +343,25 @@ class _Account:
         saved, inside = self._saved[:, :, own], self._inside[:, :, own]
         bytes_of = (saved * opened + inside * running).sum(2)  # [modes, micro-batches]
         freed = np.minimum(bytes_of[self.modes, numbers] - bytes_of, self.excess)
-        spent = np.maximum(self.costs_ns - self.costs_ns[self.modes, numbers], 1)
-        higher = np.arange(len(MODES))[:, None] > self.modes
+        spent = np.maximum(self._costs_ns - self._costs_ns[self.modes, numbers], 1)
+        higher = np.arange(len(MODES))[:, None] > np.array(self.modes)
         worth = np.where(higher & (freed > 0), freed / spent, 0.0).T
         number, mode = divmod(int(worth.argmax()), len(MODES))
         return (number, mode) if worth[number, mode] > 0 else None
 
-    def _added(self, number: int, modes: slice, before: int) -> Integers:
-        """Bytes that modes add to what ranks hold, [modes, ranks, backwards of its window]."""
-        window = self._windows[number]
-        saved = self._saved[modes, number] - self._saved[before, number]
-        inside = self._inside[modes, number] - self._inside[before, number]
-        return self._of_ranks(
-            saved[:, :, None] * self._opened[number, :, window]
-            + inside[:, :, None] * self._runs[number, :, window]
-        )
+    def _added(self, number: int, mode: int) -> Integers:
+        """Bytes that a mode adds to what ranks hold, [ranks, backwards of its window]."""
+        if number not in self._bytes:
+            window = self._windows[number]
+            places = np.arange(window.start, window.stop)
+            first, last = self._first[:, number, None], self._last[:, number, None]
+            self._bytes[number] = self._of_ranks(
+                self._saved[:, number, :, None] * ((first <= places) & (places <= last))
+                + self._inside[:, number, :, None] * (places == last)
+            )
+        of_modes = self._bytes[number]
+        added: Integers = of_modes[mode] - of_modes[self.modes[number]]
+        return added
 
     def _of_ranks(self, of_stages: Integers) -> Integers:
         """Sums over the stages of each rank; stage s is one of rank s modulo the ranks."""

@@ -115,10 +115,18 @@ class StepMemory:
             rows, keys, segments = sizes[alike].T
             of_parts = {
                 parts: self.model.transient_bytes(parts, rows, keys, MODES[number], segments)
-                for parts in set(self.parts)
+                for parts in set(self._inside_parts)
             }
-            inside[alike] = np.stack([of_parts[parts] for parts in self.parts], axis=1)
+            inside[alike] = np.stack([of_parts[parts] for parts in self._inside_parts], axis=1)
         return inside
+
+    @cached_property
+    def _inside_parts(self) -> tuple[StageParts, ...]:
+        """What of each stage decides :meth:`inside`: the kinds of its layers, and the head."""
+        return tuple(
+            StageParts(tuple(min(count, 1) for count in parts.layers), head=parts.head)
+            for parts in self.parts
+        )
 
     def key_gradients(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """Gradients of keys and states for later slices, int64 [micro-batches, stages]."""

@@ -181,34 +181,32 @@ def peaks_besides(
     return peaks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReplicaTotals:
     """What a replica adds to the totals of its step, each part made once when it is asked for.
 
     Args:
         predictor: one that :func:`has_totals`.
         replica: its plan.
-        estimated: whether its costs are estimated also where shardings are chosen.
+        costs: the costs of its micro-batches.
+        order: the order of its actions, if it shares no micro-batch.
     """
 
     predictor: Predictor
     replica: ReplicaPlan
-    estimated: bool = False
+    costs: Sequence[MicroBatchCost]
+    order: ActionOrder
 
-    @cached_property
-    def costs(self) -> list[MicroBatchCost]:
-        """The costs of the replica's micro-batches."""
-        return self.predictor.costs(self.replica, estimated=self.estimated)
+    @staticmethod
+    def of(predictor: Predictor, replica: ReplicaPlan, *, estimated: bool) -> ReplicaTotals:
+        """The totals of a plan; ``estimated`` as for :meth:`.Predictor.costs`."""
+        costs = predictor.costs(replica, estimated=estimated)
+        return ReplicaTotals(predictor, replica, costs, orders_of([replica])[0])
 
     @cached_property
     def shares(self) -> bool:
         """Whether a micro-batch is shared with other replicas, which then decide when it ends."""
         return any(len(each.replicas) > 1 for each in self.replica.forward)
-
-    @cached_property
-    def order(self) -> ActionOrder:
-        """The order of the replica's actions."""
-        return orders_of([self.replica])[0]
 
     @cached_property
     def ends(self) -> Ends:
@@ -227,30 +225,34 @@ class StepTotals:
     Args:
         predictor: one that :func:`has_totals`.
         replicas: all of a step, or some that share micro-batches with each other only.
+
+    Attributes:
+        costs: [replicas][micro-batches].
+        shares: whether any micro-batch is shared.
     """
 
     def __init__(self, predictor: Predictor, replicas: Sequence[ReplicaTotals]) -> None:
         self._predictor, self._replicas = predictor, replicas
         self._plans = [each.replica for each in replicas]
-        self._shares = any(each.shares for each in replicas)
+        self.shares = any(each.shares for each in replicas)
         self.costs = [each.costs for each in replicas]
 
     @cached_property
     def orders(self) -> list[ActionOrder]:
         """:func:`orders_of` the replicas."""
-        return orders_of(self._plans) if self._shares else [each.order for each in self._replicas]
+        return orders_of(self._plans) if self.shares else [each.order for each in self._replicas]
 
     @property
     def times(self) -> StepTimes:
         """The times at which the step and each of its replicas end."""
-        if self._shares:
+        if self.shares:
             return step_times(self._predictor, self._plans, self.costs, self.orders)
         return total_times(self._predictor, [each.ends for each in self._replicas])
 
     @cached_property
     def peak(self) -> int:
         """Most bytes that a rank holds."""
-        if self._shares:
+        if self.shares:
             return peak_bytes(self._predictor, self.costs, self.orders)
         constant = self._predictor.memory.constant(self.costs)
         peaks = [each.peaks for each in self._replicas if each.costs]
