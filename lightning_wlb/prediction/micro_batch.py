@@ -24,7 +24,7 @@ import numpy as np
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.overlap import exposed_keys
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
-from lightning_wlb.sharding import Layout, layout, traffic, uses_all_to_all
+from lightning_wlb.sharding import Layout, chunks_of_each, layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -164,13 +164,25 @@ def micro_batch_cost(
     )
 
 
-def most_keys(latency: LatencyModel, slices: Sequence[Slice], placed: Layout) -> int:
-    """``keys`` of :class:`MicroBatchCost`, where ranks exchange keys."""
-    before = np.array([each.context for each in slices], dtype=np.int64)
-    _, document, start, stop = placed.table.T
+def most_of_a_rank(
+    latency: LatencyModel, sharding: str, micro_batches: Sequence[Sequence[Slice]], ranks: int
+) -> list[tuple[int, int]]:
+    """``keys``, where ranks exchange them, and ``segments`` of :class:`MicroBatchCost`, of each.
+
+    Args:
+        latency: the latency model on the mesh.
+        sharding: of all these micro-batches.
+        micro_batches: the slices of each, at least one.
+        ranks: of the context-parallel group of each.
+    """
+    lengths = [np.array([part.tokens for part in slices]) for slices in micro_batches]
+    before = np.array([part.context for slices in micro_batches for part in slices])
+    table, first = chunks_of_each(sharding, lengths, ranks)
+    _, piece, start, stop = table.T
     seen = stop - start + reach_of(latency.shape.sliding_window)
-    read = offsets(np.minimum(stop + before[document], seen))[placed.first]
-    return int(np.diff(read).max())
+    read = np.diff(offsets(np.minimum(stop + before[piece], seen))[first])
+    both = np.stack((read, np.diff(first)), axis=1).reshape(-1, ranks, 2).max(axis=1)
+    return list(map(tuple, both.tolist()))
 
 
 def exchange_ns(

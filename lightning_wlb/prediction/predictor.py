@@ -18,6 +18,7 @@ simulation. Where only the end of a step and its peak are wanted,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,9 +40,8 @@ from lightning_wlb.prediction.estimate import Estimates
 from lightning_wlb.prediction.micro_batch import (
     PASSES,
     MicroBatchCost,
-    layout_of,
     micro_batch_cost,
-    most_keys,
+    most_of_a_rank,
 )
 from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
@@ -325,19 +325,22 @@ class Predictor:
         return Estimates(self.latency)
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """The :meth:`costs` of a replica, with exact sizes and estimated times."""
-        mesh, costs = self.latency.mesh, self.costs(replica, estimated=True)
-        result = []
-        for micro_batch, cost in zip(replica.forward, costs, strict=True):
-            placed = layout_of(replica, micro_batch, mesh.context, mesh.tensor)
-            keys = most_keys(self.latency, replica.slices_of(micro_batch), placed)
-            result.append(
-                cost._replace(
-                    rows=placed.rows,
+        """The :meth:`costs` of a replica that is laid out, with exact sizes and estimated times."""
+        context, result = self.latency.mesh.context, self.costs(replica, estimated=True)
+        alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for at, each in enumerate(replica.forward):
+            if each.slices:
+                alike[each.sharding, context * len(each.replicas)].append(at)
+        for (sharding, ranks), places in alike.items():
+            slices = [replica.slices_of(replica.forward[at]) for at in places]
+            found = most_of_a_rank(self.latency, sharding, slices, ranks)
+            for at, (keys, segments) in zip(places, found, strict=True):
+                rows = replica.forward[at].rows
+                result[at] = result[at]._replace(
+                    rows=rows,
                     keys=keys,
-                    segments=int(np.diff(placed.first).max()),
-                    indexed=keys if placed.ranks > 1 else 0,
-                    kept_rows=placed.rows if cost.kept_rows else 0,
+                    segments=segments,
+                    indexed=keys if ranks > 1 else 0,
+                    kept_rows=rows if result[at].kept_rows else 0,
                 )
-            )
         return result

@@ -26,6 +26,7 @@ from lightning_wlb.sharding.adaptive import choose as choose
 from lightning_wlb.sharding.adaptive import choose_each as choose_each
 from lightning_wlb.sharding.layout import SHARDINGS as SHARDINGS
 from lightning_wlb.sharding.layout import Layout as Layout
+from lightning_wlb.sharding.layout import chunks_of_each as chunks_of_each
 from lightning_wlb.sharding.layout import layout as layout
 from lightning_wlb.sharding.rank_indices import RankIndices as RankIndices
 from lightning_wlb.sharding.rank_indices import rank_indices as rank_indices

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
-from lightning_wlb.sharding.layout import SHARDINGS, Layout, layout, merged
+from lightning_wlb.sharding.layout import Layout, chunks_of_each, layout
 
 ADAPTIVE = "adaptive"
 """The name that stands for this choice where a sharding is asked for."""
@@ -116,17 +116,15 @@ def _latencies(
     if not micro_batches:
         return []
     sizes = [np.array(each.lengths, dtype=np.int64) for each in micro_batches]
-    first_rank = ranks * np.arange(len(sizes) + 1)
     first_piece = offsets(np.array([len(each) for each in sizes]))
-    table = SHARDINGS[name](sizes, ranks)
     lengths = np.concatenate(sizes)
     contexts = np.concatenate([each.contexts for each in micro_batches]).astype(np.int64)
-    rank, piece, start, stop = merged(table, lengths).T
-    first = np.searchsorted(rank, np.arange(first_rank[-1] + 1))
+    table, first = chunks_of_each(name, sizes, ranks)
+    _, piece, start, stop = table.T
 
     def slowest(of_chunks: Integers) -> list[int]:
         of_ranks = np.diff(offsets(of_chunks)[first])
-        most: list[int] = np.maximum.reduceat(of_ranks, first_rank[:-1]).tolist()
+        most: list[int] = of_ranks.reshape(-1, ranks).max(axis=1).tolist()
         return most
 
     ideal = np.diff(offsets(cost(lengths, lengths + contexts))[first_piece])

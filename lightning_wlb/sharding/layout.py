@@ -108,6 +108,29 @@ def layout(
     return Layout(tuple(sizes.tolist()), rows, shared, table, first)
 
 
+def chunks_of_each(
+    sharding: str, lengths: Sequence[Integers], ranks: int
+) -> tuple[Integers, Integers]:
+    """The chunks of several micro-batches at once, in the order of :func:`merged`.
+
+    Args:
+        sharding: a name in :data:`SHARDINGS`.
+        lengths: tokens of the pieces of each micro-batch, at least one.
+        ranks: of the context-parallel group of each.
+
+    Returns:
+        int64 [chunks, 4], whose ranks and pieces are numbered over all micro-batches; and where the
+        chunks of each of these ranks begin, then their number.
+    """
+    every = np.concatenate(lengths)
+    if ranks == 1:
+        number = np.repeat(np.arange(len(lengths)), list(map(len, lengths)))
+        table = np.stack((number, np.arange(len(every)), 0 * every, every), axis=1)
+    else:
+        table = merged(SHARDINGS[sharding](lengths, ranks), every)
+    return table, np.searchsorted(table[:, 0], np.arange(ranks * len(lengths) + 1))
+
+
 def merged(table: Integers, lengths: Integers) -> Integers:
     """Chunks in the order of rank, piece and token, adjacent ones joined to one segment.
 
