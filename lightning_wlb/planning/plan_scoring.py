@@ -335,7 +335,8 @@ class ProfileScorer:
         keys = [_key(replica, estimated) for replica in replicas]
         for key, replica in zip(keys, replicas, strict=True):
             if key not in known:
-                known[key] = ReplicaTotals.of(self.predictor, replica, estimated=estimated)
+                costs = self.predictor.costs(replica, estimated=estimated)
+                known[key] = ReplicaTotals(self.predictor, replica, costs)
         return [known[key] for key in keys]
 
     @cached_property

@@ -189,24 +189,21 @@ class ReplicaTotals:
         predictor: one that :func:`has_totals`.
         replica: its plan.
         costs: the costs of its micro-batches.
-        order: the order of its actions, if it shares no micro-batch.
     """
 
     predictor: Predictor
     replica: ReplicaPlan
     costs: Sequence[MicroBatchCost]
-    order: ActionOrder
-
-    @staticmethod
-    def of(predictor: Predictor, replica: ReplicaPlan, *, estimated: bool) -> ReplicaTotals:
-        """The totals of a plan; ``estimated`` as for :meth:`.Predictor.costs`."""
-        costs = predictor.costs(replica, estimated=estimated)
-        return ReplicaTotals(predictor, replica, costs, orders_of([replica])[0])
 
     @cached_property
     def shares(self) -> bool:
         """Whether a micro-batch is shared with other replicas, which then decide when it ends."""
         return any(len(each.replicas) > 1 for each in self.replica.forward)
+
+    @cached_property
+    def order(self) -> ActionOrder:
+        """The order of the replica's actions; of one that shares its step decides."""
+        return orders_of([self.replica])[0]
 
     @cached_property
     def ends(self) -> Ends:
