@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--micro-batches",
         type=int,
-        help="N: a step is N·C tokens over all replicas (default: data × pipeline; with --mesh auto"
-        " it has to be given)",
+        help="N: a step is about N·C tokens over all replicas (default: data × pipeline; with"
+        " --mesh auto it has to be given)",
     )
     add(
         "--long-documents",
