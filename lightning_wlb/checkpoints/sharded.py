@@ -10,7 +10,8 @@ the same on every rank: rank 0 writes it to ``meta.pt``, readable with ``weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from lightning_wlb.distributed.collective_errors import Ranks
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS = "model"
 """The key of the weights, which Lightning's consolidate_checkpoint looks for."""
+_STATE = re.compile(r"optimizer_\d+\.state\.(.+)\.[^.]+")
 
 
 def collect(
@@ -85,7 +87,7 @@ def load(
         FileNotFoundError: ``path`` is not a checkpoint.
         Damaged: it is not what was written; parts of it may be in the model already.
         ValueError: it holds weights only and there are optimizers, its weights are not those of the
-            model, or it was made to run code.
+            model, it has state of parameters that no optimizer trains, or it was made to run code.
     """
     ranks = Ranks()
     path, rest, stored, listed = open_checkpoint(path, ranks)
@@ -93,11 +95,9 @@ def load(
     if optimizers and not any(name.startswith("optimizer_0.") for name in names):
         raise ValueError(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
-            " was saved without save_weights_only; or start a new run from these weights:"
-            f" {type(model).__name__}.load_from_checkpoint({str(path)!r})."
+            f" was saved without save_weights_only; or {_new_run(model, path)}"
         )
     weights = get_model_state_dict(model, options=_OPTIONS)
-    _check_weights(path, model, weights, names, ranks)
     state: dict[str, Any] = {WEIGHTS: weights}
     optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
@@ -114,6 +114,10 @@ def load(
             if f"optimizer_{index}.{name}" in names
             or (name.startswith("state.") and _has_state(names, index))
         }
+    kept = _with_state(
+        f"optimizer_{index}.{name}" for index, each in enumerate(optimizer_states) for name in each
+    )
+    _check_names(path, model, weights, kept if optimizers else None, names, ranks)
     fill(state, path, stored, ranks, listed)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
@@ -149,21 +153,24 @@ def _optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return dict(get_optimizer_state_dict(model, optimizer, options=_OPTIONS))
 
 
-def _check_weights(
+def _check_names(
     path: Path,
     model: nn.Module,
     weights: Mapping[str, Any],
+    kept: set[str] | None,
     stored: Mapping[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Refuse a checkpoint of another model; collective over all ranks.
+    """Refuse a checkpoint of another model, or of optimizers of more parameters; collective.
 
-    torch itself passes over weights that the model lacks, such as adapters that were not asked for.
+    torch itself passes over weights that the model lacks, such as adapters that were not asked for,
+    and over the state of parameters that no optimizer has. ``kept`` names those of which this
+    rank's optimizers keep state; None: optimizers are not read.
     """
     prefix = f"{WEIGHTS}."
     mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
-    everyone = ranks.every(lambda: mine)
-    wanted = {name: shape for each in everyone for name, shape in each.items()}
+    everyone = ranks.every(lambda: (mine, kept or set()))
+    wanted = {name: shape for each, _ in everyone for name, shape in each.items()}
     # A weight of no size has no metadata of a tensor.
     there = {n.removeprefix(prefix): e for n, e in stored.items() if n.startswith(prefix)}
     sizes = {n: tuple(getattr(e, "size", wanted.get(n, ()))) for n, e in there.items()}
@@ -180,6 +187,15 @@ def _check_weights(
             f"{path} is a checkpoint of another model; {said}. Give the module the"
             " arguments that it had when the checkpoint was saved (config, lora)."
         )
+    saved = set() if kept is None else _with_state(stored)
+    lost = sorted(saved.difference(*(each for _, each in everyone)))
+    if lost := [name for name in lost if strict or name in wanted]:
+        raise ValueError(
+            f"{path} holds {in_words({'optimizer state of': lost})}, of which the optimizer made"
+            " here keeps none: they would go on without it. Make it of all parameters that trained"
+            " when it was saved: unfreeze them in build_model or on_fit_start, before it is read."
+            f" Or {_new_run(model, path)}"
+        )
 
 
 def in_words(found: Mapping[str, Sequence[str]]) -> str:
@@ -189,6 +205,16 @@ def in_words(found: Mapping[str, Sequence[str]]) -> str:
         for what, each in found.items()
         if each
     )
+
+
+def _new_run(model: nn.Module, path: Path) -> str:
+    name = type(model).__name__
+    return f"start a new run from its weights: {name}.load_from_checkpoint({str(path)!r})."
+
+
+def _with_state(names: Iterable[str]) -> set[str]:
+    """The parameters of which there is optimizer state, by the names that shards have."""
+    return {found[1] for name in names if (found := _STATE.fullmatch(name))}
 
 
 def _has_state(names: Mapping[str, Any], index: int) -> bool:

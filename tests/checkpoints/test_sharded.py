@@ -17,6 +17,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import as_one_file
+from tests.checkpoints.small_checkpoints import model as small_model
 from tests.ranks import run_ranks
 from tests.strategy.harness import Case, Recorder, data, module, relative_error, trainer, whole
 
@@ -364,6 +365,27 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             sharded.load(tmp_path / "two", other, [], {})
+
+
+def test_state_of_parameters_that_no_optimizer_trains_is_not_left_out(tmp_path):
+    """As where they were trained when it was saved and are frozen, or left out, here."""
+    layers, optimizer = small_model(1.0)
+    writing.write(tmp_path / "a", sharded.collect(layers, [optimizer], {}, {}))
+    other, _ = small_model(2.0)
+    some = torch.optim.AdamW([other[0].weight, other[0].bias])
+    with pytest.raises(ValueError, match=r"a holds optimizer state of: 1\.bias, 1\.weight, of .*"):
+        sharded.load(tmp_path / "a", other, [some], {})
+    frozen = torch.optim.AdamW(other.parameters())
+    other[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"of: 0\.bias, 0\.weight, of .* unfreeze them in build"):
+        sharded.load(tmp_path / "a", other, [frozen], {})
+    sharded.load(tmp_path / "a", other, [], {})  # to evaluate
+    # What is always frozen has no state to lose.
+    for each in other[1].parameters():
+        each.grad = torch.ones_like(each)
+    frozen.step()
+    writing.write(tmp_path / "b", sharded.collect(other, [frozen], {}, {}))
+    sharded.load(tmp_path / "b", other, [frozen], {})
 
 
 def test_a_models_state_is_a_plain_dictionary(monkeypatch):
