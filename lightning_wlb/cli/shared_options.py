@@ -20,6 +20,7 @@ from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 _YAML = (".yaml", ".yml")
+_MOST_YAML_BYTES = 1 << 20
 _MOST_EXPANDED = 10_000_000  # characters of a YAML file, with what its aliases stand for
 
 
@@ -115,13 +116,8 @@ def given_model(text: str) -> GivenModel:
 
 def _settings_in(path: Path) -> dict[str, Any]:
     """The arguments of the model in a LightningCLI YAML; its ``config`` is among them."""
-    import yaml
-
     try:
-        text = read_bytes(path).decode()
-        if _expanded(yaml.compose(text, yaml.SafeLoader), {}) > _MOST_EXPANDED:
-            raise ValueError("its aliases stand for too much")
-        model = yaml.safe_load(text)["model"]
+        model = _parsed_yaml(read_bytes(path, _MOST_YAML_BYTES).decode())["model"]
         settings = dict(model.get("init_args", model))
         return {**settings, "config": settings["config"]}
     except OSError as error:
@@ -133,10 +129,25 @@ def _settings_in(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _parsed_yaml(text: str) -> Any:
+    """What YAML says; numbers to base 60 (1:30) are texts, as in YAML 1.2: long ones take hours."""
+    import yaml
+
+    root = yaml.compose(text, yaml.SafeLoader)
+    if _expanded(root, {}) > _MOST_EXPANDED:
+        raise ValueError("its aliases stand for too much")
+    return yaml.SafeLoader("").construct_document(root)
+
+
 def _expanded(node: Any, known: dict[int, int]) -> int:
-    """Characters of a YAML node once its aliases are expanded; a huge number if it holds itself."""
+    """Characters of a YAML node once its aliases are expanded; a huge number if it holds itself.
+
+    What is a number and has a colon becomes text.
+    """
     if id(node) not in known:
         known[id(node)] = _MOST_EXPANDED + 1  # until it is known: of a node that holds itself
+        if ":" in node.value and node.tag.endswith((":int", ":float")):
+            node.tag = "tag:yaml.org,2002:str"
         parts = node.value if isinstance(node.value, list) else ()
         pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
         below = (_expanded(each, known) for pair in pairs for each in pair)
@@ -239,7 +250,7 @@ def _lengths_of_documents(source: str, vocab_size: int) -> Lengths:
     from lightning_wlb.data.stores.mixture import MixedDocuments
 
     try:
-        store = documents(yaml.safe_load(source) if source.lstrip().startswith("{") else source)
+        store = documents(_parsed_yaml(source) if source.lstrip().startswith("{") else source)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"--lengths: {error} Or give {GENERATOR_A}, or a file of lengths."

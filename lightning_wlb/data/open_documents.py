@@ -126,7 +126,8 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
             )
         path = _path_of(entry["documents"])
         name = entry.get("name") or (place if path is None else path.stem)
-        weight = number(f"mixture[{place}]: weight", entry["weight"], 0, above=True)
+        # Bounded, since an infinite sum would leave no store a share.
+        weight = number(f"mixture[{place}]: weight", entry["weight"], 0, 1e18, above=True)
         repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
         store = documents(entry["documents"])
         if isinstance(store, MixedDocuments):

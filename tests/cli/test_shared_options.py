@@ -95,6 +95,25 @@ def test_aliases_that_stand_for_gigabytes_are_refused(tmp_path, link: str) -> No
     assert given_model(str(run)).shape == TransformerConfig(layers=2).shape
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["", "!!int ", "!!float "])
+def test_numbers_to_base_60_are_texts(tmp_path, kind: str) -> None:
+    """PyYAML takes time in the square of their length."""
+    run, number = tmp_path / "run.yaml", "1" + ":1" * 200_000
+    run.write_text(f"model: {{config: tiny, learning_rate: {kind}{number}, seed: 1_0}}")
+    assert given_model(str(run)).settings == {"learning_rate": number, "seed": 10}
+
+
+def test_a_yaml_larger_than_any_config_and_an_endless_number_are_refused(tmp_path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {{config: tiny, seed: {'1' * 10_000}}}")
+    with pytest.raises(ValueError, match=r"run\.yaml has no model .*Exceeds the limit"):
+        given_model(str(run))
+    run.write_text("model: {config: tiny}\n" + "#" * (1 << 20))
+    with pytest.raises(ValueError, match=r"no more than 1,048,576 are read"):
+        given_model(str(run))
+
+
 def test_a_config_that_is_not_there_is_refused(tmp_path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json"):

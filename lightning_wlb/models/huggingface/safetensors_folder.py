@@ -74,25 +74,27 @@ def beside_weights(config: str | Path) -> bool:
 class Folder:
     """Tensors by name, in one file or in several with an index, as ``save_pretrained`` writes them.
 
-    Of a model that takes images or sound too, only the language model's tensors are there, by the
-    names that they have in a folder of the language model alone.
+    Where there are both, the one file is read, as transformers does: saving one over several leaves
+    their index. Of a model that takes images or sound too, only the language model's tensors are
+    there, by the names that they have in a folder of the language model alone.
 
     Attributes:
         path: the folder.
         names: the names of all tensors.
 
     Raises:
-        ValueError: there are no safetensors, or a file cannot be read.
+        ValueError: there are no safetensors, a file cannot be read, or two tensors have one name in
+            the language model.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, Any] = {}
         check_model(path)
-        if (path / _INDEX).is_file():
-            self._files = _weight_map(path / _INDEX)
-        elif (path / _SINGLE).is_file():
+        if (path / _SINGLE).is_file():
             self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        elif (path / _INDEX).is_file():
+            self._files = _weight_map(path / _INDEX)
         else:
             others = sorted(each.name for each in path.glob("*.bin"))
             found = f"only {', '.join(others)}" if others else "neither"
@@ -104,7 +106,10 @@ class Folder:
         config = path / "config.json"
         has_more = config.is_file() and "text_config" in read_json(config)
         name_of = _name_alone if has_more else str
-        self._stored = {name: stored for stored in self._files if (name := name_of(stored))}
+        self._stored: dict[str, str] = {}
+        for name, stored in ((name_of(stored), stored) for stored in self._files):
+            if name and self._stored.setdefault(name, stored) != stored:
+                raise _unclear(path, name, [self._stored[name], stored])
         self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -209,31 +214,44 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     one that the model, a ``ForCausalLM``, does not have is under its own name.
 
     Raises:
-        ValueError: the family's folders need a conversion that is not made here.
+        ValueError: the family's folders need a conversion that is not made here, or tensors of the
+            folder would take each other's place.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix, state = model.base_model_prefix, model.state_dict()
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    sources: dict[str, Tiles] = {}
-    converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in sorted(folder.names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state:
             # Named as in the model already, where a renaming would lead elsewhere.
             as_it_is, _ = rename_source_key(key, [], [], prefix, state)
             name, pattern = (as_it_is, None) if as_it_is in state else (name, pattern)
-        if pattern is None:
-            sources[name] = Tiles(folder, {key: (0,) * len(folder.shape(key))}, 0)
+        found[name][pattern].append(key)
+    sources: dict[str, Tiles] = {}
+    for name, by_part in found.items():
+        first, *others = (key for keys in by_part.values() for key in keys)
+        if None not in by_part:
+            sources[name] = _tiles(folder, name, by_pattern[next(iter(by_part))], by_part)
+        elif others and name in state:
+            raise _unclear(folder.path, name, [first, *others])
         else:
-            converted[name][pattern].append(key)
-    for name, keys in converted.items():
-        sources[name] = _tiles(folder, by_pattern[next(iter(keys))], keys)
+            sources[name] = Tiles(folder, {first: (0,) * len(folder.shape(first))}, 0)
     return sources
 
 
-def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]]) -> Tiles:
+def _unclear(path: Path, name: str, stored: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"{path} holds {', '.join(stored[:3])} as {name}. A parameter has one name, and experts are"
+        " numbered from 0: one would take the place of another. Download or copy the folder again."
+    )
+
+
+def _tiles(
+    folder: Folder, name: str, converter: WeightConverter, keys: Mapping[Any, list[str]]
+) -> Tiles:
     """A parameter that is stacked along a new first dim, joined along another, or both."""
     operations = list(converter.operations)
     stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
@@ -248,6 +266,10 @@ def _tiles(folder: Folder, converter: WeightConverter, keys: dict[str, list[str]
         )
     corners, offset = {}, 0
     for pattern in (each for each in converter.source_patterns if each in keys):
+        numbers = tuple(map(str, range(len(keys[pattern]))))
+        parts = zip(*(key.split(".") for key in keys[pattern]), strict=False)
+        if numbers not in parts if stacks else len(numbers) > 1:
+            raise _unclear(folder.path, name, keys[pattern])
         for number, key in enumerate(keys[pattern]):
             shape = (1, *folder.shape(key)) if stacks else folder.shape(key)
             corner = [0] * len(shape)

@@ -183,6 +183,7 @@ ENTRY = {"documents": [[1]], "weight": 1.0}
         ([{"documents": [[1]]}], r"mixture\[0\]=.*: give documents and weight, and besides"),
         ([ENTRY, {**ENTRY, "wieght": 1}], r"mixture\[1\]=.*besides only repeat"),
         ([{**ENTRY, "weight": 0}], r"mixture\[0\]: weight=0 is out of range"),
+        ([{**ENTRY, "weight": 1e308}], r"weight=1e\+308 is out of range. Give .* to 1e\+18"),
         ([{**ENTRY, "weight": "much"}], r"mixture\[0\]: weight='much' is of type str"),
         ([{**ENTRY, "repeat": "no"}], r"mixture\[0\]: repeat='no' is of type str"),
         ([{**ENTRY, "documents": {"mixture": [ENTRY]}}], r"mixture\[0\] is a mixture itself"),

@@ -5,6 +5,8 @@ Stored tensors as transformers' conversions put them together.
 
 from __future__ import annotations
 
+import json
+
 import huggingface_hub
 import pytest
 import torch
@@ -21,10 +23,12 @@ from lightning_wlb.models.huggingface.safetensors_folder import (
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
 
+NAME = "model.safetensors"
+
 
 def test_rectangles_of_tensors(tmp_path):
     values = torch.arange(24).view(4, 6)
-    save_file({"a": values, "b": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    save_file({"a": values, "b": torch.tensor(3.0)}, tmp_path / NAME)
     folder = Folder(tmp_path)
     assert folder.names == {"a", "b"}
     assert folder.shape("a") == (4, 6)
@@ -92,9 +96,48 @@ def test_a_family_whose_parameters_are_cut_from_stored_tensors_is_refused(tmp_pa
 def test_stored_tensors_that_leave_a_part_of_a_parameter_out_are_refused(tmp_path):
     """It would be trained with whatever the memory held."""
     model = write(tmp_path, tiny("mixtral"))
-    stored = load_file(tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / NAME)
     name = next(each for each in stored if each.endswith("1.block_sparse_moe.experts.0.w3.weight"))
     stored[name] = stored[name][:, :1].clone()
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / NAME)
     with pytest.raises(ValueError, match="together do not fill a tensor of shape"):
+        find_sources(Folder(tmp_path), model)
+
+
+def test_one_file_is_read_before_an_index_as_transformers_does(tmp_path):
+    old, new = torch.zeros(2), torch.ones(2)
+    save_file({"a": old}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(Folder(tmp_path).read("a"), old)
+    save_file({"a": new}, tmp_path / NAME)
+    assert torch.equal(Folder(tmp_path).read("a"), new)
+
+
+def test_names_that_are_one_parameter_are_refused(tmp_path):
+    model = write(tmp_path, tiny("llama"))
+    stored = load_file(tmp_path / NAME)
+    stored["norm.weight"] = stored["model.norm.weight"] * 2  # transformers knows both names
+    save_file(stored, tmp_path / NAME)
+    with pytest.raises(ValueError, match=r"norm\.weight as model\.norm\.weight\. A"):
+        find_sources(Folder(tmp_path), model)
+
+
+def test_two_tensors_of_one_name_in_the_language_model_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {}}')
+    twice = {"model.language_model.norm.weight": torch.ones(2)}
+    save_file(twice | {"language_model.model.norm.weight": torch.zeros(2)}, tmp_path / NAME)
+    with pytest.raises(ValueError, match=r"as model\.norm\.weight\. A parameter has"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize("first", ["5", "01", "two"])
+def test_experts_that_are_not_numbered_from_0_are_refused(first, tmp_path):
+    """They would be stacked in order, each in the place of another."""
+    model = write(tmp_path, tiny("mixtral"))
+    stored = load_file(tmp_path / NAME)
+    there, moved = (f"1.block_sparse_moe.experts.{each}." for each in (0, first))
+    renamed = {name.replace(there, moved): each for name, each in stored.items()}
+    save_file(renamed, tmp_path / NAME)
+    with pytest.raises(ValueError, match=r"as model\.layers\.1\.mlp\.experts\..*from 0"):
         find_sources(Folder(tmp_path), model)
