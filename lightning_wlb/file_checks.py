@@ -2,9 +2,10 @@
 
 A FIFO, a device, or a link to one, lets whoever opens it wait for ever or read without end. All
 that reads a cache, a manifest, a store, a profile, a tokenizer's or a model's folder asks here
-first (SECURITY.md lists them). Nobody else can have put anything into a folder of one's own
-(:func:`own_folder`), and in it no link is followed. Where a library opens a file by its name, the
-name is looked at just before: who may write to the folder can still exchange the file then.
+first (SECURITY.md lists them). Nobody else can have put anything into a folder of one's own, or can
+exchange it (:func:`own_folder`), and in it no link is followed. Where a library opens a file by its
+name, the name is looked at just before: who may write to the folder can still exchange the file
+then.
 
 Cost: two system calls a file. Owners are not looked at on systems that have none, as Windows.
 """
@@ -181,30 +182,76 @@ def hub_is_out_of_reach() -> bool:
     return False
 
 
-def own_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o700) -> Path:
-    """Make a folder and its parents, or check one into which only its owner can have put anything.
+def own_folder(path: Path, mode: int = 0o700) -> Path:
+    """Make a folder and its parents, or check one into which only this user can put anything.
 
-    A new one has this ``mode``; one of this user's that lets others do more is narrowed. It may
-    also belong to one of ``owners``.
+    Nor can anybody else exchange it (:func:`check_parents`), so what is written in it lies in it. A
+    new one has this ``mode``; one that lets others do more is narrowed. Returns its path without
+    links.
 
     Raises:
         OSError: it cannot be made or looked at.
-        ValueError: it is a link or something else, another user's, or others may write to it.
+        ValueError: it is a link or something else, another user's, or others may write to it or
+            exchange it.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.parent.resolve() / path.name
+    check_parents(path)
     if not os.path.lexists(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode, exist_ok=True)
+    status = path.lstat()
+    rights = stat.S_IMODE(status.st_mode)
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == my_user()
+    if mine and rights & ~mode & 0o077 and not (rights & ~mode & 0o022 and any(path.iterdir())):
+        path.chmod(rights & (mode | 0o7700))
+    return check_folder(path, mode=mode)
+
+
+def check_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o755) -> Path:
+    """Refuse a folder that is not this user's, nor one of ``owners``', alone; changes nothing.
+
+    Raises:
+        OSError: it cannot be looked at.
+        ValueError: it is a link or something else, another user's, or others have more than
+            ``mode`` says.
+    """
     status = path.lstat()
     check_owner(status, path, owners)
     if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is {_kind(status)}, not a folder. Remove it.")
-    rights = stat.S_IMODE(status.st_mode)
-    if hasattr(os, "geteuid") and rights & ~mode & 0o077:
-        written = rights & ~mode & 0o022 and any(path.iterdir())
-        if written or status.st_uid != my_user():
-            raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
-        path.chmod(rights & (mode | 0o7700))
+    if hasattr(os, "geteuid") and status.st_mode & ~mode & 0o077:
+        raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
     return path
+
+
+def check_parents(path: Path, owners: Iterable[int] = ()) -> None:
+    """Refuse a path without links that somebody else could exchange for another.
+
+    That is who may rename in one of its parents: they must belong to this user, root or one of
+    ``owners``, and others may write to none but a sticky one. (OpenSSH asks this of its keys.)
+    """
+    # In a user namespace root may have another number; whoever owns "/" can do anything.
+    trusted = {my_user(), 0, Path("/").stat().st_uid, *owners}
+    for parent in path.parents if hasattr(os, "geteuid") else ():
+        status = parent.stat()
+        shared = status.st_mode & (stat.S_IWOTH if _group_is_its_owners(status) else 0o022)
+        if status.st_uid not in trusted or (shared and not status.st_mode & stat.S_ISVTX):
+            raise ValueError(
+                f"{parent} may be written to by others, who could exchange {path} (user"
+                f" {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}). Use a folder elsewhere."
+            )
+
+
+def _group_is_its_owners(status: os.stat_result) -> bool:
+    """Whether a file's group has its owner's name and no other member, as made for each user."""
+    try:
+        import grp  # not on Windows
+        import pwd
+
+        group, owner = grp.getgrgid(status.st_gid), pwd.getpwuid(status.st_uid).pw_name
+    except (ImportError, KeyError):
+        return False
+    return group.gr_name == owner and not {*group.gr_mem} - {owner}
 
 
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:

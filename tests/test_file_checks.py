@@ -1,11 +1,14 @@
 """What may be read as a file: each reader refuses what would hang it, with a sentence."""
 
+import grp
 import json
 import os
+import pwd
 import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,12 +163,35 @@ class TestOwnFolder:
         mine = os.geteuid()
         tmp_path.chmod(0o755)
         monkeypatch.setattr(file_checks, "my_user", lambda: mine + 1)
-        with pytest.raises(ValueError, match=f"belongs to user {mine}, and this process to user"):
-            file_checks.own_folder(tmp_path)
-        assert file_checks.own_folder(tmp_path, [mine], 0o755) == tmp_path
+        for check in (file_checks.check_folder, file_checks.own_folder):
+            with pytest.raises(ValueError, match=f"user {mine}, (and this process|mode 7)"):
+                check(tmp_path)
+        assert file_checks.check_folder(tmp_path, [mine]) == tmp_path
         tmp_path.chmod(0o775)
         with pytest.raises(ValueError, match="may be written to by others"):
-            file_checks.own_folder(tmp_path, [mine], 0o755)
+            file_checks.check_folder(tmp_path, [mine])
+
+    def test_nobody_else_may_rename_in_what_leads_there(self, tmp_path, monkeypatch) -> None:
+        mine, path = os.geteuid(), tmp_path / "a/b"
+        (tmp_path / "a").mkdir()
+        (tmp_path / "link").symlink_to("a")
+        for mode, taken in ((0o757, False), (0o1777, True), (0o755, True)):
+            (tmp_path / "a").chmod(mode)
+            if taken:
+                assert file_checks.own_folder(tmp_path / "link/b") == path
+                path.rmdir()
+                continue
+            with pytest.raises(ValueError, match=f"a may be .* who could exchange {path} .*757"):
+                file_checks.own_folder(tmp_path / "link/b")
+            assert not path.exists()
+        # A group of the owner's own name, in which nobody else is, is the owner.
+        group = SimpleNamespace(gr_name=pwd.getpwuid(mine).pw_name, gr_mem=[])
+        monkeypatch.setattr(grp, "getgrgid", lambda number: group)
+        (tmp_path / "a").chmod(0o775)
+        file_checks.check_parents(path)
+        group.gr_mem.append("another")
+        with pytest.raises(ValueError, match="could exchange"):
+            file_checks.check_parents(path)
 
     def test_nothing_takes_its_place(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "fifo")

@@ -122,7 +122,8 @@ def write(
     listed = Manifest(kind, save, ranks, step, float(time.time()), files, by)
     content = {"format": FORMAT, **asdict(listed)}
     whole = {"content": content, "crc32": _checksum(content)}
-    (folder / NAME).write_text(json.dumps(whole, indent=1))
+    with (folder / NAME).open("x") as file:  # never through a link
+        file.write(json.dumps(whole, indent=1))
     durable(folder / NAME)
     sync_folder(folder)
 

@@ -1,10 +1,10 @@
 """Folders that are made of files once and kept: their names say what they were made of.
 
-They lie in the user's cache folder, or beside the file that they are made of, and are read only
-where nobody else can have put anything: the cache folder is this user's alone (mode 0700, no link),
-and one beside a file is this user's or that of the file's owner, who says what the file holds.
-Where neither can be used, each process makes them anew in a temporary folder of its own, which goes
-when the process ends.
+They lie in the user's cache folder, or beside the file that they are made of, and are written only
+where nobody else can put anything or exchange a folder meanwhile: what is written there would lie
+elsewhere. They are read there, and beside a file where that is so but for the file's owner, who
+says what the file holds. Where neither can be used, each process makes them anew in a temporary
+folder of its own, which goes when the process ends.
 
 A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
 one leaves nothing behind that could be taken for whole. A record in it holds its whole name and the
@@ -57,12 +57,14 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         key: the folder's name, which holds whatever the content depends on.
         build: fills an empty folder with files.
         source: the file that the content is made of, beside which it is kept (:data:`BESIDE`) if
-            one may write there. Otherwise, or with None, it is kept in the user's cache folder, or
-            in a temporary one.
+            this user may write there, and nobody else may in the folders that lead there.
+            Otherwise, or with None, it is kept in the user's cache folder, or in a temporary one.
     """
     for root, owners, mode in _places(source):
         if _is_whole(root / key, owners):
             return root / key
+        if owners:
+            continue
         try:
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         except OSError:
@@ -80,7 +82,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             with suppress(OSError):
                 aside.rename(root / key)
             # Else another rank was first, or what is there is damaged: others may replace it, too.
-            if _is_whole(root / key, owners):
+            if _is_whole(root / key):
                 return root / key
             with suppress(OSError):
                 (root / key).rename(damaged)
@@ -104,20 +106,26 @@ def remove(path: Path) -> None:
 def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:
     """Yield folders to look and to build in, the best first: path, other trusted owners, mode.
 
-    The mode is for what is built there: who may read the source file may read what is beside it.
+    Nothing is built where others are trusted. The mode is for what is built: who may read the
+    source file may read what is beside it.
     """
     if source is not None:
-        status = source.stat()
-        owner = [status.st_uid]
-        with suppress(OSError, ValueError):
-            folder = file_checks.own_folder(source.parent / BESIDE, owner, 0o755)
+        folder, status = source.parent.resolve() / BESIDE, source.stat()
+        try:
+            file_checks.own_folder(folder, 0o755)
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                file_checks.check_parents(folder, [status.st_uid])
+                file_checks.check_folder(folder, [status.st_uid])
+                yield folder, [status.st_uid], 0
+        else:
             # For the file's group only where that is also the group of what is made.
             group = folder.stat().st_gid == status.st_gid == os.getegid()
             readers = status.st_mode & (0o044 if group or status.st_mode & 0o004 else 0)
-            yield folder, owner, 0o700 | readers | readers >> 2
+            yield folder, [], 0o700 | readers | readers >> 2
     folder = Path(user_cache_dir("lightning_wlb"))
     try:
-        file_checks.own_folder(folder)
+        folder = file_checks.own_folder(folder)
     except (OSError, ValueError) as error:
         problem = str(error)
     else:
@@ -143,12 +151,12 @@ def _temporary_folder(problem: str, process: int) -> Path:
     return folder
 
 
-def _is_whole(folder: Path, owners: Iterable[int]) -> bool:
+def _is_whole(folder: Path, owners: Iterable[int] = ()) -> bool:
     """Whether a folder is there as it was built; a warning says why one is not."""
     if not os.path.lexists(folder):
         return False
     try:
-        file_checks.own_folder(folder, owners, 0o755)
+        file_checks.check_folder(folder, owners)
         record = file_checks.read_json(folder / _RECORD, links=False)
         there = {each.name: each for each in folder.iterdir() if each.name != _RECORD}
         if record["key"] != folder.name or record["files"].keys() != there.keys():

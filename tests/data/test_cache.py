@@ -125,7 +125,7 @@ def test_ranks_that_replace_the_same_damage_all_have_it_whole(root: Path, monkey
     made.joinpath("made").write_text("damaged")
     look, looks = cached._is_whole, []
 
-    def racing(folder: Path, owners: Any) -> bool:
+    def racing(folder: Path, owners: Any = ()) -> bool:
         whole = look(folder, owners)
         looks.append(whole)
         if looks == [False, False]:  # what this rank would rename is damaged no more
@@ -184,6 +184,41 @@ def test_beside_a_file_its_owner_is_believed_and_nobody_else(root: Path, tmp_pat
         made = built_once("key", build, folder / "source")
         assert (made / "made").read_text() == words
     assert made.parent == root
+
+
+@needs_root
+def test_nothing_is_built_in_another_users_folder(root: Path, tmp_path: Path) -> None:
+    """That user could exchange the folder for another, with a link in it."""
+    (tmp_path / "theirs").mkdir()
+    source = tmp_path / "theirs/source"
+    source.touch()
+    for path in (source, source.parent):
+        os.chown(path, NOBODY, NOBODY)
+    assert built_once("key", build, source).parent == root
+    assert list(source.parent.iterdir()) == [source]
+    poisoned(tmp_path / BESIDE).parent.rename(source.parent / BESIDE)
+    os.chown(source.parent / BESIDE, NOBODY, NOBODY)
+    assert (built_once("key", build, source) / "made").read_text() == "theirs"
+
+
+@pytest.mark.parametrize(("mode", "beside"), [(0o777, False), (0o1777, True), (0o755, True)])
+def test_nothing_is_built_where_others_could_exchange_it(
+    mode: int, beside: bool, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "share/mine").mkdir(parents=True)
+    (tmp_path / "share").chmod(mode)
+    for source in (tmp_path / "share/source", tmp_path / "share/mine/source"):
+        source.touch()
+        made = built_once("key", build, source)
+        assert made.parent == (source.parent / BESIDE if beside else root)
+        assert beside or not (source.parent / BESIDE).exists()
+
+
+def test_the_users_cache_folder_is_asked_the_same(root: Path, tmp_path: Path) -> None:
+    root.parent.mkdir()
+    root.parent.chmod(0o777)
+    with pytest.warns(match=rf"{root.parent} may be written to by others, who could exchange"):
+        assert built_once("key", build).parent.parent == tmp_path / "temporary"
 
 
 @pytest.mark.parametrize(("mode", "kept"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])

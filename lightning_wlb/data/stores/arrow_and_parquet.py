@@ -6,10 +6,10 @@ says its vocabulary. Compressed Arrow files cannot be mapped and are refused.
 
 :class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
 unpack all those of its row group. So the columns of tokens and masks are written once as an Arrow
-stream, row group by row group, into the folder ``.lightning_wlb`` beside the file (or, where one
-may not write there, the user's cache folder), and mapped from there. The name of that copy holds
-the file's size and time of change: a file that was changed is read again, and the older copy beside
-it is removed.
+stream, row group by row group, into the folder ``.lightning_wlb`` beside the file (or, where this
+user may not write there or others may exchange that folder, the user's cache folder), and mapped
+from there. The name of that copy holds the file's size and time of change: a file that was changed
+is read again, and the older copy beside it is removed.
 
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
@@ -254,18 +254,20 @@ class ParquetDocuments(ArrowDocuments):
                 # An archive sets sizes and times, and may bring a copy; this time it cannot set.
                 changed = path.stat().st_ctime_ns
                 key = prefix + fingerprint([path], path.parent, path.resolve(), changed)
-                made = built_once(key, lambda folder: _write(folder, parquet, columns, path), path)
+
+                def build(folder: Path) -> None:
+                    _write(folder, parquet, columns, path)
+                    # Beside the file its name is its own, in the user's cache it may be another's.
+                    for older in folder.parent.iterdir() if folder.parent.name == BESIDE else ():
+                        if older.name.startswith(prefix) and older.name != key:
+                            remove(older)
+
+                return built_once(key, build, path) / "data.arrow"
         except (pa.ArrowException, OSError) as error:
             raise ValueError(
                 f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
                 " something else. Make it again."
             ) from error
-        # Beside the file its name is its own; the user's cache may hold such a name of elsewhere.
-        if made.parent.name == BESIDE:
-            for older in made.parent.iterdir():
-                if older.name.startswith(prefix) and older != made:
-                    remove(older)
-        return made / "data.arrow"
 
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
@@ -282,7 +284,8 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     if needed > free:
         raise ValueError(
             f"{path} unpacks to {needed:,} bytes, and where these are kept, {folder.parent}, are"
-            f" {free:,} left. Make room, or check the file."
+            f" {free:,} left. Make room, let XDG_CACHE_HOME name another folder of yours, or check"
+            " the file."
         )
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):

@@ -186,7 +186,7 @@ def _aside(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing under a hidden name, and rename it when all of it is written."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     try:
-        with aside.open("wb") as file:
+        with aside.open("xb") as file:  # never through a link
             yield file
             file.flush()
             os.fsync(file.fileno())
