@@ -63,9 +63,9 @@ TIMED = [
 COMPARED = [
     Asked("550m", 32 * K, 8, 8), Asked("7b", 8 * K, 8, 16), Asked("7b", 32 * K, 8, 4),
     Asked("7b", 128 * K, 8, 2), Asked("7b", 64 * K, 12, 6), Asked("7b", 32 * K, 16, 8),
-    Asked("7b", 128 * K, 16, 4), Asked("llama3-8b", 32 * K, 16, 8),
-    Asked("llama3-8b", 64 * K, 24, 6), Asked("llama3-8b", 128 * K, 32, 8),
-    Asked("30b", 32 * K, 32, 8), Asked("30b", 128 * K, 32, 4),
+    Asked("7b", 128 * K, 16, 4), Asked("llama3-8b", 32 * K, 8, 4),
+    Asked("llama3-8b", 32 * K, 16, 8), Asked("llama3-8b", 64 * K, 24, 6),
+    Asked("30b", 32 * K, 16, 4), Asked("30b", 128 * K, 16, 2),
 ]  # fmt: skip
 
 

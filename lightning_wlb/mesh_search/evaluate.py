@@ -212,8 +212,8 @@ class Evaluation:
                 predictor, self._scorer, mesh=replace(mesh, data=mesh.data // parts)
             )
             (plan,) = plan_steps(planner, 1)
-            _, simulations, peak = predictor.simulate(plan.replicas)
-            ns, tokens = max(each.total_ns for each in simulations), parts * plan.tokens
+            ns, peak = self._scorer(plan.replicas)
+            tokens = parts * plan.tokens
         self.ps, self.fits = 1000 * ns // tokens, peak <= predictor.usable_bytes
 
     @property

@@ -193,9 +193,10 @@ def _raced(
             done += number * len(going_on)
             tell("simulating meshes", done, (steps + 1) * len(going_on))
             made.go_on(number)
-        least = min((made.ps for made in going_on if made.fits), default=0)
+        best = sorted(made.ps for made in going_on if made.fits)[:2] or [0]
         simulated = number * micro_batches or min(micro_batches, SAMPLED)
-        most = least * (CLOSE + NOISE / math.sqrt(simulated))
+        # The second goes on too, to be named beside the best.
+        most = max(best[0] * (CLOSE + NOISE / math.sqrt(simulated)), best[-1])
         ran, going_on = going_on, []
         for made in ran:
             if made.fits and (made.ps <= most or number == steps):

@@ -48,6 +48,7 @@ from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.layer_split import split_stages
+from lightning_wlb.schedule.packflow import backward_orders
 from lightning_wlb.schedule.programs import (
     check_stages,
     make_programs,
@@ -212,13 +213,12 @@ class Predictor:
         self, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
     ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
         """[replicas][ranks], the actions of each rank; and what they free (:meth:`.freed`)."""
-        mesh = self.latency.mesh
+        ranks, virtual = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
+        orders = backward_orders(replicas)
         programs = [
             [
-                program_of(
-                    self.schedule, rank, mesh.pipeline, mesh.virtual_stages, replicas, number
-                )
-                for rank in range(mesh.pipeline)
+                program_of(self.schedule, rank, ranks, virtual, replicas, number, orders)
+                for rank in range(ranks)
             ]
             for number in range(len(replicas))
         ]

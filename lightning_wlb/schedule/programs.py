@@ -80,6 +80,7 @@ def program_of(
     virtual_stages: int,
     replicas: Sequence[ReplicaPlan],
     number: int,
+    orders: Sequence[tuple[list[int], list[int]]] = (),
 ) -> list[Action]:
     """What one rank of a replica does in a step.
 
@@ -93,6 +94,7 @@ def program_of(
         virtual_stages: V.
         replicas: plans of all replicas.
         number: which replica the rank belongs to.
+        orders: :func:`.backward_orders` of the replicas, if they are known.
 
     Raises:
         ValueError: for shared micro-batches with virtual stages; and as :func:`check_stages`.
@@ -107,5 +109,5 @@ def program_of(
             " would meet in different orders. Use schedule='1f1b', or a packing that does not"
             " merge replicas."
         )
-    order = backward_orders(replicas)[number] if merged else backward_order(replica)
+    order = (orders or backward_orders(replicas))[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)

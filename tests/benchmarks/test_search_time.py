@@ -10,7 +10,7 @@ from lightning_wlb.mesh_search.search import legal_meshes
 def test_settings_are_eight_to_time_and_twelve_to_compare() -> None:
     assert (len(TIMES), len(REGRETS)) == (8, 12)
     assert {asked.devices for asked in TIMES.values()} == {64, 1024}
-    assert {asked.devices for asked in REGRETS.values()} == {8, 12, 16, 24, 32}
+    assert {asked.devices for asked in REGRETS.values()} == {8, 12, 16, 24}
 
 
 def test_of_close_meshes_the_one_with_less_communication_is_chosen() -> None:

@@ -91,6 +91,8 @@ def test_meshes_that_fall_behind_are_not_simulated_to_the_end(
     assert to_the_end == {row.mesh for row in found.rows}
     assert len(to_the_end) < len({mesh for mesh, _ in ran})
     assert found == choose_mesh(asked)
+    monkeypatch.setattr(search, "NOISE", -1.0)  # all are behind, but two go on
+    assert choose_mesh(asked).rows[:2] == found.rows[:2]
     # Nobody is behind who could be behind by chance: then the end is the same.
     monkeypatch.setattr(search, "NOISE", 1.0)
     everyone = choose_mesh(asked)
