@@ -186,7 +186,7 @@ def _raced(
 
     Where none is left of those ahead, those that had fallen behind go on (``sampled``).
     """
-    behind: list[Evaluation] = []
+    left: list[Evaluation] = []
     steps, micro_batches = request.steps, request.data.micro_batches
     for number in range(sampled, steps + 1):
         for done, made in enumerate(going_on):
@@ -197,19 +197,15 @@ def _raced(
         simulated = number * micro_batches or min(micro_batches, SAMPLED)
         # The second goes on too, to be named beside the best.
         most = max(best[0] * (CLOSE + NOISE / math.sqrt(simulated)), best[-1])
-        ran, going_on = going_on, []
-        for made in ran:
-            if made.fits and (made.ps <= most or number == steps):
-                going_on.append(made)
-            elif made.fits or number == 0:  # the sample of a mesh that fits may be too large
-                behind.append(made)
-            else:
-                reasons.setdefault(TOO_LARGE, []).append(made.mesh)
-    if behind and not going_on:
-        return _raced(request, behind, reasons, tell, sampled=True)
-    for made in behind:
-        reasons.setdefault(BEHIND if made.fits else TOO_LARGE, []).append(made.mesh)
-    return going_on
+        ahead = [made for made in going_on if made.fits and (made.ps <= most or number == steps)]
+        left += [made for made in going_on if made not in ahead]
+        going_on = ahead
+    # The sample of a mesh that fits may be too large.
+    again = [] if going_on else [made for made in left if made.fits or not made.steps]
+    for made in left:
+        if made not in again:
+            reasons.setdefault(BEHIND if made.fits else TOO_LARGE, []).append(made.mesh)
+    return _raced(request, again, reasons, tell, sampled=True) if again else going_on
 
 
 def _pruned(
