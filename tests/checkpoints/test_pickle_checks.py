@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
@@ -170,6 +171,32 @@ def test_what_a_checkpoint_holds_is_read_as_torch_reads_it() -> None:
         assert load_plain(written(Trusted())).kept == 1
     with pytest.raises(pickle.UnpicklingError, match=r"it calls .*Trusted"):
         load_plain(written(Trusted()))
+
+
+class Called:
+    """Calls something when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_classes_that_torch_trusts_by_itself_are_not_called(tmp_path, monkeypatch) -> None:
+    """A mesh begins a process group while it is read, and waits for ranks that read nothing."""
+    monkeypatch.setattr(DeviceMesh, "__init__", lambda *_: pytest.fail("a mesh was made"))
+    assert DeviceMesh in torch.serialization.get_safe_globals()
+    for value in (Called(DeviceMesh, "cpu", [0]), DeviceMesh):
+        with pytest.raises(pickle.UnpicklingError, match=r"names torch\S+device_mesh.DeviceMesh"):
+            load_plain(written({"a": value}))
+    folder = tmp_path / "run.ckpt"
+    save(folder, 1.0)
+    rest = torch.load(folder / "meta.pt", weights_only=True)
+    torch.save(rest | {"callbacks": Called(DeviceMesh, "cpu", [0])}, folder / "meta.pt")
+    list_anew(folder)
+    with pytest.raises(ValueError, match=r"meta.pt cannot be read .* names .*DeviceMesh"):
+        load(folder)
 
 
 MEMO = b"r" + struct.pack("<I", 30_000_000)
