@@ -231,21 +231,21 @@ class MemoryModel:
             recompute: what the micro-batches recompute.
             segments: of the rank's attention.
         """
-        most: _Sizes = parts.head * self._head_transient_bytes(rows)
+        most: _Sizes = parts.head * self.head_transient_bytes(rows)
         for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
             if count:
-                inside = self._transient_bytes(layer, rows, keys, recompute, segments)
+                inside = self.layer_transient_bytes(layer, rows, keys, recompute, segments)
                 most = np.maximum(most, inside)
         return most
 
-    def _head_transient_bytes(self, rows: _Sizes) -> _Sizes:
+    def head_transient_bytes(self, rows: _Sizes) -> _Sizes:
         """A chunk's logits, their gradient for half types, and the gradient of the matrix."""
         words = self.shape.vocab_size // self.mesh.tensor
         logits: _Sizes = np.minimum(rows, chunk_rows(words, self.accelerator)) * words
         narrow = self._width if self._width < self._wide else 0
         return (self._wide + narrow) * (logits + words * self.shape.dim)
 
-    def _transient_bytes(
+    def layer_transient_bytes(
         self,
         layer: LayerShape,
         rows: _Sizes,
@@ -253,6 +253,7 @@ class MemoryModel:
         recompute: Recompute,
         segments: _Sizes | int,
     ) -> _Sizes:
+        """Most that lives only inside one pass of a layer; see :meth:`transient_bytes`."""
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows, kept=True)
         result += (recompute == "full") * self._attention_half(layer, rows, kept=True)

@@ -110,23 +110,18 @@ class StepMemory:
         ).reshape(-1, 3)
         modes = np.array(_modes(costs, mode), dtype=np.int64)
         inside = np.zeros((len(costs), len(self.parts)), np.int64)
+        model, kinds = self.model, self.model.shape.kinds
+        has = np.array(self.layers).T > 0  # [kinds, stages]
         for number in set(modes.tolist()):
             alike = modes == number
             rows, keys, segments = sizes[alike].T
-            of_parts = {
-                parts: self.model.transient_bytes(parts, rows, keys, MODES[number], segments)
-                for parts in set(self._inside_parts)
-            }
-            inside[alike] = np.stack([of_parts[parts] for parts in self._inside_parts], axis=1)
+            of_kinds = [
+                model.layer_transient_bytes(layer, rows, keys, MODES[number], segments)
+                for layer in kinds
+            ]
+            inside[alike] = (np.stack(of_kinds)[:, :, None] * has[:, None]).max(axis=0)
+            inside[alike, -1] = np.maximum(inside[alike, -1], model.head_transient_bytes(rows))
         return inside
-
-    @cached_property
-    def _inside_parts(self) -> tuple[StageParts, ...]:
-        """What of each stage decides :meth:`inside`: the kinds of its layers, and the head."""
-        return tuple(
-            StageParts(tuple(min(count, 1) for count in parts.layers), head=parts.head)
-            for parts in self.parts
-        )
 
     def key_gradients(self, costs: Sequence[MicroBatchCost]) -> Integers:
         """Gradients of keys and states for later slices, int64 [micro-batches, stages]."""
