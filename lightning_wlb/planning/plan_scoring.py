@@ -306,7 +306,8 @@ class ProfileScorer:
                     constant,
                 )
                 fitting[group, constant] = [
-                    replace(each, costs=costs) for each, costs in zip(group, found, strict=True)
+                    replace(each, costs=costs, alike=each)
+                    for each, costs in zip(group, found, strict=True)
                 ]
         return StepTotals(
             self.predictor,

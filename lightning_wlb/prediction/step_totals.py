@@ -189,11 +189,13 @@ class ReplicaTotals:
         predictor: one that :func:`has_totals`.
         replica: its plan.
         costs: the costs of its micro-batches.
+        alike: the totals of the same plan with other costs, whose order is the same.
     """
 
     predictor: Predictor
     replica: ReplicaPlan
     costs: Sequence[MicroBatchCost]
+    alike: ReplicaTotals | None = None
 
     @cached_property
     def shares(self) -> bool:
@@ -203,7 +205,7 @@ class ReplicaTotals:
     @cached_property
     def order(self) -> ActionOrder:
         """The order of the replica's actions; of one that shares its step decides."""
-        return orders_of([self.replica])[0]
+        return self.alike.order if self.alike else orders_of([self.replica])[0]
 
     @cached_property
     def ends(self) -> Ends:
