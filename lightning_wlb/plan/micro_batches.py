@@ -201,4 +201,4 @@ class ReplicaPlan:
 
     def tokens_of(self, micro_batch: MicroBatch) -> int:
         """New tokens of a micro-batch, over its whole context-parallel group."""
-        return sum(self.slices[index].tokens for index in micro_batch.slices)
+        return sum([stop - start for _, _, start, stop in self.slices_of(micro_batch)])

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import get_args
 
 from lightning_wlb.plan.micro_batches import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
 from lightning_wlb.plan.pipeline_scheme import Scheme, alike, check_schemes
+
+_MODES = get_args(Recompute)
 
 
 def check(
@@ -94,27 +97,23 @@ def _check_pieces(step: int, pieces: Sequence[Piece]) -> None:
 
 def _check_coverage(step: int, replicas: Sequence[ReplicaPlan], pieces: Sequence[Piece]) -> None:
     """Every token of every released piece is in exactly one slice, and no other token is."""
-    parts: dict[tuple[int, int], set[Slice]] = defaultdict(set)
-    for replica in replicas:
-        for part in replica.slices:
-            parts[part.document, part.origin].add(part)
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for document, origin, start, stop in sorted({*chain(*(each.slices for each in replicas))}):
+        parts[document, origin].append((start, stop))
     for document, origin, stop, _ in pieces:
         at = origin
-        for part in [
-            *sorted(parts.pop((document, origin), ())),
-            Slice(document, origin, stop, stop),
-        ]:
-            if part.start > at:
+        for start, end in [*parts.pop((document, origin), ()), (stop, stop)]:
+            if start > at:
                 raise ValueError(
-                    f"step {step}: tokens [{at}, {part.start}) of document {document} were"
+                    f"step {step}: tokens [{at}, {start}) of document {document} were"
                     " released but are in no slice."
                 )
-            if part.start < at:
+            if start < at:
                 raise ValueError(
-                    f"step {step}: tokens [{part.start}, {at}) of document {document} are in two"
+                    f"step {step}: tokens [{start}, {at}) of document {document} are in two"
                     f" slices, or beyond the end of their piece at {stop}."
                 )
-            at = part.stop
+            at = end
     if parts:
         document, origin = min(parts)
         raise ValueError(
@@ -153,10 +152,10 @@ def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch
     tokens = replica.tokens_of(micro_batch)
     if tokens > cap:
         raise ValueError(f"{where} has {tokens} tokens, more than the cap of {cap}.")
-    if micro_batch.recompute not in get_args(Recompute):
+    if micro_batch.recompute not in _MODES:
         raise ValueError(
             f"{where} has recompute={micro_batch.recompute!r}, which is not one of"
-            f" {', '.join(get_args(Recompute))}."
+            f" {', '.join(_MODES)}."
         )
 
 
@@ -191,6 +190,7 @@ def _check_merged(
     The range counts only replicas that are alike: ``like`` lists these for each replica, itself
     included.
     """
+    # One that only its own replica runs, which `check` knows, has nothing to agree on.
     listed = dict.fromkeys(
         (
             *(number, each.replicas, each.sharding, each.rows, each.recompute),
@@ -198,6 +198,7 @@ def _check_merged(
         )
         for number, replica in enumerate(replicas)
         for each in replica.forward
+        if len(each.replicas) > 1
     )
     for number, members, *contents in listed:
         size = len(members)
