@@ -102,7 +102,7 @@ def row(model: str, devices: int, found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plan what the result does not have yet, and write page and result."""
+    """Plan what the result lacks or has from before overlap, and write page and result."""
     models = sorted(path.stem for path in MODELS.glob("*.yaml"))
     made = report.parser("model_plans", __doc__)
     made.add_argument("--models", nargs="+", choices=models, default=models)
@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
     plans = json.loads(given.output.read_text())["plans"] if given.output.exists() else {}
     for model in given.models:
         for devices in given.devices:
-            if str(devices) not in plans.setdefault(model, {}):
+            known = plans.setdefault(model, {}).get(str(devices))
+            if known is None or known.get("before_overlap"):
                 plans[model][str(devices)] = plan(model, devices)
                 result = json.dumps({"script": "model_plans", "plans": plans})
                 given.output.write_text(result + "\n")
