@@ -151,9 +151,29 @@ def _tensor(found: Record, count: int) -> TensorStorageMetadata:
         if len(corner) != len(size) or any(a > b for a, b in zip(corner, size, strict=True)):
             raise ValueError(f"a chunk up to {corner} of a tensor of {list(size)}")
     volumes = [math.prod(chunk.sizes) for chunk in chunks]
-    if sum(volumes) != math.prod(size) or volumes.count(0) > _MOST_EMPTY:
+    filled = [chunk for chunk, volume in zip(chunks, volumes, strict=True) if volume]
+    full = sum(volumes) == math.prod(size) and _are_apart(filled, len(size))
+    if not full or len(chunks) - len(filled) > _MOST_EMPTY:
         raise ValueError(f"chunks that do not fill a tensor of {list(size)}")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _are_apart(chunks: list[ChunkStorageMetadata], dims: int) -> bool:
+    """Whether cuts part all chunks: through the tensor along dim 0, each slab along dim 1, ...
+
+    So they do where every dim is sharded, as a save makes them. For n chunks O(dims n log n).
+    """
+    slabs = [chunks]
+    for dim in range(dims):
+        whole, slabs = slabs, []
+        for slab in whole:
+            end = 0
+            for chunk in sorted(slab, key=lambda each: each.offsets[dim]):
+                if chunk.offsets[dim] >= end:
+                    slabs.append([])
+                slabs[-1].append(chunk)
+                end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+    return len(slabs) >= len(chunks)
 
 
 def _index(found: Any) -> MetadataIndex:

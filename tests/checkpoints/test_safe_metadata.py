@@ -127,7 +127,31 @@ def places_more(library: Metadata, name: str, *offsets: Any) -> None:
         library.storage_data[MetadataIndex(name, offset)] = place
 
 
+def in_chunks(library: Metadata, *chunks: ChunkStorageMetadata) -> None:
+    """Two rows of three, in other chunks."""
+    resized(library, (2, 3), *chunks)
+    place = library.storage_data.pop(MetadataIndex(NAME, (0, 0)))
+    for number, each in enumerate(chunks):
+        part = replace(place, offset=place.offset + 24 * number, length=24)
+        library.storage_data[MetadataIndex(NAME, each.offsets)] = part
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 1), (1, 2))],
+        [((row, column), (1, 1)) for row in range(2) for column in range(3)],
+        [((0, 2), (2, 1)), ((0, 0), (2, 2)), ((0, 3), (2, 0)), ((1, 1), (0, 1))],
+    ],
+)
+def test_chunks_of_a_mesh_are_read(chunks, folder, library, tmp_path):
+    in_chunks(library, *(chunk(*each) for each in chunks))
+    stored = read(folder, tmp_path, library).state_dict_metadata[NAME]
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks] == chunks
+
+
 HUGE = 10**12
+CORNER = chunk((1, 0), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +179,8 @@ HUGE = 10**12
         (lambda m: resized(m, (2, 3), *[chunk((0, 0), (2, 3))] * 9), "9 chunks, of which"),
         (lambda m: resized(m, (1,) * 65, chunk((0,) * 65, (1,) * 65)), "in place of sizes"),
         (lambda m: empty_chunks(m, 1001), "do not fill"),
+        (lambda m: in_chunks(m, chunk((0, 0), (2, 2)), chunk((0, 1), (1, 2))), "do not fill"),
+        (lambda m: in_chunks(m, chunk((0, 0), (1, 3)), chunk((0, 2), (2, 1)), CORNER), "not fill"),
         (lambda m: m.planner_data.update({NAME: ("model", "1.weight")}), "said to be at"),
         (lambda m: m.state_dict_metadata.update({NAME: [1]}), "in place of TensorStorage"),
         (lambda m: places_more(m, "none", torch.Size([1 << 61])), "not described"),
