@@ -78,6 +78,7 @@ def test_no_line_answers_for_another_step_or_document(tmp_path: Path) -> None:
         ((first.replace('"step":0', '"step":false'),), "line 2: step=False"),
         ((first.replace("[1,0,", "[true,0,"),), "line 2: piece=True"),
         ((first.replace('"rows":', '"rows":1,"rows":'),), "line 2: .*'rows' twice"),
+        ((first.replace('"sharding":"hybrid"', '"sharding":["hybrid"]'),), "line 2: .*sharding="),
     ]:
         path.write_text("\n".join((header, *lines)))
         with pytest.raises(ValueError, match=said):
