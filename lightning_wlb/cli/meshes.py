@@ -5,7 +5,7 @@ with ``original`` and with ``best_fit``, so that the verdict compares each on it
 Everything is simulated from the device profile. Each row that is printed comes out the same when
 its mesh is given.
 
-Cost: ten to thirty seconds for 64 devices, one or two minutes for 1,024.
+Cost: ten to thirty seconds for 64 devices, one to two and a half for 1,024.
 """
 
 from __future__ import annotations
