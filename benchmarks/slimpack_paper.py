@@ -89,11 +89,11 @@ class Case:
         modes: Sequence[Recompute] = get_args(Recompute)
         usable = self.profile.memory_bytes * USABLE_PERCENT // 100
         for mode in modes:
-            plain = self._plans("best_fit", count, lengths, steps, mesh, None, mode)
+            plain = self._plans("best_fit", count, lengths, steps, model, mode)
             made = [model.predict(plan) for plan in plain]
             if max(each.peak_bytes for each in made) <= usable:
                 break
-        plans = self._plans("auto", count, lengths, steps, mesh, model, mode)
+        plans = self._plans("auto", count, lengths, steps, model, mode)
         unlinked = predictor(without_communication(self.profile))
         result: dict[str, Any] = {
             "N": count,
@@ -111,16 +111,16 @@ class Case:
         count: int,
         lengths: np.ndarray,
         steps: int,
-        mesh: Mesh,
-        model: Predictor | None,
+        model: Predictor,
         mode: Recompute,
     ) -> list[StepPlan]:
         planner = Planner(
             lengths,
             DataSettings(self.window, count, packing=packing, cap=self.window, shuffle=False),
             Work.of(SHAPES[self.model]),
-            mesh,
-            scorer=None if model is None else ProfileScorer(model, mode),
+            model.latency.mesh,
+            kernel_cost=model.latency.segment_cost,  # as in a run that has the profile
+            scorer=ProfileScorer(model, mode) if packing == "auto" else None,
             activation_checkpointing=mode,
         )
         return plan_steps(planner, steps)

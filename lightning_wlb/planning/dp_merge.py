@@ -5,7 +5,9 @@ aligned power-of-two set of replicas, whose context-parallel groups act as one: 
 which each replica's part is within that share. Where memory is known, a piece that one replica
 cannot hold is shared by as many as can hold it together, whatever its work. Pieces with the largest
 sets are placed first, among them those with the most work, each on the set whose busiest member has
-the least work. The other pieces are then dealt one by one to the replica with the least work.
+the least work. The other pieces are then dealt one by one to the replica with the least work. Where
+they are dealt again with less work for some replicas, the long ones stay where they were: if these
+changed places, recomputation and the pipelines' waits would change more than is to be evened out.
 
 Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
 ones. Sets are aligned, so a set lies within every larger set that it meets, and all its members
@@ -66,8 +68,9 @@ def merge_pieces(
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
         most_tokens: tokens of the longest piece that one replica can hold, at least 1.
-        begun: work that each replica is taken to have already when unshared pieces are dealt; none
-            if empty.
+        begun: work that each replica is taken to have already; none if empty. Unshared pieces go,
+            longest first, where they would go without it, until that gives a replica more than its
+            share.
         sharers: most replicas that may share a piece (:func:`most_sharers`).
     """
     order = longest_first(pieces)
@@ -90,8 +93,18 @@ def merge_pieces(
         shared.append((piece, tuple(members)))
     own: list[list[Piece]] = [[] for _ in range(replicas)]
     alone = [at for at, size in enumerate(sizes) if size == 1]
-    taken = [load + before for load, before in zip(loads, begun or [0] * replicas, strict=True)]
-    for at, replica in zip(alone, deal([works[at] for at in alone], taken), strict=True):
+    receivers = deal([works[at] for at in alone], list(loads))
+    if begun:
+        taken = [load + before for load, before in zip(loads, begun, strict=True)]
+        share = (sum(taken) + sum(works[at] for at in alone)) // replicas
+        stay = 0
+        for at, replica in zip(alone, receivers, strict=True):
+            if taken[replica] + works[at] > share:
+                break
+            taken[replica] += works[at]
+            stay += 1
+        receivers[stay:] = deal([works[at] for at in alone[stay:]], taken)
+    for at, replica in zip(alone, receivers, strict=True):
         own[replica].append(order[at])
         loads[replica] += works[at]
     return Merged(shared, own, loads)

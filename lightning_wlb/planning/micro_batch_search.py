@@ -1,22 +1,24 @@
 """The search of ``auto``: how many micro-batches one replica's pieces become, and of which kind.
 
-One candidate is whole pieces in as few micro-batches as they need. For each number M of
-micro-batches between half of a nominal number and sixteen times it (SlimPack §5.1), the others are
-whole pieces in M micro-batches, slices in M MicroPacks, tapered on plain pipelines, and long pieces
-cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
+For each number M of micro-batches between half of a nominal number and sixteen times it (SlimPack
+§5.1), the candidates are whole pieces in M micro-batches, slices in M MicroPacks, tapered on plain
+pipelines, and long pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
+Another one is whole pieces in as few micro-batches as they need.
 
 Trying all would be slow. But with growing M the step first gets shorter, as the pipeline fills
 faster, and then longer, as every action costs something of its own. So the search begins at six
 times the nominal number with slices, looks at the next smaller and the next larger number, and goes
 on where the step gets shorter. Where one of these plans exceeds the memory limit, or pieces cut
-apart make the step 1 % shorter because they need less recomputation, it searches on from there with
-pieces cut apart. At the M where it ends it tries the other kinds, but whole pieces only if none has
-more work than 1.5 micro-batches. Where whole pieces in few micro-batches are best of all these, as
-where memory is short, whole pieces and pieces cut apart are tried in more of them. A candidate that
-exceeds the limit is worse than any that does not, and the more it exceeds it the worse.
+apart make the step shorter, it searches on from there with pieces cut apart. At the M where it ends
+it tries the other kinds, but whole pieces only if none has more work than 1.5 micro-batches.
+A candidate that exceeds the limit is worse than any that does not, and the more it exceeds it the
+worse.
 
-With a device profile, by which an action may cost much, whole pieces are also tried as ``best_fit``
-packs them: full micro-batches and a last one with the rest, for which a pipeline waits little.
+Whole pieces in few micro-batches are tried only where all candidates so far exceed the limit, or
+where filling and draining the pipeline makes them take at most a third longer, which recomputation
+could cost the others. With a device profile, by which an action may cost much, they are also tried
+as ``best_fit`` packs them: full micro-batches and a last one with the rest, for which a pipeline
+waits little. Where these are best, whole pieces and pieces cut apart are tried in more of them.
 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
 micro-batches and in fewer, which waste less time. Where these need recomputation, whole pieces and
@@ -24,8 +26,8 @@ pieces cut apart are also tried in more micro-batches, which need less of it. Am
 0.5 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
 that a micro-batch costs beside its model.
 
-Cost: 6 to 9 candidates, one more with a device profile, each O(P·log P + M·stages) for P pieces; on
-one stage 4, and about ten more where memory is short. Where times have several minima it finds a
+Cost: 4 to 9 candidates, each O(P·log P + M·stages) for P pieces; on one stage 4, and about ten more
+where memory is short. Where times have several minima it finds a
 local one; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
 """
 
@@ -130,14 +132,13 @@ class MicroBatchSearch:
         if mesh.pipeline == 1:
             return self._best_on_one_stage(fewest) if known else fewest
         begin = START if begin is None else begin
-        filled = [FILLED] if known else []
         at = self._walk("sliced", begin)
         reached = self.score(Candidate("sliced", HALVES[at]))
         apart = self.score(Candidate("apart", HALVES[at]))
         if (
             any(score.excess for tried, score in self._scores.items() if tried.kind == "sliced")
             or apart.excess < reached.excess
-            or 100 * apart.time < 99 * reached.time
+            or apart.time < reached.time
         ):
             at = self._walk("apart", at)
         halves = HALVES[at]
@@ -146,7 +147,12 @@ class MicroBatchSearch:
         # A piece with more work would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             others.insert(0, Candidate("whole", halves))
-        best = min((fewest, *filled, *others, *self._scores), key=self.score)
+        best = min((*others, *self._scores), key=self.score)
+        filled = [FILLED] if known else []
+        # M equal micro-batches take as long on P stages as M + P - 1 of them on one.
+        few, many, waits = len(self.packs(fewest)), len(self.packs(best)), mesh.pipeline - 1
+        if self.score(best).excess or 3 * many * (few + waits) <= 4 * few * (many + waits):
+            best = min((fewest, *filled, best), key=self.score)
         if best in filled or (known and best == fewest):
             # Slices cost too much: from this number on with whole pieces, and with few slices.
             count = len(self.packs(best))
@@ -223,6 +229,11 @@ class Chosen(NamedTuple):
     def packs(self) -> Packs:
         """The replica's own micro-batches."""
         return self.search.packs(self.candidate)
+
+    @property
+    def score(self) -> Score:
+        """The score of the replica's step without shared pieces."""
+        return self.search.score(self.candidate)
 
     def neighbour(self, stride: int) -> Chosen:
         """The same kind ``stride`` steps further in ``HALVES``, if the pieces can be packed so."""

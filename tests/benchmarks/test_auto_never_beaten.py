@@ -21,17 +21,23 @@ def test_it_is_not_beaten_where_it_was(case: Case) -> None:
     assert row["ratio"] <= ALLOWED, row["best"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # Replicas of equal work end at unequal times, so that pieces are shared.
-        Case("log_uniform", 128 * K, 7, 3, 2, 232852),
-        # Memory is short, and whole pieces in many micro-batches need least recomputation.
-        Case("log_uniform", 128 * K, 13, 1, 2, 970104),
-    ],
-    ids=str,
-)
-def test_by_profile_it_is_not_beaten_where_it_was(case: Case) -> None:
-    row = case.run(Profile.load("h100"))
+LOST_BY_PROFILE = [
+    # Replicas of equal work end at unequal times, so that pieces are shared.
+    ("h100", Case("log_uniform", 128 * K, 7, 3, 2, 232852)),
+    # Memory is short, and whole pieces in many micro-batches need least recomputation.
+    ("h100", Case("log_uniform", 128 * K, 13, 1, 2, 970104)),
+    # On one stage the fewest micro-batches were 0.3 % slower than the shortest step found.
+    ("h100", Case("generator_a", 64 * K, 19, 1, 1, 851640)),
+    # Dealing again moved long pieces, and made other replicas late.
+    ("h100-fa2", Case("generator_a", 64 * K, 21, 5, 1, 882633)),
+    ("h100-fa2", Case("log_uniform", 64 * K, 12, 7, 2, 897434)),
+    # Eight long pieces alike: times of slices rise and fall with their number, cut apart they fall.
+    ("h100-fa2", Case("bimodal", 128 * K, 5, 1, 7, 24)),
+]
+
+
+@pytest.mark.parametrize(("profile", "case"), LOST_BY_PROFILE, ids=str)
+def test_by_profile_it_is_not_beaten_where_it_was(profile: str, case: Case) -> None:
+    row = case.run(Profile.load(profile))
     assert row["fits"]
     assert row["ratio"] <= ALLOWED, row["best"]

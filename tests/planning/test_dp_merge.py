@@ -76,6 +76,21 @@ def test_pieces_are_dealt_beside_work_that_replicas_are_taken_to_have():
     assert merged.loads == [9, 1]
 
 
+def test_long_pieces_stay_where_they_are_dealt_without_that_work():
+    pieces = pieces_of([50, 49, 40, 39, 8, 6, 4, 2, 2])
+    before = merge_pieces(pieces, 2, LINEAR, 0)
+    after = merge_pieces(pieces, 2, LINEAR, 0, begun=[5, -5])
+    assert [[piece.tokens for piece in own] for own in before.own] == [
+        [50, 39, 8, 2, 2],
+        [49, 40, 6, 4],
+    ]
+    assert [[piece.tokens for piece in own] for own in after.own] == [
+        [50, 39, 4, 2],
+        [49, 40, 8, 6, 2],
+    ]
+    assert after.loads == [95, 105]
+
+
 def test_no_more_replicas_share_a_piece_than_divide_the_heads_of_recurrences():
     work = Work(LINEAR, LINEAR, recurrent_heads=12)
     assert most_sharers(work, Mesh(data=8)) == 4

@@ -63,6 +63,13 @@ def test_dear_actions_lead_to_few_micro_batches():
     assert tried.score(tried.best()) == min(tried.score(way) for way in EVERY)
 
 
+def test_few_micro_batches_are_not_tried_where_a_long_pipeline_would_wait_for_them():
+    tried = candidates(a_step(0), stages=8)
+    assert tried.best() in EVERY
+    assert FEWEST not in tried._scores
+    assert tried.score(tried.best()).time < tried.score(FEWEST).time / 1.3
+
+
 def test_one_stage_has_nothing_to_fill():
     assert candidates(a_step(0), stages=1).best() == FEWEST
 

@@ -3,9 +3,9 @@
 The pieces of a step are dealt to the replicas by work. Each replica's pieces become micro-batches
 in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`)
 among those that fit: in the device's memory where that is known, else with no more tokens open than
-1F1B has with full micro-batches. The replica with the most work searches first. The others take its
-way if they then end no later than the latest replica so far (of many replicas: hardly later), and
-otherwise search for themselves.
+1F1B has with full micro-batches. The replica with the most work searches first, and the others take
+its way. While one of them would end later than all that have searched (of many replicas: clearly
+later), the last one takes the best way found so far, and if it has that already, searches itself.
 
 Where dealing whole pieces leaves one replica with 2 % more work than the mean, or on pipelines lets
 one end later than the mean by more than sharing costs, several replicas may share a piece
@@ -19,15 +19,15 @@ Times are predicted from a device profile if the planner has one (``Planner(scor
 one they are exact work, and every action also takes the forward work of a piece of 1 % of a context
 window; this overhead bounds the number of micro-batches. Predicted times are not proportional to
 work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
-less work for the replicas that were late.
+less work for the replicas that were late. The longest pieces and the ways stay where they can.
 
 No pieces wait for later steps. On one stage there is no bubble to fill, so pieces stay whole, in as
 few micro-batches as the cap allows. Where memory is known there and the user gave no cap,
 micro-batches may be as long as memory allows, several numbers of them are tried, and pieces that no
 replica can hold without recomputation may also be shared.
 
-Cost, in plans scored: a search (6 to 9, see there) for the first replica and for each that searches
-again, 1 for the others; as many for each dealing with shared pieces, and one to four of the step;
+Cost, in plans scored: a search (4 to 9, see there) for the first replica and for each that searches
+again, 1 or 2 for the others; as many for each further dealing, and one to four of the step;
 on one stage where memory is short up to fifteen dealings. That is milliseconds for hundreds of
 pieces (``benchmarks/results/packing.md``), several times that by a device profile. On thousands of
 ranks it is most of a plan (``docs/scale.md``).
@@ -52,7 +52,7 @@ from lightning_wlb.planning.dp_merge import (
     slice_shared,
 )
 from lightning_wlb.planning.micro_batch_search import (
-    FEWEST,
+    Candidate,
     Chosen,
     MicroBatchSearch,
     Score,
@@ -117,7 +117,7 @@ class AutoPacker(Packer):
             ends = scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
                 break
-            again = self._made(best.dealing.again(ends), place, scorer)
+            again = self._made(best.dealing.again(ends), place, scorer, best.own)
             if again.score >= best.score:
                 break
             best = again
@@ -155,12 +155,18 @@ class AutoPacker(Packer):
                     seen.append(merged)
                     yield dealing
 
-    def _made(self, dealing: _Dealing, place: Placement, scorer: PlanScorer) -> _Made:
+    def _made(
+        self,
+        dealing: _Dealing,
+        place: Placement,
+        scorer: PlanScorer,
+        before: Sequence[Chosen | None] = (),
+    ) -> _Made:
         """The plans of a dealing, with the best of several ways to slice what is shared."""
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
-        own = self._own(merged, count, place, scorer)
+        own = self._own(merged, count, place, scorer, before)
         made = []
         for multiple in SHARED_MULTIPLES if stages > 1 and merged.shared else (0,):
             shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
@@ -183,32 +189,60 @@ class AutoPacker(Packer):
         return made
 
     def _own(
-        self, merged: Merged, count: int, place: Placement, scorer: PlanScorer
+        self,
+        merged: Merged,
+        count: int,
+        place: Placement,
+        scorer: PlanScorer,
+        before: Sequence[Chosen | None],
     ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` is the nominal number over all.
 
         They are chosen without the shared pieces, which take as long whatever is chosen here.
+        Replicas begin with the ways that they took for other pieces ``before``, if there are any.
         """
         work = self.rules.work.total
         loads = own_work(merged, work)
         nominal = share_packs(loads, count, sum(merged.loads))
-        result: list[Chosen | None] = [None] * len(loads)
-        way, latest = FEWEST, Score(0, 0)
-        for number in sorted(range(len(loads)), key=lambda number: -loads[number]):
-            if not (own := merged.own[number]):
-                continue
-            search = MicroBatchSearch(own, nominal[number], self.cap(place), work, place, scorer)
-            allowed = latest
-            if merged.shared and place.mesh.pipeline == 1:
-                # With shared pieces, the replica with most work of its own need not be the latest.
-                allowed = Score(0, latest.time * loads[number] // max(*loads, 1))
-            elif len(loads) > SELF_SEARCHING:
-                allowed = Score(latest.excess, latest.time * SLACK_PER_MILLE // 1000)
-            if latest.time == 0 or search.score(way) > allowed:
+        given = self.cap(place), work, place, scorer
+        searches = {
+            number: MicroBatchSearch(own, nominal[number], *given)
+            for number, own in enumerate(merged.own)
+            if own
+        }
+        if not searches:
+            return [None] * len(loads)
+        searched: set[int] = set()
+        found: list[Candidate] = []
+        ways = {number: each.candidate for number, each in enumerate(before) if each}
+        if not ways:
+            first = max(searches, key=lambda number: loads[number])
+            found.append(searches[first].best())
+            searched.add(first)
+        usual = next(iter([*found, *ways.values()]))
+        chosen = {
+            number: Chosen(search, ways.get(number, usual)) for number, search in searches.items()
+        }
+        # With shared pieces, the replica with most work of its own need not be the latest.
+        by_load = merged.shared and place.mesh.pipeline == 1
+
+        def lateness(number: int) -> Score:
+            excess, time = chosen[number].score
+            return Score(excess, time * max(loads) // loads[number] if by_load else time)
+
+        slack = SLACK_PER_MILLE if len(loads) > SELF_SEARCHING else 1000
+        while (latest := max(chosen, key=lateness)) not in searched:
+            most = max(map(lateness, searched), default=Score(0, 0))
+            if lateness(latest) <= Score(most.excess, most.time * slack // 1000):
+                break
+            search = chosen[latest].search
+            way = min((chosen[latest].candidate, *found), key=search.score)
+            if way == chosen[latest].candidate:
                 way = search.best(HALVES.index(way.halves) if way.halves else None)
-                latest = max(latest, search.score(way))
-            result[number] = Chosen(search, way)
-        return result
+                found.append(way)
+                searched.add(latest)
+            chosen[latest] = Chosen(search, way)
+        return [chosen.get(number) for number in range(len(loads))]
 
 
 @dataclass(frozen=True)
