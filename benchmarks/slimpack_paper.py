@@ -204,7 +204,7 @@ def markdown(result: dict[str, Any]) -> str:
         " time, best-fit → slices. The baseline does not fit where it says so, and the range leaves"
         " these cases out.",
         "",
-        "Gains above the paper's are at 256K, where best-fit has two or three micro-batches on a"
+        "Gains above the paper's are at 256K, where best-fit has two to six micro-batches on a"
         " replica and one long document keeps all ranks waiting. The paper's lengths are not"
         " published: the last four rows say how far such a case depends on the tail and on the"
         " documents of a step.",
