@@ -23,12 +23,12 @@ waits little. Where these are best, whole pieces and pieces cut apart are tried 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
 micro-batches and in fewer, which waste less time. Where these need recomputation, whole pieces and
 pieces cut apart are also tried in more micro-batches, which need less of it. Among steps within
-0.5 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
+0.3 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
 that a micro-batch costs beside its model.
 
 Cost: 4 to 9 candidates, each O(P·log P + M·stages) for P pieces; on one stage 4, and about ten more
-where memory is short. Where times have several minima it finds a
-local one; ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
+where memory is short. Where times have several minima it finds a local one;
+``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
 """
 
 from __future__ import annotations
