@@ -30,12 +30,14 @@ import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
+from lightning_wlb.distributed.collective_errors import Ranks
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -187,6 +189,17 @@ def require_shared(folder: Path) -> None:
             f"{folder} is there on rank 0, and not on {socket.gethostname()}. Checkpoints go to a"
             " file system that all nodes share: give such a folder as default_root_dir or dirpath."
         )
+
+
+def make_shared(folder: Path, ranks: Ranks) -> None:
+    """Make a folder, and check that all ranks see what rank 0 puts into it; collective."""
+    ranks.lead(lambda: make_folder(folder))
+    seen = Path(ranks.lead(lambda: mkdtemp(prefix=".seen-", dir=folder)))
+    try:
+        ranks.each(lambda: require_shared(seen))
+    finally:
+        if ranks.leads:
+            seen.rmdir()
 
 
 def remove(path: Path) -> None:

@@ -44,7 +44,7 @@ from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
-from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
@@ -71,6 +71,7 @@ class Checkpointer:
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
+        self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
         self._begun = self._training = False
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
@@ -98,15 +99,31 @@ class Checkpointer:
         self._candidates = resuming.candidates(trainer, asked, fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
+        start = call.arguments.get("ckpt_path") or trainer.ckpt_path
+        self._start = None if start in (None, "last") else str(start)
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
-    def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
-        """Refuse, before the first step, checkpoint folders that are in no file system.
+    def compare_start(self) -> None:
+        """Refuse a checkpoint that some ranks only would read, waiting for others; collective."""
+        starts = Ranks().every(lambda: self._start)
+        blind = [rank for rank, each in enumerate(starts) if each is None]
+        if blind and (path := next(filter(None, starts), None)) is not None:
+            raise MisconfigurationException(
+                f"This run would go on from {path}, which {names_of_ranks(blind)} cannot see, or"
+                " was not asked for. Give all ranks the same ckpt_path, and as default_root_dir or"
+                " dirpath a folder on a file system that all nodes share."
+            )
 
+    def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
+        """Refuse, before the first step, checkpoint folders that not all ranks see; collective.
+
+        They are made before a fit: Lightning links into one that a background save has yet to make.
         A folder ``last.ckpt`` is refused too where ``save_last="link"`` would replace it by a link
         before the background save of the linked checkpoint is on the disk.
         """
+        saving: bool = not trainer.fast_dev_run  # type: ignore[attr-defined]
+        saving = saving and trainer.state.fn == TrainerFn.FITTING
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
                 last = local_path(each.dirpath) / f"{each.CHECKPOINT_NAME_LAST}.ckpt"
@@ -116,6 +133,8 @@ class Checkpointer:
                         f"ModelCheckpoint(save_last='link') would delete {last}, which is no link,"
                         " before the next checkpoint is on the disk. Give it another name first."
                     )
+                if saving:
+                    atomic_folders.make_shared(last.parent, Ranks())
         if isinstance(environment, SLURMEnvironment):
             local_path(trainer.default_root_dir)  # where the last one before a requeue goes
 

@@ -87,7 +87,6 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
         "on_nonfinite": strategy.guard.on_nonfinite,
         "async_save": strategy.checkpoints.async_save,
         "what is run": trainer.state.fn,
-        "a checkpoint to start from": trainer.ckpt_path is not None,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "precision of float32 products": torch.get_float32_matmul_precision(),
         **{name: getattr(trainer, name) for name in _TRAINER},

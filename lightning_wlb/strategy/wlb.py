@@ -232,6 +232,7 @@ class WLBStrategy(ParallelStrategy):
         self.options.usual_mesh(self.world_size)
         own = self.root_device, self.global_rank, self.num_processes
         self.processes.connect(self.cluster_environment, *own)
+        self.checkpoints.compare_start()
         devices = self._devices = RunDevices(
             device=self.root_device,
             count=self.world_size,

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_wlb.checkpoints import writing
+from lightning_wlb.checkpoints import atomic_folders, writing
 from lightning_wlb.checkpoints.manifest import Damaged
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -125,8 +125,29 @@ def resumed(rank: int, folder: Path) -> list[tuple[str, int]]:
     return results
 
 
+def seen_by_one(rank: int, scratch: Path) -> list[str]:
+    """What is said where one rank does not see a folder: of "last", of new checkpoints."""
+    said = []
+    for blind in (0, 1):
+        with pytest.raises(MisconfigurationException) as refused:
+            fit(scratch / ("nowhere" if rank == blind else "blocking"), 5, resume="last")
+        said.append(str(refused.value))
+    watch = Watch()
+    with (
+        patch.object(atomic_folders, "wait_for", lambda *_: rank == 0),
+        pytest.raises(ValueError, match="Checkpoints go to a file system that all nodes share"),
+    ):
+        fit(scratch / "private", 5, watch)
+    assert watch.busy == [], "before the first step"
+    return said
+
+
 def everything(rank: int, scratch: Path) -> tuple[list, dict, dict, list]:
+    fit(scratch / "linked" / "anew", 2, async_save=True, save_top_k=-1, save_last="link")
+    assert (scratch / "linked" / "anew" / "last.ckpt").resolve().name == "epoch=0-step=2.ckpt"
     busy = both_ways(scratch)
+    for blind, said in enumerate(seen_by_one(rank, scratch)):
+        assert f"blocking/epoch=0-step=4.ckpt, which rank {blind} cannot see" in said
     hashes = {each: shards(scratch / each) for each in ("blocking", "background")}
     return busy, hashes, failures(rank, scratch), resumed(rank, scratch / "background")
 
