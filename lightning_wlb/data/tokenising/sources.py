@@ -9,7 +9,8 @@ Shards are ranges of bytes of the files one after another, about equal, and depe
 sizes alone: never on how many processes read them. A line belongs to the shard in which it begins;
 text files and compressed files are not divided.
 
-Cost: one look at every file's size and time of change; a shard is read once, from its first byte.
+Cost: one look at every file's size and times of change; a shard is read from its first byte, once
+for its rows and once for its checksum.
 """
 
 from __future__ import annotations
@@ -101,10 +102,14 @@ class Source:
         """Bytes of every file."""
         return tuple(each.stat().st_size for each in self.files)
 
-    def digest(self) -> str:
-        """A fingerprint of the files' names, sizes and times of change, as they are now."""
+    def identity(self) -> dict[str, Any]:
+        """How many files and bytes there are, and a fingerprint of names, sizes and times.
+
+        It knows the times of change of status, too, since copies and archives set the others.
+        """
         root = self.path if self.path.is_dir() else self.path.parent
-        return fingerprint(self.files, root)
+        digest = fingerprint(self.files, root, [each.stat().st_ctime_ns for each in self.files])
+        return {"files": len(self.files), "bytes": sum(self.sizes), "files_digest": digest}
 
     def shards(self) -> list[list[Part]]:
         """The files cut into shards; every byte is in exactly one part."""
@@ -124,6 +129,18 @@ class Source:
                 room -= stop - start
                 start = stop
         return shards
+
+
+def checksum(parts: list[Part]) -> int:
+    """The CRC-32 of a shard's bytes, packed as they are, and of where its files begin and end."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(f"{part.start}-{part.stop}".encode(), found)
+        with file_checks.open_regular(part.path) as file:
+            left = part.stop - file.seek(part.start)
+            while block := file.read(min(left, 1 << 20)):
+                found, left = zlib.crc32(block, found), left - len(block)
+    return found
 
 
 def rows(part: Part) -> Iterator[Row]:

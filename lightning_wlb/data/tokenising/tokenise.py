@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,7 @@ from lightning_wlb.data.cache import cache_folder, shown
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
 from lightning_wlb.data.tokenising import tokenised_folder as folders
 from lightning_wlb.data.tokenising.chats import ChatEncoder
-from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, rows
+from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, checksum, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
 from lightning_wlb.data.tokenising.tokenised_folder import FORMAT, Counts
 from lightning_wlb.file_checks import check_owner, own_folder
@@ -129,9 +129,7 @@ class TokeniseRequest:
             "kind": self.kind,
             "column": self.column or COLUMNS[self.kind],
             "eos": self.eos,
-            "files": len(self.files.files),
-            "bytes": sum(self.files.sizes),
-            "files_digest": self.files.digest(),
+            **self.files.identity(),
             "tokenizer_digest": self.encoder.digest,
             "format": FORMAT,
         }
@@ -186,7 +184,7 @@ def tokenise(
         _check_mine(out)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     workers = whole("workers", cores if workers is None else workers, 1)
-    identity = request.identity()
+    identity = folders.as_made(out, request.identity(), request.files)
     if (made := folders.finished(out, identity)) is not None:
         _check_mine(out)  # it may have come since
         return made
@@ -220,7 +218,8 @@ def _work(
     ):
         done[str(number)] = counts
         folders.write_json(out / PARTIAL, {"request": identity, "done": done})
-    if request.files.digest() != identity["files_digest"]:
+    now = replace(request.files)  # whose sizes are looked at again
+    if folders.as_made(out, identity | now.identity(), now) != identity:
         raise ValueError(
             f"{request.source} has changed while it was read. Remove {out} (rm -r {out}) and begin"
             " anew, once nothing writes to the source."
@@ -238,6 +237,7 @@ def _work(
         "source": str(request.source),
         "format": FORMAT,
         "request": identity,
+        "done": done,
     }
     return folders.finish(out, about, counts_of_shards)
 
@@ -306,7 +306,8 @@ def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
         if batch:
             yield encoder.documents(batch)
 
-    return folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size)
+    read = {"checksum": checksum(parts)}  # before, so that a change meanwhile is seen
+    return folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size) | read
 
 
 @contextmanager

@@ -4,7 +4,8 @@ A whole folder has ``data-00000-of-00003.arrow`` and so on (Arrow streams; colum
 list of int32, and of chats ``loss_mask``, list of bool), and ``lightning_wlb.json`` with the
 figures of the documents, the vocabulary and what was asked for, which is written last. Until then
 there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
-is done, and shards have other names: no reader takes the half for the whole.
+is done, and shards have other names: no reader takes the half for the whole. Both have the
+``checksum`` of each shard's source, by which files that were only touched are told from others.
 
 The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
 targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
@@ -30,12 +31,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, ArrowDocuments, read_json
+from lightning_wlb.data.tokenising.sources import Source, checksum
 from lightning_wlb.data.tokenising.texts import Document
 
 FORMAT = 1
 
 Counts = dict[str, int]
-"""The ``documents``, ``targets`` and ``skipped`` rows of a shard."""
+"""The ``documents``, ``targets`` and ``skipped`` rows of a shard, and its source's ``checksum``."""
+
+_SUMMED = ("documents", "targets", "skipped")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -47,6 +51,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def shard_path(folder: Path, shard: int) -> Path:
     """The path of a shard until the folder is whole and shards get their final names."""
     return folder / f"shard-{shard:05d}.part"
+
+
+def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, Any]:
+    """A request as a folder has it, where only the digest of files is another and not their bytes.
+
+    Other rights, links and copies change the times of files, so the shards that are done are read
+    again. A request that differs otherwise is returned as it is.
+    """
+    digest, shards = {"files_digest": identity["files_digest"]}, dict(enumerate(source.shards()))
+    for saved in (read_json(out / FACTS), read_json(out / PARTIAL)):
+        there, done = saved.get("request"), saved.get("done")
+        if done and isinstance(there, dict) and identity != there and there | digest == identity:
+            sums = {number: checksum(shards.get(int(number), [])) for number in done}
+            if all(sums[number] == counts.get("checksum") for number, counts in done.items()):
+                return dict(there)
+    return identity
 
 
 def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -103,7 +123,7 @@ def write_shard(
     """
     columns = [("input_ids", pa.list_(pa.int32()))]
     schema = pa.schema(columns + [("loss_mask", pa.list_(pa.bool_()))] * masked)
-    counts = {"documents": 0, "targets": 0, "skipped": 0}
+    counts = dict.fromkeys(_SUMMED, 0)
     with _aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
         for batch in batches:
             documents = [document for document in batch if document is not None]
@@ -146,7 +166,7 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
     powers = np.frexp(lengths)[1] - 1
     by_length = np.stack([np.bincount(powers), np.bincount(powers, lengths)], axis=1)
     content = {
-        **{name: sum(each[name] for each in shards) for name in shards[0]},
+        **{name: sum(each[name] for each in shards) for name in _SUMMED},
         "tokens": int(lengths.sum()),
         "longest": int(lengths.max()),
         "by_length": by_length.astype(int).tolist(),

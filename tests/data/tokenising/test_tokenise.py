@@ -164,6 +164,46 @@ def test_another_request_is_refused_with_what_differs(request_, unbroken, whole)
         tokenise(changed, unbroken)
 
 
+def _exchange(path: str | Path, old: bytes, new: bytes) -> None:
+    """Other bytes, as many, with the same times: as by an archive, or rsync -t."""
+    path = Path(path)
+    status, aside = path.stat(), path.with_name(".aside")
+    assert old in path.read_bytes()
+    aside.write_bytes(path.read_bytes().replace(old, new))
+    os.utime(aside, ns=(status.st_atime_ns, status.st_mtime_ns))
+    aside.replace(path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
+    request_, unbroken, whole, monkeypatch
+) -> None:
+    made = contents(unbroken)
+    if not whole:
+        content = json.loads(made["lightning_wlb.json"])
+        done = {number: each for number, each in content["done"].items() if number != "1"}
+        partial = {"request": content["request"], "done": done}
+        (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+        (unbroken / "lightning_wlb.json").unlink()
+        for place, number in enumerate(content["done"]):
+            (data,) = unbroken.glob(f"data-{place:05d}-of-*")
+            data.rename(unbroken / f"shard-{int(number):05d}.part")
+    Path(request_.source).chmod(0o600)  # changes no bytes, but the time of change of status
+    read: list[Any] = []
+    shard = job._tokenise_shard
+    monkeypatch.setattr(job, "_tokenise_shard", lambda *given: read.append(given) or shard(*given))
+    again = TokeniseRequest(request_.source, request_.tokenizer, eos="</s>")
+    tokenise(again, unbroken, workers=1)
+    assert len(read) == (0 if whole else 1)
+    assert {name: made[name] for name in made if name.endswith("arrow")} == {
+        name: each for name, each in contents(unbroken).items() if name.endswith("arrow")
+    }
+    _exchange(request_.source, b"7 foxes", b"7 boxes")
+    changed = TokeniseRequest(request_.source, request_.tokenizer, eos="</s>")
+    with pytest.raises(ValueError, match=r"was made for another request: files_digest"):
+        tokenise(changed, unbroken)
+
+
 @pytest.mark.parametrize("name", ["lightning_wlb.json", "lightning_wlb.partial.json"])
 @pytest.mark.parametrize("said", [{"documents": 1}, {"request": [1]}])
 def test_a_folder_that_does_not_say_for_what_it_was_made_is_refused(name, said, request_, tmp_path):
@@ -263,6 +303,28 @@ def test_a_source_without_documents_and_one_that_changes_are_refused(
         tokenise(request_, tmp_path / "changed", workers=1)
 
 
+def test_a_source_that_is_touched_while_it_is_read_is_told_from_one_that_changes(
+    request_, tmp_path, monkeypatch
+) -> None:
+    shard, source = job._tokenise_shard, Path(request_.source)
+
+    def touching(*arguments):
+        source.chmod(0o600)
+        return shard(*arguments)
+
+    def changing(*arguments):
+        try:
+            return shard(*arguments)
+        finally:
+            _exchange(source, b" foxes", b" boxes") if b" foxes" in source.read_bytes() else None
+
+    monkeypatch.setattr(job, "_tokenise_shard", touching)
+    assert tokenise(request_, tmp_path / "touched", workers=1)["documents"] == 300
+    monkeypatch.setattr(job, "_tokenise_shard", changing)
+    with pytest.raises(ValueError, match="has changed while it was read"):
+        tokenise(request_, tmp_path / "changed", workers=1)
+
+
 def test_a_folder_that_another_has_and_does_not_work_on_is_given_up(
     request_, tmp_path, monkeypatch
 ) -> None:
@@ -322,12 +384,14 @@ def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monke
     ]
     write_lines(source, [{"text": "the fox is quick"}])
     others.append(tokenised_once(TokeniseRequest(source, path)))
+    _exchange(source, b"quick", b"thick")
+    others.append(tokenised_once(TokeniseRequest(source, path)))
     tokenizer(starts=True).save(path)
     others.append(tokenised_once(TokeniseRequest(source, path)))
-    assert len({folder, *others}) == 5
-    assert len(runs) == 4
-    assert columns(others[3]) == {
-        "input_ids": [[*tokenizer(starts=True).encode("the fox is quick").ids, 1]]
+    assert len({folder, *others}) == 6
+    assert len(runs) == 5
+    assert columns(others[4]) == {
+        "input_ids": [[*tokenizer(starts=True).encode("the fox is thick").ids, 1]]
     }
 
 
