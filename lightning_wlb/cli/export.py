@@ -68,8 +68,9 @@ def run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             report=lambda done, of: progress.update(task, completed=done, total=of),
         )
-    beside = f"Copied beside them: {', '.join(copied)}"
-    if not any("token" in name for name in copied):
+    names = [each.name for each in copied]
+    beside = f"Copied beside them: {', '.join(names)}{f' of {copied[0].parent}' if copied else ''}"
+    if not any("token" in name for name in names):
         beside = "There is no tokenizer beside them: --tokenizer FOLDER copies one."
     console.print(
         printable(f"{tensors} tensors of {path} in {arguments.folder}\n{beside}"),
@@ -86,7 +87,7 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> tuple[Path, int, list[str]]:
+) -> tuple[Path, int, list[Path]]:
     """Write a checkpoint of a :class:`.HuggingFaceModule` as transformers does.
 
     Args:
@@ -99,7 +100,7 @@ def export(
         report: called with the parts that are done, and all.
 
     Returns:
-        The checkpoint, the number of tensors, and the names of the files that were copied.
+        The checkpoint, the number of tensors, and the files that were copied.
 
     Raises:
         ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
@@ -136,19 +137,18 @@ def export(
     source = _tokenizer_of(tokenizer, given)
     if source is not None:
         _refuse_overlap("model that training started from or tokenizer", source, folder)
-    copied = files_beside(source) if source is not None else []
-    if tokenizer is not None and not any("token" in name for name in copied):
+    copied = [source / name for name in files_beside(source)] if source is not None else []
+    if tokenizer is not None and not any("token" in each.name for each in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
     aside = atomic_folders.begin(folder, manifest.EXPORT)
     try:
         tensors = _write(stored, given, aside.folder, dtype, report)
-        for name in copied:
-            assert source is not None
-            shutil.copyfile(source / name, aside.folder / name)
-            if name == "tokenizer_config.json":
-                fields = read_json(source / name)
+        for each in copied:
+            shutil.copyfile(each, aside.folder / each.name)
+            if each.name == "tokenizer_config.json":
+                fields = read_json(each)
                 if fields.pop("auto_map", None) is not None:  # names code, which would travel on
-                    (aside.folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+                    (aside.folder / each.name).write_text(json.dumps(fields, indent=2) + "\n")
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}

@@ -16,7 +16,7 @@ from lightning_wlb.models.huggingface.config_and_shape import read_config, shape
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load, open_weights
 from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
-from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, resolve
+from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, digest_of, resolve
 from lightning_wlb.models.language_module import LanguageModule
 
 
@@ -67,6 +67,8 @@ class HuggingFaceModule(LanguageModule):
                 )
             # A config may be given by its file, which lies beside the weights.
             pretrained = str(Path(config).parent if Path(config).is_file() else config)
+        if pretrained and Path(pretrained).is_dir():
+            pretrained = str(Path(pretrained).absolute())  # who exports it may work elsewhere
         self.pretrained = str(pretrained) if pretrained else None
         self.lora = None if lora is None else checked_fields(lora)
         if self.lora is not None and self.pretrained is None:
@@ -74,6 +76,7 @@ class HuggingFaceModule(LanguageModule):
                 "lora without pretrained: adapters belong to a model's weights, which a checkpoint"
                 " of adapters does not hold. Give pretrained=True, or the weights' folder or name."
             )
+        self._base: str | None = None  # a digest of the weights below the adapters
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
     def read_config(self, config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
@@ -101,6 +104,7 @@ class HuggingFaceModule(LanguageModule):
         """
         if self.model is None and self.pretrained is not None:
             self._weights = open_weights(self.config, resolve(self.pretrained))
+            self._base = None if self.lora is None else digest_of(self._weights)
         super().configure_model()
 
     def init_weights(self) -> None:
@@ -137,11 +141,18 @@ class HuggingFaceModule(LanguageModule):
                 " is exported has the config's."
             )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save a digest of the frozen weights, which a checkpoint of adapters does not hold."""
+        super().on_save_checkpoint(checkpoint)
+        if self._base is not None:
+            checkpoint["base_weights"] = self._base
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Compare the checkpoint's arguments with this module's, which weights do not tell.
 
         Raises:
-            ValueError: another config, or adapters with another factor or of other modules.
+            ValueError: another config, or adapters with another factor, of other modules, or (but
+                for a module by itself, which a warning tells) of other weights.
         """
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get("hyper_parameters", {})
@@ -151,10 +162,15 @@ class HuggingFaceModule(LanguageModule):
                 f"the checkpoint was trained with lora={then}, this module has lora={now}: its"
                 " adapters would mean something else. Give the lora of the checkpoint."
             )
-        if now is not None and saved.get("pretrained") != self.pretrained:
-            # Not refused: the folder may have moved.
-            rank_zero_warn(
-                f"The checkpoint's adapters belong to the weights {saved.get('pretrained')!r}; this"
-                f" module reads {self.pretrained!r}. They must be the same weights."
+        base = checkpoint.get("base_weights")
+        if now is not None and base != self._base:
+            others = (
+                f"the checkpoint's adapters were trained on {saved.get('pretrained')!r} as it was"
+                f" then (digest {base}), and {self.pretrained!r} holds other weights (digest"
+                f" {self._base}). Give those that the run began with; or, to train the adapters on"
+                " these, begin a new run of load_from_checkpoint(CHECKPOINT, pretrained=FOLDER)."
             )
+            if self._trainer is not None and base is not None:
+                raise ValueError(others)
+            rank_zero_warn(others)  # of an older version, or a user who asks for it
         self.compare_config(checkpoint)

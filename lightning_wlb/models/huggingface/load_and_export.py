@@ -60,7 +60,7 @@ def open_weights(config: Any, folder: str | Path) -> dict[str, Tiles]:
     files, model = Folder(Path(folder)), blank_model(config)
     sources = find_sources(files, model)
     _check(files, sources, model)
-    return sources
+    return {name: each for name, each in sources.items() if name in model.state_dict()}
 
 
 def load(decoder: HuggingFaceDecoder, sources: Mapping[str, Tiles]) -> None:

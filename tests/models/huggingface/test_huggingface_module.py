@@ -75,8 +75,6 @@ def test_a_checkpoint_of_other_arguments_is_refused():
     for other in (lora | {"lora_alpha": 16}, lora | {"target_modules": ["v_proj"]}, None):
         with pytest.raises(ValueError, match="adapters would mean something else"):
             module.on_load_checkpoint({"hyper_parameters": saved | {"lora": other}})
-    with pytest.warns(UserWarning, match="belong to the weights 'elsewhere'.*reads 'base'"):
-        module.on_load_checkpoint({"hyper_parameters": saved | {"pretrained": "elsewhere"}})
     config = saved["config"] | {"rms_norm_eps": 0.5, "transformers_version": "0"}
     with pytest.raises(ValueError, match=r"now\): {'rms_norm_eps': \(0.5, 1e-06\)}\. Resume"):
         module.on_load_checkpoint({"hyper_parameters": saved | {"config": config}})

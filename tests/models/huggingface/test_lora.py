@@ -200,6 +200,34 @@ def test_one_process_keeps_nothing_but_adapters_in_its_file(tmp_path):
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
 
+def test_other_weights_below_the_adapters_are_refused_when_a_run_resumes(tmp_path, monkeypatch):
+    """They are in no checkpoint: exchanged under one name, the run would go on with others."""
+    folder, moved, steps = tmp_path / "llama", tmp_path / "moved", {"max_steps": 1}
+    model = write(folder, tiny("llama"))
+    monkeypatch.chdir(tmp_path)
+
+    def module(where: str) -> HuggingFaceModule:
+        return HuggingFaceModule(where, pretrained=True, lora=LORA, **OPTIONS)
+
+    runner = trainer("auto", 1, precision="32-true", **steps)
+    runner.fit(module("llama"), data(RUNS[0].case))
+    runner.save_checkpoint(tmp_path / "one.ckpt")
+    assert StoredCheckpoint(tmp_path / "one.ckpt").hyper_parameters["pretrained"] == str(folder)
+    # The same weights are the same in any folder, in other files and of another dtype.
+    model.double().save_pretrained(moved, max_shard_size="100KB")
+    trainer("auto", 1, precision="32-true", **steps).fit(
+        module("moved"), data(RUNS[0].case), ckpt_path=tmp_path / "one.ckpt"
+    )
+    model.model.layers[1].self_attn.q_proj.weight.data.mul_(2)
+    model.save_pretrained(folder)
+    again = trainer("auto", 1, precision="32-true", **steps)
+    told = r"were trained on '.*llama' as it was then \(digest .*'.*llama' holds other weights"
+    with pytest.raises(ValueError, match=told):
+        again.fit(module("llama"), data(RUNS[0].case), ckpt_path=tmp_path / "one.ckpt")
+    with pytest.warns(UserWarning, match=told):  # as the message says
+        HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt")
+
+
 def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
     plain, adapted = HuggingFaceDecoder(tiny("llama")), HuggingFaceDecoder(tiny("llama"), lora=LORA)
     plain.initialise(5)
