@@ -27,10 +27,11 @@ import stat
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryFile, mkdtemp
 
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
@@ -38,6 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
+from lightning_wlb.file_checks import my_user
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -70,6 +72,22 @@ def reached(point: str) -> None:
 def old_folder(path: Path) -> Path:
     """The path at which the folder replaced at ``path`` lies between two renames."""
     return path.parent / _REPLACED / path.name
+
+
+def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Those of some checkpoints in a folder, or in its ``.old``, that another user has put there.
+
+    There are none where not everybody may write to one of the two.
+    """
+    places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
+    if not any(each.stat().st_mode & stat.S_IWOTH for each in places):
+        return []
+    try:
+        with TemporaryFile(dir=folder) as file:  # a network's server may take it for another user
+            mine = os.fstat(file.fileno()).st_uid
+    except OSError:
+        mine = my_user()
+    return [each for each in paths if {each.stat().st_uid, each.lstat().st_uid} != {mine}]
 
 
 @dataclass(frozen=True)

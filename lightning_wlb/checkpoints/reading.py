@@ -141,6 +141,11 @@ def _find(path: Path) -> Path:
     """The folder to read: ``path``, or the one that a save which died was about to replace."""
     replaced = atomic_folders.old_folder(path)
     if not path.exists() and (replaced / REST).is_file():
+        if atomic_folders.strangers([replaced], path.parent):
+            raise FileNotFoundError(
+                f"{path} is missing, and {replaced} is not this user's, in a folder that everybody"
+                " may write to. To go on from it give its own path."
+            )
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"
             " checkpoint from before it."

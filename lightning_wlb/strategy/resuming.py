@@ -29,11 +29,9 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -46,7 +44,6 @@ from lightning_wlb.checkpoints.manifest import Damaged, Manifest
 from lightning_wlb.checkpoints.pickle_checks import load_state
 from lightning_wlb.checkpoints.save_order import newest_first
 from lightning_wlb.checkpoints.writing import REST
-from lightning_wlb.file_checks import my_user
 
 _T = TypeVar("_T")
 
@@ -295,33 +292,20 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     into a folder that everybody may write to.
     """
     found: dict[Path, Path] = {}
-    strange: list[str] = []
-    for place in (folder, atomic_folders.old_folder(folder / "any").parent):
-        mine = _owner_of_mine(place)
-        for path in sorted(place.glob(pattern), key=Path.is_symlink):
-            if not is_checkpoint(path):
-                continue
-            if mine is None or path.stat().st_uid == path.lstat().st_uid == mine:
-                found.setdefault(path.resolve(), path)
-            else:
-                strange.append(path.name)
+    places = (folder, atomic_folders.old_folder(folder / "any").parent)
+    there = [path for each in places for path in sorted(each.glob(pattern), key=Path.is_symlink)]
+    there = [path for path in there if is_checkpoint(path)]
+    strange = atomic_folders.strangers(there, folder)
+    for path in there:
+        if path not in strange:
+            found.setdefault(path.resolve(), path)
     if strange:
+        names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
-            f"{folder} may be written to by everybody, and {', '.join(strange[:3])} in it are not"
-            " this user's: they are passed over. To go on from one give its own path as ckpt_path."
+            f"{folder} may be written to by everybody, and {names} in it are not this user's: they"
+            " are passed over. To go on from one give its own path as ckpt_path."
         )
     return list(found.values())
-
-
-def _owner_of_mine(folder: Path) -> int | None:
-    """The owner of what this process writes into a folder where everybody may write; else None."""
-    if not folder.is_dir() or not folder.stat().st_mode & stat.S_IWOTH:
-        return None
-    try:
-        with TemporaryFile(dir=folder) as file:  # a network's server may take it for another user
-            return os.fstat(file.fileno()).st_uid
-    except OSError:
-        return my_user()
 
 
 def requeue_number(path: Path) -> int | None:

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints.reading import open_checkpoint
+from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import list_anew, write
@@ -30,6 +32,25 @@ def test_what_another_user_has_put_there_is_passed_over(tmp_path):
     (tmp_path / "link").symlink_to(theirs)
     with pytest.warns(match=r"written to by everybody, and b, link in it are not this user's"):
         assert resuming.candidates_in(tmp_path, False) == [mine]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_what_another_user_says_was_there_before_is_not_read(tmp_path):
+    """A save that died leaves what it was to replace in ``.old``, where anybody may put one."""
+    mine, theirs = (write(tmp_path / name, 4, 1.0) for name in ("mine", ".old/best"))
+    for each in (theirs.parent, theirs):
+        os.chown(each, 65534, 65534)
+    for mode in (0o755, 0o1777):
+        tmp_path.chmod(mode)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = set(resuming.checkpoints_in(tmp_path))
+        assert found == ({mine, theirs} if mode == 0o755 else {mine})
+        assert ["best in it are not this" in str(each.message) for each in said] == (
+            [] if mode == 0o755 else [True]
+        )
+    with pytest.raises(FileNotFoundError, match=r"best is missing, and \S+best is not this user's"):
+        open_checkpoint(tmp_path / "best", Ranks(alone=True))
 
 
 def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path, monkeypatch):
