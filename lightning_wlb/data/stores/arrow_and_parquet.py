@@ -250,7 +250,9 @@ class ParquetDocuments(ArrowDocuments):
             file_checks.check_regular(path)
             with pq.ParquetFile(path) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
-                prefix = f"{path.name}-{'-'.join(columns.names)}-v{_CACHE_VERSION}-"
+                # No names in it: they may be long, or have signs that no file's name has.
+                named = fingerprint([], path.parent, path.name, columns.names, _CACHE_VERSION)
+                prefix = f"parquet-{named}-"
                 # An archive sets sizes and times, and may bring a copy; this time it cannot set.
                 changed = path.stat().st_ctime_ns
                 key = prefix + fingerprint([path], path.parent, path.resolve(), changed)
@@ -280,13 +282,7 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     for other in columns.names[1:]:
         if any(map(gt, _token_counts(parquet.metadata, other), counts)):
             raise ValueError(f"{path}: {other!r} has more values than {columns.tokens!r}. Mend it.")
-    needed, free = 4 * sum(counts), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(
-            f"{path} unpacks to {needed:,} bytes, and where these are kept, {folder.parent}, are"
-            f" {free:,} left. Make room, let XDG_CACHE_HOME name another folder of yours, or check"
-            " the file."
-        )
+    check_room(folder.parent, 4 * sum(counts), path)
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
             rows = parquet.metadata.row_group(group).num_rows
@@ -304,6 +300,17 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                 writer.write_batch(batch.select(columns.names).cast(schema))
 
 
+def check_room(folder: Path, needed: int, source: Path) -> None:
+    """Refuse to write more bytes than the disk has left."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"{source} unpacks to {needed:,} bytes, and where these are kept, {folder}, are"
+            f" {free:,} left. Make room, name another folder (for caches by XDG_CACHE_HOME), or"
+            " check the file."
+        )
+
+
 def _small(kind: pa.DataType) -> pa.DataType:
     """The type in which a column is written to the copy: lists of integers of at most 32 bits."""
     value = kind.value_type
@@ -314,7 +321,9 @@ def _token_counts(metadata: Any, column: str) -> list[int]:
     """The number of tokens in each row group, as the file's metadata gives it."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     leaves = [map(group.column, range(group.num_columns)) for group in groups]
+    # A column's own name may have points; two levels below it at most are those of its lists.
+    known = re.compile(re.escape(column) + r"(\.[^.]*){0,2}")
     return [
-        sum(leaf.num_values for leaf in own if leaf.path_in_schema.split(".")[0] == column)
+        sum(leaf.num_values for leaf in own if known.fullmatch(leaf.path_in_schema))
         for own in leaves
     ]

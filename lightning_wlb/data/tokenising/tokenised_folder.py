@@ -30,7 +30,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lightning_wlb.data.stores.arrow_and_parquet import FACTS, PARTIAL, ArrowDocuments, read_json
+from lightning_wlb.data.stores.arrow_and_parquet import (
+    FACTS,
+    PARTIAL,
+    ArrowDocuments,
+    check_room,
+    read_json,
+)
 from lightning_wlb.data.tokenising.sources import Source, checksum
 from lightning_wlb.data.tokenising.texts import Document
 
@@ -136,6 +142,7 @@ def write_shard(
                     lists.append(pa.array([each.mask for each in documents], pa.list_(pa.bool_())))
                 targets = lists[-1].values
                 counts["targets"] += targets.true_count if masked else len(targets)
+                check_room(path.parent, sum(each.nbytes for each in lists), path)
                 stream.write_batch(pa.record_batch(lists, schema=schema))
     return counts
 

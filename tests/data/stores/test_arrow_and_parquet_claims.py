@@ -5,11 +5,12 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores import arrow_and_parquet as parquet
-from tests.data.stores.corpora import write_arrow
+from tests.data.stores.corpora import check, write_arrow
 from tests.data.stores.test_arrow_and_parquet import write_parquet
 
 
@@ -52,6 +53,16 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
     monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999] * 1000)
     with pytest.raises(ValueError, match="row group 0 unpacks to more tokens than it says"):
         documents(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [("a", "tokens/ids"), ("a", "out.ids"), ("a", ".."), ("a", "a\0b"), ("c" * 240, "input_ids")],
+)
+def test_names_that_no_folder_can_have_are_read_all_the_same(name, column, tmp_path):
+    path, rows = tmp_path / f"{name}.parquet", pa.array([[1, 2, 3], [4, 5]], pa.list_(pa.int32()))
+    pq.write_table(pa.table({column: rows}), path)
+    check(documents(path), [[1, 2, 3], [4, 5]])
 
 
 def test_offsets_whose_differences_overflow_are_refused(tmp_path):

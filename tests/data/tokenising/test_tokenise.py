@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_wlb
+from lightning_wlb.data.stores import arrow_and_parquet
 from lightning_wlb.data.tokenising import sources
 from lightning_wlb.data.tokenising import tokenise as job
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
@@ -301,6 +302,14 @@ def test_a_source_without_documents_and_one_that_changes_are_refused(
     monkeypatch.setattr(job, "_tokenise_shard", growing)
     with pytest.raises(ValueError, match="has changed while it was read"):
         tokenise(request_, tmp_path / "changed", workers=1)
+
+
+def test_documents_that_the_disk_has_no_room_for_are_refused(request_, tmp_path, monkeypatch):
+    """Few bytes of gzip may stand for any number of lines."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=99)
+    monkeypatch.setattr(arrow_and_parquet.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match=r"unpacks to [\d,]+ bytes, and .* are 99 left"):
+        tokenise(request_, tmp_path / "out", workers=1)
 
 
 def test_a_source_that_is_touched_while_it_is_read_is_told_from_one_that_changes(
