@@ -44,12 +44,17 @@ class SavingRun:
 
     def knows(self, path: Path) -> None:
         """Note the run that has saved a checkpoint, and those it knew of, if it can be read."""
-        try:
-            saved = manifest.read(path)
-        except (OSError, ValueError):  # it is no checkpoint, or damaged
-            return
-        self.known.update(dict.fromkeys((*saved.by.known, _run(saved))))
+        self.known.update(dict.fromkeys(runs_of(path)))
         self.known.pop(self.name, None)
+
+
+def runs_of(path: Path) -> tuple[str, ...]:
+    """The runs that a checkpoint's run knew of, and that run; none if it cannot be read."""
+    try:
+        saved = manifest.read(path)
+    except (OSError, ValueError):  # it is no checkpoint, or damaged
+        return ()
+    return *saved.by.known, _run(saved)
 
 
 def newest_first(saved: Mapping[Path, Manifest]) -> list[Path]:

@@ -3,6 +3,7 @@
 * A checkpoint's own path means that one. If it is damaged, the run ends.
 * ``"best"`` is Lightning's: the path that ModelCheckpoint remembers. Of what it remembered in the
   checkpoint that is read, only what lies beside that, or in this run's folders, is believed.
+  (Where it lies elsewhere, only those of its own runs in this run's folders are.)
 * A folder with checkpoints in it means the newest undamaged one of them.
 * ``"last"`` means the newest undamaged one, whatever its name, in the folders of the Trainer's
   checkpoint callbacks; in a Slurm job also of those that were saved before a time limit
@@ -42,7 +43,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import Damaged, Manifest
 from lightning_wlb.checkpoints.pickle_checks import load_state
-from lightning_wlb.checkpoints.save_order import newest_first
+from lightning_wlb.checkpoints.save_order import newest_first, runs_of
 from lightning_wlb.checkpoints.writing import REST
 
 _T = TypeVar("_T")
@@ -183,10 +184,19 @@ def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
 def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Take out of a checkpoint what ModelCheckpoint remembers of folders that are not the run's.
 
-    It would remove checkpoints there when better ones come, or take one for the best. ``rest``,
-    which was read at ``path``, is changed in place, with a warning.
+    It would remove checkpoints there when better ones come, or take one for the best. What lies in
+    the run's folders counts for a checkpoint of elsewhere where a run that this one knew has saved
+    it. ``rest``, which was read at ``path``, is changed in place, with a warning.
     """
-    own = {each.resolve() for each in (path.parent, *_folders(trainer))}
+    own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
+    known = runs_of(path)
+    trusted = {home, *own} if _lies_in(str(path), own) else {home}
+
+    def counts(each: Any) -> bool:
+        if _lies_in(each, trusted):
+            return True
+        return _lies_in(each, own) and not {*runs_of(Path(each))[-1:]}.isdisjoint(known)
+
     callbacks = rest.get("callbacks")
     strange: list[str] = []
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
@@ -195,12 +205,12 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
         kept = state.get("best_k_models")
         named = [state.get(name, "") for name in _REMEMBERED]
         paths = [*named, *(kept if isinstance(kept, dict) else ())]
-        if found := [str(each) for each in paths if not _lies_in(each, own)]:
+        if found := [str(each) for each in paths if not counts(each)]:
             strange += found
             state.update(dict.fromkeys(_REMEMBERED, ""), best_k_models={}, best_model_score=None)
     if strange:
         rank_zero_warn(
-            f"{path} remembers checkpoints in folders that are not this run's"
+            f"{path} remembers checkpoints that are not this run's, or of runs that it did not know"
             f" ({', '.join(strange[:3])}): they are forgotten, and neither removed nor the best."
         )
 

@@ -1,6 +1,7 @@
 """What ``ckpt_path`` means: which checkpoints are tried, in which order."""
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from unittest.mock import patch
@@ -306,6 +307,13 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
     assert left(f"{tmp_path}/beside.ckpt", at=tmp_path / "other.ckpt") == 1
     for strange in (f"{kept}/../a.ckpt", f"{kept}/link/a.ckpt", "/a.ckpt", "a.ckpt", 7, "\0"):
         assert left(f"{kept}/a.ckpt", strange) == 0, strange
+    # A checkpoint of elsewhere knows those in the run's folders that its own runs have saved.
+    own, handed = paths["last.ckpt"], tmp_path / "elsewhere" / "handed.ckpt"
+    shutil.copytree(own, handed)
+    assert left(str(own), at=handed) == 1
+    stranger = write(tmp_path / "elsewhere" / "stranger.ckpt", 9, 9.0)
+    assert left(str(own), at=stranger) == 0
+    assert left(f"{handed}", at=stranger) == 1
 
 
 def test_last_says_where_else_the_logger_has_checkpoints(tmp_path):
