@@ -194,6 +194,7 @@ def test_folders_without_safetensors_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
         load(decoder, tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # which is read before an index
     index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"gone.safetensors cannot be read"):
