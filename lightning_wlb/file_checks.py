@@ -234,8 +234,10 @@ def check_parents(path: Path, owners: Iterable[int] = ()) -> None:
     trusted = {my_user(), 0, Path("/").stat().st_uid, *owners}
     for parent in path.parents if hasattr(os, "geteuid") else ():
         status = parent.stat()
-        shared = status.st_mode & (stat.S_IWOTH if _group_is_its_owners(status) else 0o022)
-        if status.st_uid not in trusted or (shared and not status.st_mode & stat.S_ISVTX):
+        shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        if shared and not status.st_mode & stat.S_IWOTH:
+            shared = not _group_is_its_owners(status)
+        if shared or status.st_uid not in trusted:
             raise ValueError(
                 f"{parent} may be written to by others, who could exchange {path} (user"
                 f" {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}). Use a folder elsewhere."
