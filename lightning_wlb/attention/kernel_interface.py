@@ -109,7 +109,8 @@ class Kernel(Protocol):
             [queries, heads, head_dim] in the dtype of q.
 
         Raises:
-            ValueError: if the kernel does not have one of the options; names one that does.
+            ValueError: if the kernel does not have one of the options; names one that does. Or as
+                :func:`segments_of`, where the kernel asks for it.
         """
 
 

@@ -48,11 +48,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
-    """The :class:`.Kernel` of the CPU.
-
-    Raises:
-        ValueError: if a segment has no query, or fewer keys than queries.
-    """
+    """The :class:`.Kernel` of the CPU."""
     if options.softcap is not None or options.sliding_window is not None:
         return exact_attention(q, k, v, metadata, options)
     inputs = _dense(q), _dense(k), _dense(v), options.sinks

@@ -39,11 +39,7 @@ BLOCK = 256
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
-    """A :class:`.Kernel` that has every option, for any floating dtype and device.
-
-    Raises:
-        ValueError: if a segment has no query, or fewer keys than queries.
-    """
+    """A :class:`.Kernel` that has every option, for any floating dtype and device."""
     window = options.sliding_window
     blocks = [
         block for segment in segments_of(metadata) for block in blocks_of(segment, BLOCK, window)

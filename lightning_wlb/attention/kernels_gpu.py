@@ -5,10 +5,8 @@ ImportError with the reason. All libraries align the causal mask at the bottom r
 grouped-query attention as it is, support float16 and bfloat16 only, and read no tile of keys
 outside of a sliding window.
 
-Sinks need torch's kernel, since they are merged between its forward and its backward
-(:mod:`.kernel_interface`), and the packages do not show their backward. A soft cap needs
-FlashAttention 2 or 3: torch's kernel has none, and 4.x has none in its backward. What is missing is
-refused, and so are versions of 2.x before 2.7, of which some cap in forward alone.
+What one lacks (:mod:`.backends` has a table) is refused, and so are versions of 2.x before 2.7, of
+which some cap in forward alone.
 
 Backward sums the gradients of queries by atomic additions, whose order differs from call to call,
 unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel asks for that itself (not

@@ -9,10 +9,6 @@ segments, both prefixes of a document at once, so that one kernel call does the 
 scatter-adds the gradients of these rows and sends them back the same way; their owners add them up.
 A single rank sends nothing: its runs are joined by one copy, or by none where there is one run.
 
-A message is posted by one call and waited for by another (:func:`send`, :func:`receive`): what is
-computed in between hides it. Autograd runs backward in the reverse order of forward, so that the
-gradients are sent back while what was computed in between has its own backward.
-
 Half types are summed over segments in float32, and over ranks too unless a step asks for less
 (:func:`.reduce_dtype`), so that a gradient does not depend on the number of ranks beyond rounding.
 Every rank of the group runs the same collectives, also one without any token.

@@ -167,14 +167,16 @@ class _CallInBackward(torch.autograd.Function):
 
 
 class RecurrentStates:
-    """States at the ends of slices, for one step of one rank."""
+    """States at the ends of slices, for one step of one rank.
+
+    Attributes:
+        held: the states, detached.
+        gradients: what later slices have left for them.
+    """
 
     def __init__(self) -> None:
-        self._states: dict[Any, State] = {}
+        self.held: dict[Any, State] = {}
         self.gradients: dict[Any, State] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
 
     def leave(self, key: Any, out: Tensor, state: State) -> Tensor:
         """Keep ``state`` for the next slice, and return ``out`` with the state's gradient attached.
@@ -182,7 +184,7 @@ class RecurrentStates:
         In backward the gradient that the next slice left for the state joins that of ``out``.
         """
         if not torch.is_grad_enabled():
-            self._states[key] = state
+            self.held[key] = state
             return out
         kept: Tensor = _Left.apply(out, self, key, *state)
         return kept
@@ -190,39 +192,24 @@ class RecurrentStates:
     def take(self, key: Any, anchor: Tensor) -> State:
         """The state that the slice before has left, put into the autograd graph of ``anchor``."""
         if not torch.is_grad_enabled():
-            return self._states[key]
+            return self.held[key]
         taken: State = _Taken.apply(anchor, self, key)
         return taken
-
-    def keep(self, key: Any, state: State) -> None:
-        """Keep a state, detached, unless a recomputed layer has kept it already."""
-        self._states.setdefault(key, tuple(each.detach() for each in state))
-
-    def held(self, key: Any) -> State:
-        """A kept state, detached."""
-        return self._states[key]
-
-    def add_gradients(self, key: Any, gradients: State) -> None:
-        """Leave the gradient of a state for the backward of the slice that made it."""
-        self.gradients[key] = gradients
-
-    def finish(self, key: Any) -> State | None:
-        """Free a state, and return its gradient; None where no later slice left one."""
-        self._states.pop(key, None)
-        return self.gradients.pop(key, None)
 
 
 class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, states: RecurrentStates, key: Any, *state: Tensor) -> Tensor:
         ctx.states, ctx.key, ctx.count = states, key, len(state)
-        states.keep(key, state)
+        # A recomputed layer has kept it already.
+        states.held.setdefault(key, tuple(each.detach() for each in state))
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        of_state = ctx.states.finish(ctx.key) or (None,) * ctx.count
+        ctx.states.held.pop(ctx.key, None)
+        of_state = ctx.states.gradients.pop(ctx.key, (None,) * ctx.count)
         return gradient, None, None, *of_state
 
 
@@ -230,11 +217,11 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, states: RecurrentStates, key: Any) -> State:
         ctx.states, ctx.key = states, key
-        return tuple(each.clone() for each in states.held(key))
+        return tuple(each.clone() for each in states.held[key])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         # Copies, since a gradient may be a part of one of all rows.
-        ctx.states.add_gradients(ctx.key, tuple(each.clone() for each in gradients))
+        ctx.states.gradients[ctx.key] = tuple(each.clone() for each in gradients)
         return None, None, None

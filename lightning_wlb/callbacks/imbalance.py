@@ -1,18 +1,10 @@
 """A step's imbalance degrees, from the times that ranks measured, its plan, or its prediction.
 
-Three ratios are 1 where the work is even (docs/design.md, "Imbalance degree"). What they exceed 1
-by is what a perfect balance could save at that level:
-
-* *pipeline*: max·K/Σ of the forward + backward compute of the K micro-batches of all replicas,
-  micro-batches left empty included (WLB-LLM §3.1). On each stage and in each pass a micro-batch
-  takes as long as the slowest of its context and tensor ranks, which work in step;
-* *data*: max/mean of the replicas' totals;
-* *context*: Σ max / Σ mean over the context ranks of attention compute, of every micro-batch,
-  stage, tensor rank and pass. Attention is timed between collectives: a whole forward includes
-  the wait for the slowest rank and takes equally long everywhere.
-
-A plan's FLOPs give the first two, a measured or a predicted step all three. Steps are aggregated by
-adding up the numerators and the denominators (:class:`Level`).
+docs/design.md ("Imbalance degree") defines those of the levels *pipeline* (WLB-LLM §3.1), *data*
+and *context*. What they exceed 1 by is what a perfect balance could save at that level. On each
+stage and in each pass a micro-batch takes as long as the slowest of its context and tensor ranks,
+which work in step. A plan's FLOPs give the first two, a measured or a predicted step all three.
+Steps are aggregated by adding up the numerators and the denominators (:class:`Level`).
 
 *Timings* are one array for each pipeline: float64 seconds [stage, context, tensor, micro_batches,
 2 (forward, backward), 2 (compute, attention)]; on the mesh, whose pipelines are alike, they may be

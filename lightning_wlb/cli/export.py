@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export, and say what was written.
-
-    Raises:
-        ValueError: what :func:`export` refuses.
-    """
+    """Export, and say what was written."""
     console = Console(markup=False)  # a path may have brackets
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("layers", total=None)

@@ -43,9 +43,6 @@ def run_search(
         arguments: the command's.
         requests: for the baseline, the reference and the packing that is asked for.
         console: to print to.
-
-    Raises:
-        ValueError: no mesh on which the model fits; the message says what would do.
     """
     by_packing = {each.data.packing_choice.method: each for each in requests}
     packing = arguments.packing or DEFAULT

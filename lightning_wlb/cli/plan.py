@@ -199,12 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plan, predict, print, and write the files that were asked for.
-
-    Raises:
-        ValueError: a mistake in the arguments, or a model that does not fit on the mesh; the
-            message says what would fit.
-    """
+    """Plan, predict, print, and write the files that were asked for."""
     width = None if Console().is_terminal else 180
     console = Console(width=width, markup=False, highlight=False)
     requests = requests_of(arguments)

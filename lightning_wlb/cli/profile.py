@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.cli.shared_options import add_model, model_config
 from lightning_wlb.cost.latency import DTYPE_BYTES
@@ -56,17 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, report the fit's error, and write the profile.
-
-    Raises:
-        ValueError: the device or the attention backend is not there, or the file cannot be written.
-    """
+    """Measure, report the fit's error, and write the profile."""
     console = Console(markup=False, highlight=False)
     config = model_config(arguments.model)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
-    if arguments.threads < 1:
-        raise ValueError(f"--threads {arguments.threads}: a rank has at least 1.")
+    whole("--threads", arguments.threads, 1)
     folder = arguments.output.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
@@ -81,10 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         backend=arguments.attention_backend,
         report=lambda text: console.print(f"Measuring: {text}"),
     )
-    try:
-        arguments.output.write_text(profile.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output {arguments.output}: {error.strerror}.") from error
+    arguments.output.write_text(profile.to_json(), encoding="utf-8")
     console.print(profile.provenance, soft_wrap=True)
     console.print(
         f"Prediction against measurement, {profile.errors['micro_batches']:.0f} micro-batches held"

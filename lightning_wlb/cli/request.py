@@ -44,11 +44,7 @@ def is_searched(arguments: argparse.Namespace) -> bool:
 
 
 def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
-    """The requests to plan, or to search meshes for: baseline, reference, the packing asked for.
-
-    Raises:
-        ValueError: a mistake in the arguments, with the remedy.
-    """
+    """The requests to plan, or to search meshes for: baseline, reference, the packing asked for."""
     fixed, model = sizes_of(arguments.mesh), given_model(arguments.model)
     devices, micro_batches = arguments.devices, arguments.micro_batches
     schedule, virtual_stages = arguments.schedule, arguments.virtual_stages
@@ -122,11 +118,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
 
 
 def check_search(arguments: argparse.Namespace) -> None:
-    """Refuse what a search lacks, or cannot show.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse what a search lacks, or cannot show."""
     for option, why in (
         ("devices", "it says how many the mesh has"),
         ("micro_batches", "it says how many tokens a step has, on every mesh"),

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.argument_checks import whole
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import AXES
@@ -54,15 +53,11 @@ def _with_changes(text: str) -> tuple[str, dict[str, Any]]:
         name, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"--model {text!r}: {word!r} is no name=value, as in layers=32.")
-        changes[name] = _json_or_text(value)
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = value
     return first, changes
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 @dataclass(frozen=True)
@@ -218,8 +213,6 @@ def load_lengths(
         ValueError: a file cannot be read or does not hold lengths, documents are of an unknown
             kind or have more tokens than the model, or ``source`` is a mixture.
     """
-    context_window = whole("context_window", context_window, 1)
-    micro_batches, steps = whole("micro_batches", micro_batches, 1), whole("steps", steps, 1)
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)

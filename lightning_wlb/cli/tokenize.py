@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tokenise, and say what came of it.
-
-    Raises:
-        ValueError: what cannot be read, or a folder that is not for this.
-    """
+    """Tokenise, and say what came of it."""
     kind: Kind = "chats" if arguments.chats else "texts"
     request = TokeniseRequest(
         arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos

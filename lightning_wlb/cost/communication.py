@@ -66,7 +66,8 @@ class Communication:
         """The link between stages s and s + 1, for each s; the last stage's leads to stage 0."""
         node = self.mesh.groups("pipeline") // self.profile.devices_per_node
         crosses = (node != np.roll(node, -1, axis=1)).any(axis=0)
-        return tuple(self._network if cross else self._node for cross in crosses)
+        links = self.profile.links
+        return tuple(links["network" if cross else "node"] for cross in crosses)
 
     def collective_ns(self, axis: str, ranks: int, size: int, *, summed: bool = False) -> int:
         """An all-gather or reduce-scatter over a process group of ``ranks`` ranks.
@@ -92,20 +93,12 @@ class Communication:
         """A message of ``size`` bytes between pipeline stages ``source`` and ``source + 1``."""
         return round(self.pipeline[source % self.mesh.pipeline].ns(1, size))
 
-    @property
-    def _node(self) -> Link:
-        return self.profile.links["node"]
-
-    @property
-    def _network(self) -> Link:
-        return self.profile.links["network"]
-
     def _of_groups(self, *axes: str) -> Link:
         """The link of the slowest group, which the step waits for."""
-        together = self._together(*axes)
+        together, node = self._together(*axes), self.profile.links["node"]
         if together == self.mesh.groups(*axes).shape[1]:
-            return self._node
-        node, network = self._node, self._network
+            return node
+        network = self.profile.links["network"]
         rate = together * network.bytes_per_second
         if together > 1:
             rate = min(rate, node.bytes_per_second)

@@ -3,9 +3,7 @@
 The counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose pipelines differ
 from the mesh's. :mod:`~lightning_wlb.training.bucket_lifetimes` says when each bucket travels,
 :mod:`.planning.exchanges` what every rank sends to every other in each turn; here it is sent. A
-turn is one uneven all-to-all over all ranks. A rank that lacks nothing joins with nothing to
-receive, so that all ranks post the same collectives in one order: pulls from the first turn to the
-last, then pushes from the last to the first.
+turn is one uneven all-to-all over all ranks, which a rank that lacks nothing joins too.
 
 Frozen parameters are pulled and never pushed. A shard gets the sum over all pipelines and context
 ranks, and over tensor-parallel ranks where these hold the parameter alike; each copy of a tied

@@ -179,9 +179,6 @@ class Evaluation:
         steps: the predicted steps so far.
         ps: picoseconds per token on all devices, of these steps, or of a sample before them.
         fits: whether they stay within the device's memory.
-
-    Raises:
-        ValueError: a mesh that the model or the schedule cannot run on.
     """
 
     def __init__(self, request: MeshRequest, mesh: Mesh) -> None:
@@ -248,7 +245,7 @@ class Evaluation:
 
 
 def evaluate(request: MeshRequest, mesh: Mesh) -> Evaluation:
-    """All ``request.steps`` steps of a mesh; arguments and errors are those of the class."""
+    """All ``request.steps`` steps of a mesh."""
     made = Evaluation(request, mesh)
     made.go_on(request.steps)
     return made

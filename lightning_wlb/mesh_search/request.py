@@ -32,7 +32,6 @@ from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import StoreShare
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner
-from lightning_wlb.planning.step_chooser import StepChooser
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
@@ -170,7 +169,6 @@ class MeshRequest:
         self,
         predictor: Predictor,
         scorer: ProfileScorer | None,
-        step_chooser: StepChooser | None = None,
         mesh: Mesh | None = None,
     ) -> Planner:
         """The run's planner on the predictor's mesh; without a scorer it goes by exact work.
@@ -188,7 +186,6 @@ class MeshRequest:
             scorer=scorer,
             activation_checkpointing=self.activation_checkpointing,
             mixture=self.mixture,
-            step_chooser=step_chooser,
         )
 
     def _stages_of(self, number: int) -> tuple[range, ...]:

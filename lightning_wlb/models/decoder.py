@@ -5,9 +5,8 @@ of one's own. Nothing else of a model is asked for: :class:`.LanguageModule` cal
 :meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts,
 :attr:`~Decoder.tied` and :meth:`~Decoder.tensor_parallel_plan`.
 
-Initial values are a function of the seed and a parameter's name, so that the same model comes out
-on any mesh: each parameter is drawn whole, in float32 on the CPU, by a generator that is seeded
-with a hash of the two, and a rank keeps its shard. Cost: memory for the largest in float32.
+Each parameter is drawn whole, in float32 on the CPU, by a generator seeded with a hash of the seed
+and its name, and a rank keeps its shard. Cost: memory for the largest in float32.
 """
 
 from __future__ import annotations

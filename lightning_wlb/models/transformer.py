@@ -14,11 +14,6 @@ products that do not wait for them run (:mod:`.tensor_parallel_overlap`). Under
 context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
 other ranks' keys and values.
 
-Each micro-batch says what backward recomputes (``MicroBatchTensors.recompute``). ``"full"`` keeps
-only a layer's input and recomputes the layer (a third more compute). ``"selective"`` does so for
-the feed-forward half, which holds most of the activations, and keeps attention, the expensive part
-of long documents.
-
 In the comments on shapes P is the number of a rank's rows, TP the tensor-parallel size; ``group``
 is the tensor-parallel group.
 """

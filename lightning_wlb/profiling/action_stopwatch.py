@@ -75,8 +75,8 @@ def clock_of(device: torch.device) -> Clock:
 class Stopwatch:
     """Collects one step's timings; ``start`` and ``stop`` bracket attention kernels."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
         self._origin: Moment = None
         # Of each action its begin and end, and the attention kernels that had run by then.
         self._actions: list[tuple[Action, Moment, Moment, int, int]] = []
@@ -119,8 +119,3 @@ class Stopwatch:
             )
             for action, begin, end, first, last in self._actions
         ]
-
-
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    """The stopwatch for a device."""
-    return Stopwatch(clock_of(device))

@@ -13,9 +13,7 @@ CPU:
   like those of long-context pretraining (:mod:`lightning_wlb.planning.synthetic_lengths`). The
   median and the worst relative error of their prediction go into the profile (``errors``).
 
-On a CPU with one thread, times are the thread's own CPU time, as in the executor's stopwatch, so
-that a busy machine disturbs the result little; on CUDA they are events on a stream that the host
-keeps full (:mod:`.call_timer`). The CUDA branch has not been run by this project yet.
+:mod:`.call_timer` says what is timed. The CUDA branch has not been run by this project yet.
 
 A profile of small layers says little about large ones: profile the layers that will run. Links
 between nodes are not measured; add them by hand.
@@ -31,7 +29,6 @@ from dataclasses import asdict, replace
 import torch
 
 from lightning_wlb.attention.backends import kernel_name
-from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Link, Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.profiling.device import device_name, memory_bytes, peak_flops
@@ -61,12 +58,10 @@ def measure(
             GPU, the memory's bandwidth stands in its place, and the profile says so.
 
     Raises:
-        ValueError: a dtype that profiles do not know, a backend that is missing, or layers that
-            not even the fewest rows of the grid fit into memory with.
+        ValueError: a backend that is missing, or layers that not even the fewest rows of the grid
+            fit into memory with.
     """
     dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in DTYPE_BYTES:
-        raise ValueError(f"cannot profile {dtype_name}: known are {', '.join(DTYPE_BYTES)}.")
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
     bench = DeviceBench(config, device, dtype, grid, backend)

@@ -39,7 +39,7 @@ from lightning_wlb.plan import Slice
 from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
 from lightning_wlb.planning.synthetic_lengths import generator_a
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.profiling.action_stopwatch import make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import Stopwatch
 from lightning_wlb.profiling.call_timer import CallTimer
 from lightning_wlb.profiling.device import free_bytes
 from lightning_wlb.profiling.measured_points import Grid, segments
@@ -291,7 +291,7 @@ class DeviceBench:
             rows=rows,
         ).changed(lambda tensor: tensor.to(self.device))
         hidden = None if model.embed is not None else self._random(rows, model.config.dim)
-        stopwatch = make_stopwatch(self.device)
+        stopwatch = Stopwatch(self.device)
         model.attention_kernel.timer = stopwatch
         samples: list[list[tuple[float, float]]] = []
         while len(samples) <= self.grid.repeats:

@@ -47,10 +47,7 @@ def make_programs(
         schedule: a name in :data:`SCHEDULES`.
         ranks: number of ranks of the pipeline, P, at least 1.
         micro_batches: how many pass through the pipeline, M, at least 0.
-        virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...
-
-    Raises:
-        ValueError: as :func:`check_stages`.
+        virtual_stages: V, at least 1 (:func:`check_stages`); rank r of P owns stages r, r + P, ...
     """
     check_stages(schedule, virtual_stages)
     program, needs = SCHEDULES[schedule].program, range(1, micro_batches + 1)
@@ -95,19 +92,11 @@ def program_of(
         replicas: plans of all replicas.
         number: which replica the rank belongs to.
         orders: :func:`.backward_orders` of the replicas, if they are known.
-
-    Raises:
-        ValueError: for shared micro-batches with virtual stages; and as :func:`check_stages`.
     """
     check_stages(schedule, virtual_stages)
     replica = replicas[number]
     merged = any(len(each.replicas) > 1 for each in replica.forward)
-    if merged and virtual_stages > 1:
-        raise ValueError(
-            f"replica {number} shares micro-batches with others, which needs one stage per"
-            f" pipeline rank, not {virtual_stages}: replicas with unlike numbers of micro-batches"
-            " would meet in different orders. Use schedule='1f1b', or a packing that does not"
-            " merge replicas."
-        )
+    # Else replicas with unlike numbers of micro-batches would meet in different orders.
+    assert not merged or virtual_stages == 1, "no packing shares them over virtual stages"
     order = (orders or backward_orders(replicas))[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)

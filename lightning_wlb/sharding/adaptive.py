@@ -59,11 +59,7 @@ def choose(
     candidates: Sequence[str] = CANDIDATES,
     contexts: Sequence[int] | None = None,
 ) -> tuple[str, Layout]:
-    """The sharding of one micro-batch and its layout; see :func:`choose_each`, :func:`.layout`.
-
-    Raises:
-        ValueError: as :func:`.layout`.
-    """
+    """The sharding of one micro-batch and its layout; see :func:`choose_each`, :func:`.layout`."""
     before = [0] * len(lengths) if contexts is None else contexts
     ((name, _),) = choose_each(
         [Tokens(lengths, before, context_parallel_size)], tensor_parallel_size, cost, candidates

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_wlb.argument_checks import choice
 from lightning_wlb.sharding.hybrid import hybrid
 from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.methods import (
@@ -79,24 +80,11 @@ def layout(
         tensor_parallel_size: the padded rows are a multiple of it.
 
     Raises:
-        ValueError: naming an unknown sharding and the known ones, or a size or length below 1.
+        ValueError: naming an unknown sharding and the known ones.
     """
-    if sharding not in SHARDINGS:
-        raise ValueError(
-            f"unknown sharding {sharding!r}; the known ones are {', '.join(sorted(SHARDINGS))},"
-            " and 'adaptive' for the choice among them where a plan is made."
-        )
-    if context_parallel_size < 1 or tensor_parallel_size < 1:
-        raise ValueError(
-            f"context_parallel_size={context_parallel_size} and"
-            f" tensor_parallel_size={tensor_parallel_size} must be at least 1."
-        )
+    choice("sharding", sharding, SHARDINGS)
     sizes = np.array(lengths, dtype=np.int64).reshape(-1)
-    if len(sizes) and sizes.min() < 1:
-        raise ValueError(
-            f"piece {int(sizes.argmin())} of the micro-batch has {sizes.min()} tokens;"
-            " a piece has at least 1. Leave empty pieces out."
-        )
+    assert sizes.min(initial=1) >= 1, "a plan has no empty pieces"
     ranks = context_parallel_size
     if ranks == 1 or len(sizes) == 0:
         number = np.arange(len(sizes))

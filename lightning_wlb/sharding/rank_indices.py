@@ -96,12 +96,7 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
         rank: its number in the group.
         sliding_window: most keys that a query sees, its own included; all if None. Keys that no
             query of a segment sees are not among the segment's.
-
-    Raises:
-        ValueError: if the layout has no such rank.
     """
-    if not 0 <= rank < layout.ranks:
-        raise ValueError(f"rank {rank} is not one of the layout's {layout.ranks} ranks.")
     owner, documents, starts, stops = layout.table.T
     lengths = stops - starts
     own = layout.chunks_of(rank)

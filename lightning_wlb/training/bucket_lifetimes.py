@@ -14,14 +14,10 @@ parameters are gathered and sums are reduced is for the subclasses to say: on th
 
 All ranks that exchange parameters post the same operations in the same order, whatever
 micro-batches they have: gathers by first use, reductions from the last bucket to the first, each as
-soon as those before it have been posted. A rank without micro-batches posts zeros. So no two ranks
-can wait for each other here, and the sums do not depend on who is first: a step gives the same bits
-again.
-
-Replicas that share a micro-batch wait for each other in its attention too. A rank therefore reduces
-nothing before the last such micro-batch is over. On a device that runs one operation after the
-other, two ranks could else each have the reduction that the other waits for in front of the
-attention that the other waits for.
+soon as those before it have been posted. A rank without micro-batches posts zeros. Replicas that
+share a micro-batch wait for each other in its attention too, so that a rank reduces nothing before
+the last such micro-batch is over (docs/design.md, "Parameters", says why no two ranks can wait for
+each other).
 """
 
 from __future__ import annotations

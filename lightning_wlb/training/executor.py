@@ -1,8 +1,7 @@
 """Runs one rank's part of a step plan: the actions of its schedule, in order, over real tensors.
 
 The plan says how long every micro-batch is, so no message carries a size, and every buffer is
-allocated in the size that the plan gives. ``torch.distributed.pipelining`` sizes all buffers from
-micro-batch 0, which aborts or silently corrupts a step whose micro-batches differ.
+allocated in the size that the plan gives.
 
 A forward leaves what its backward needs: the graph that autograd has recorded and, where pieces are
 sliced, the keys and values that later slices read. Its backward frees all of it.
@@ -32,7 +31,7 @@ from lightning_wlb.distributed.process_groups import (
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.plan import StepPlan
-from lightning_wlb.profiling.action_stopwatch import Stopwatch, make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import Stopwatch
 from lightning_wlb.schedule.actions import FORWARD, Action, Timing, receipts
 from lightning_wlb.supervision.progress import EXCHANGING, PROGRESS, REDUCING, RUNNING
 from lightning_wlb.supervision.signals import NOTICES
@@ -105,7 +104,7 @@ class Executor:
     def measure(self) -> Stopwatch:
         """Time every action from the next step on; the timings of a step stay until the next."""
         if self.stopwatch is None:
-            self.stopwatch = make_stopwatch(self.pipeline.device)
+            self.stopwatch = Stopwatch(self.pipeline.device)
         return self.stopwatch
 
     def timings(self) -> list[Timing]:

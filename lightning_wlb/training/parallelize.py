@@ -8,10 +8,9 @@
 Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
 shards and what it fills one of them from.
 
-If embeddings are tied and the two ends are on different stages, both hold a copy of the weight,
-sharded alike, and each computes part of its gradient. In every step the two exchange their shards
-of the gradient and add them, so that identical optimizers keep the copies identical. Cost: one
-exchange of a tied weight's shard per step.
+Tied embeddings on different stages are two copies of a weight, sharded alike, each with a part of
+its gradient. In every step the two ends exchange their shards of it and add them, so that identical
+optimizers keep the copies identical.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ precision       parameters        compute       gradients   reduction
 ``bf16-mixed``  float32           bfloat16      float32     float32
 ==============  ================  ============  ==========  =========
 
-Gradients of all micro-batches accumulate in the reduction dtype: in bfloat16, hundreds of
-micro-batches would lose most of a small one's gradient. ``bf16-true`` draws in float32
-and rounds what a rank keeps. fp16 needs loss scaling, which a plan of many backwards in one step
-does not have. On CPU Lightning itself turns ``16-mixed`` into ``bf16-mixed``, and says so, before a
-strategy sees it.
+``bf16-true`` draws in float32 and rounds what a rank keeps. fp16 needs loss scaling, which a plan
+of many backwards in one step does not have. On CPU Lightning itself turns ``16-mixed`` into
+``bf16-mixed``, and says so, before a strategy sees it.
 """
 
 from __future__ import annotations

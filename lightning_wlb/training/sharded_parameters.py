@@ -2,9 +2,8 @@
 
 ``fully_shard`` cuts every parameter over data × context and records in a DTensor which part of
 which global parameter a rank holds, on the tensor-parallel axis too. Checkpoints, the optimizer and
-the norm of the gradients read that. FSDP2's own run time is not used: it reduces inside of a
-backward, which a rank without micro-batches does not have, and on backends without streams it waits
-there. :mod:`.gather_and_reduce` gathers and reduces instead.
+the norm of the gradients read that. In place of FSDP2's own run time, for which docs/design.md has
+the reasons, :mod:`.gather_and_reduce` gathers and reduces.
 
 A *bucket* holds the parameters of a layer, or of an end of the model, which are gathered and whose
 gradients are reduced in one collective. Its flat buffer is [ranks, elements]: of each parameter in

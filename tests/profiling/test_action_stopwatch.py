@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_wlb.profiling.action_stopwatch import make_stopwatch
+from lightning_wlb.profiling.action_stopwatch import Stopwatch
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 
 
@@ -13,7 +13,7 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_events_measure_the_device_and_not_the_launch() -> None:
     """The host returns from every call at once; the device is kept busy by a kernel that waits."""
-    stopwatch = make_stopwatch(torch.device("cuda"))
+    stopwatch = Stopwatch(torch.device("cuda"))
     cycles = 50_000_000  # some tens of milliseconds at the clock of any GPU
     torch.cuda._sleep(cycles)  # the first call loads it
     stopwatch.begin_step()

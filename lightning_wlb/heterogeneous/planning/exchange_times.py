@@ -1,9 +1,7 @@
 """When parameters reach the pipelines of a step, and gradients their shards: a closed form.
 
-:class:`~lightning_wlb.heterogeneous.parameters.ExchangedParameters` moves buckets (an end, a layer)
-in turns; turn j moves the j-th bucket of every rank, and takes as long as the busiest rank. A
-forward waits for its own stage's turns only, and a turn of gradients leaves as soon as it is
-complete.
+A turn (:mod:`.exchanges`) takes as long as the busiest rank. A forward waits for its own stage's
+turns only, and a turn of gradients leaves as soon as it is complete.
 
 A rank receives what it needs less its own shard of that, and sends its shard of what all others
 need. Shards are taken to lie evenly over the ranks that hold a layer. What stays in a node goes

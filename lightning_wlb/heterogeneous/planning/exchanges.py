@@ -10,8 +10,6 @@ Gradients are *pushed* the other way, to *all* ranks that hold a shard of the pa
 would drift apart; each adds up what it receives in the order of ranks. So a rank receives exactly
 the elements that it needs and does not hold.
 
-Across nodes an element enters a node once for every rank there that needs it.
-
 Cost: a few array operations for each parameter, over ranks, and some hundred bytes for each piece
 that the rank sends or receives; once.
 """

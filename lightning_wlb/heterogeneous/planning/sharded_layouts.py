@@ -104,18 +104,6 @@ class Weights:
         ]
         return tuple(bucket for bucket in every if bucket.names)
 
-    def split_dim(self, name: str, size: int) -> int | None:
-        """The dimension that ``size`` tensor-parallel ranks split; None: all hold the whole.
-
-        Raises:
-            ValueError: ``split`` has no entry for this size.
-        """
-        if size == 1:
-            return None
-        if size not in self.split:
-            raise ValueError(f"how tensor={size} ranks split the weights is not given.")
-        return self.split[size].get(name)
-
 
 def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[str, Integers]:
     """The box of each parameter of a bucket that every rank holds in a step on some pipelines.
@@ -130,7 +118,7 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[st
         box = np.zeros((len(held), len(shape), 2), np.int64)
         box[held, :, 1] = shape
         for tensor in np.unique(places.size[held]).tolist():
-            dim = weights.split_dim(name, tensor)
+            dim = weights.split[tensor].get(name) if tensor > 1 else None
             if dim is None:
                 continue
             if shape[dim] % tensor:
@@ -145,13 +133,7 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[st
 
 
 def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> dict[str, Integers]:
-    """The box of each parameter of a bucket that every rank of the mesh holds between steps.
-
-    ``base`` are the mesh's pipelines.
-
-    Raises:
-        ValueError: a weight that the ranks of a pipeline cannot split.
-    """
+    """As :func:`in_step`, but what the mesh, whose pipelines are ``base``, holds between steps."""
     found, places = in_step(weights, bucket, base), Places.of(base)
     ranks = len(base) * base[0].context
     number = (places.pipeline * base[0].context + places.context)[:, None]

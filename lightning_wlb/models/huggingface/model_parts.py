@@ -13,9 +13,8 @@ Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. 
 the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,
 which backward makes again.
 
-Initial values are transformers' own by module, whole, from the run's seed and the module's name, so
-that every mesh begins alike. Cost: every rank draws the whole of each module of which it holds a
-shard, in float32 (in a mixture of experts, all experts of a layer).
+Cost of initial values (:func:`initial_values`): every rank draws the whole of each module of which
+it holds a shard, in float32 (in a mixture of experts, all experts of a layer).
 """
 
 from __future__ import annotations
@@ -153,9 +152,6 @@ class StageLayers:
 
 class _Absent(nn.Module):
     """Stands for layers of other stages.
-
-    In front of the stage's own it returns the hidden states that the stage has received; behind
-    them it passes on what it is given, and the first one keeps it, as the stage's output.
 
     Args:
         before: whether it stands in front.

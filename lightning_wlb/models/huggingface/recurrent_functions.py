@@ -103,12 +103,7 @@ def _heads(name: str, count: int, *, tensor: bool = True) -> _Heads:
             " make_step_batch(..., recurrent=True), as WLBDataModule does for such a model."
         )
     groups = run.groups.of_rows(rows.replicas), run.groups.tensor if tensor else None
-    if count % (ranks := prod(map(group_size, groups))):
-        raise ValueError(
-            f"{name}: {ranks} ranks share its {count} {'heads' if tensor else 'channels'}, which"
-            " cannot be spread evenly. Choose sizes of which ModelShape.check_tensor_parallel"
-            " approves, and let fewer replicas share a micro-batch."
-        )
+    assert count % prod(map(group_size, groups)) == 0, "the mesh and all plans divide them"
     return _Heads(count, rows, *groups)
 
 

@@ -167,11 +167,7 @@ def output_is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int,
 
 
 def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> dict[str, Split]:
-    """How each parameter of layers is split, by its name from ``layers.`` on.
-
-    Raises:
-        ValueError: a style that this package cannot follow.
-    """
+    """:func:`split_of` for each parameter of layers, by its name from ``layers.`` on."""
     splits = {}
     for number, layer in layers.items():
         modules = dict(layer.named_modules())

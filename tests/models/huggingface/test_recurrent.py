@@ -165,12 +165,12 @@ def test_a_slice_goes_on_where_the_one_before_ended_and_states_are_freed(cut):
             )
             for part, each in zip(parts, pieces, strict=True)
         ]
-        assert len(states) == 1
+        assert len(states.held) == 1
         for out, weight in reversed([*zip(outs, hidden[1].split([cut, 9 - cut]), strict=True)]):
             (out * weight).sum().backward()
     assert torch.allclose(torch.cat(outs), wanted, atol=1e-13)
     assert torch.allclose(torch.cat([each.grad for each in pieces]), x.grad, atol=1e-13)
-    assert len(states) == 0
+    assert len(states.held) == 0
 
 
 @pytest.mark.parametrize("one_call", [False, True])
@@ -225,12 +225,12 @@ def test_delta_rules_of_slices_by_kernels_that_take_all_segments_at_once(one_cal
             inputs.append(hidden[where].clone().requires_grad_())
             rows = replace(rows, labels=None, recurrence=recurrence)
             outs.append(decoder(rows, inputs[-1], range(1)))
-        assert len(states) == 2  # of the convolution and of the delta rule
+        assert len(states.held) == 2  # of the convolution and of the delta rule
         for out, (_, where) in reversed([*zip(outs, parts, strict=True)]):
             (out * weight[where]).sum().backward()
     assert torch.allclose(torch.cat(outs), wanted, atol=1e-12)
     assert torch.allclose(torch.cat([each.grad for each in inputs]), x.grad, atol=1e-12)
-    assert len(states) == 0
+    assert len(states.held) == 0
 
 
 def test_a_batch_that_does_not_say_where_documents_begin_is_refused():

@@ -97,7 +97,7 @@ def held(family: str, mesh: Mesh) -> Held:
     def sampled(step: executor.Step, action: Any) -> None:
         run(step, action)
         states = step.cache.states
-        left = [*states._states.values(), *states.gradients.values()]
+        left = [*states.held.values(), *states.gradients.values()]
         # Whole storages, lest a part of something larger is left.
         sizes = [x.untyped_storage().nbytes() for state in left for x in state]
         compared.states.append(sum(sizes))
