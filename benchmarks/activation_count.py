@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -86,7 +87,9 @@ def count_activations(executor: Executor) -> ActivationCount:
             # What a backward leaves for other micro-batches and ranks: the gradients of earlier
             # slices' keys, and those that have been sent.
             sent = [tensor for _, tensor in self.messages._sends.values()]
-            count.add([*sent, *self.messages._local.values(), *self.cache.gradients])
+            of_keys = [each.gradients or () for each in self.cache._entries.values()]
+            left = chain(*of_keys, *self.cache.states.gradients.values())
+            count.add([*sent, *self.messages._local.values(), *left])
             count.sample()
 
     def counted(batch: StepBatch, denominator: int) -> Tensor:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -64,15 +63,6 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.states = RecurrentStates()
         self._entries: dict[tuple[int, int], _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients that later slices have left so far; counted as memory that a step holds."""
-        of_keys = (entry.gradients or () for entry in self._entries.values())
-        return [each for left in chain(of_keys, self.states.gradients.values()) for each in left]
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values, [rows, kv_heads, head_dim], unless recomputation has them here."""

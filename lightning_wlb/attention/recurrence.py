@@ -7,9 +7,8 @@ which begins anew with every piece, and goes on where a slice continues one:
 * *States* at the end of a slice are left for the next slice of its piece, whose backward runs first
   and leaves the state's gradient for this one (:class:`RecurrentStates`).
 * *Ranks that share the rows* cannot cut a recurrence by rows. One all-to-all brings each of them
-  its part of the heads (of a convolution: of the channels) of all rows, in the order of the
-  segments, whatever sharding attention has (:func:`to_all_rows`); a second one brings the results
-  back (:func:`to_own_rows`).
+  its part of the heads (of a convolution: of the channels) of all rows (:func:`to_all_rows`); a
+  second one brings the results back (:func:`to_own_rows`).
 
 Cost: over a recurrence of whole rows two all-to-alls of its inputs and outputs in forward and two
 in backward, only where ranks share rows; one state for each sliced piece and layer.
@@ -198,10 +197,8 @@ def by_segment(
     """Run a recurrence over each segment's rows, from the state that the slice before has left.
 
     Args:
-        rows: the segments of the rows.
         layer: what distinguishes this recurrence from others of the model.
         inputs: [rows of all ranks, ...] each, in the order of the segments.
-        compute: the recurrence.
 
     Returns:
         [rows of all ranks, ...].

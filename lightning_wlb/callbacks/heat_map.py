@@ -83,10 +83,8 @@ class HeatMap:
         """Take in a step.
 
         Args:
-            step: its number.
             timings: as :mod:`lightning_wlb.callbacks.imbalance` defines them.
             counts: micro-batches of each pipeline.
-            seconds: that the step took.
             strategy: the step's own pipelines; empty on the mesh.
         """
         if not any(each.any() for each in timings):

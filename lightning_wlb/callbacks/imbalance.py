@@ -138,19 +138,13 @@ def slots(plan: StepPlan) -> float:
     return float(np.dot(counts, shares_of(plan))) + max(plan.micro_batches - sum(counts), 0)
 
 
-def micro_batch_seconds(timings: Timings) -> np.ndarray:
-    """Seconds of each micro-batch on its slowest ranks, over stages and passes.
-
-    Returns:
-        [pipelines, micro_batches].
-    """
-    return np.array([each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings])
-
-
 def rank_seconds(timings: Timings) -> np.ndarray:
-    """Work of each micro-batch in rank-seconds: its seconds times the context × tensor ranks."""
-    abreast = [math.prod(each.shape[1:3]) for each in timings]
-    return micro_batch_seconds(timings) * np.array(abreast)[:, None]
+    """Work of each micro-batch in rank-seconds, [pipelines, micro_batches].
+
+    That is its seconds on its slowest ranks, over stages and passes, times the ranks abreast.
+    """
+    slowest = [each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings]
+    return np.array(slowest) * np.array([[math.prod(each.shape[1:3])] for each in timings])
 
 
 def pipeline_level(work: np.ndarray, slots: float, shares: np.ndarray | float = 1.0) -> Level:
@@ -182,8 +176,3 @@ def planned_work(plan: StepPlan, work: Work) -> np.ndarray:
                 work.total(part.tokens, part.context) for part in replica.slices_of(micro_batch)
             ) / len(micro_batch.replicas)
     return result
-
-
-def step_flops(plan: StepPlan, work: Work) -> int:
-    """The step's model FLOPs, forward + backward; recomputation does not count."""
-    return sum(work.total(piece.tokens) for piece in plan.pieces)

@@ -170,7 +170,7 @@ class ImbalanceMonitor(L.Callback):
             delay_mean=plan.delay,
             delay_max=plan.max_delay,
             drain=plan.drain,
-            flops=imbalance.step_flops(plan, work),
+            flops=sum(work.total(piece.tokens) for piece in plan.pieces),
             seconds=elapsed,
             wait=wait,
             seconds_predicted=float("nan") if step is None else step.total_ns / 1e9,

@@ -66,9 +66,6 @@ class Records:
         devices: ranks of the mesh.
         peak_flops: FLOP/s that one device can do at best; None if unknown.
         warm_up_steps: how many first steps on each strategy do not enter measured figures.
-
-    Attributes:
-        timed: number of steps beyond the warm-up.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class Records:
         self.devices = devices
         self.peak_flops = peak_flops
         self.warm_up_steps = warm_up_steps
-        self.timed = 0
         self._taken: Counter[int] = Counter()
         self._numbers = array("d")
 
@@ -89,7 +85,6 @@ class Records:
         assert len(record.levels) == len(LEVELS)
         timed = self._taken[strategy] >= self.warm_up_steps
         self._taken[strategy] += 1
-        self.timed += timed
         levels = chain.from_iterable(record.levels)
         self._numbers.extend((strategy, timed, *record[:-1], *levels))
         return timed

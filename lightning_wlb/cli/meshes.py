@@ -40,9 +40,7 @@ def run_search(
     """Search, print, and write what was asked for.
 
     Args:
-        arguments: the command's.
         requests: for the baseline, the reference and the packing that is asked for.
-        console: to print to.
     """
     by_packing = {each.data.packing_choice.method: each for each in requests}
     packing = arguments.packing or DEFAULT

@@ -45,7 +45,6 @@ class TimelineRow(NamedTuple):
 
     Args:
         name: as ``replica 0, rank 1``.
-        spans: its actions.
         waits: begin and end in ns, and the name of the row that ends the wait, if it is known.
         idle: share of the time from the replica's first action to the step's last in which it
             waits.

@@ -65,11 +65,9 @@ class GivenModel:
     """The model that ``plan --model`` names.
 
     Args:
-        shape: the sizes of its layers.
         changes: fields that replace its own.
         file: the LightningCLI YAML that it is in, if it is in one.
         settings: what that file says of it beside its config, by argument of its class.
-        hugging_face: whether it is of transformers.
     """
 
     shape: ModelShape
@@ -205,8 +203,6 @@ def load_lengths(
             as :class:`.WLBDataModule` opens its documents.
         context_window: bounds the generator's documents.
         micro_batches: per global batch; with ``steps``, how many documents are generated.
-        steps: that are to be planned.
-        seed: the generator's.
         vocab_size: the model's, which may not be less than the documents'; 0: not known.
 
     Raises:

@@ -1,24 +1,9 @@
 """Train, validate or test by a configuration file: LightningCLI with one section more.
 
 ``lightning-wlb fit --config run.yaml`` needs no script. The file has LightningCLI's sections, and
-``wlb`` with the arguments of :class:`.WLBStrategy`, for ``trainer.strategy: wlb``::
-
-    trainer:
-      strategy: wlb
-      devices: 8
-    wlb:
-      context_parallel_size: 4
-    model:
-      class_path: lightning_wlb.HuggingFaceModule
-      init_args:
-        config: folder/of/Llama-3.1-8B
-        pretrained: true
-    data:
-      documents: folder/of/documents
-      context_window: 131072
-      micro_batches: 8
-
-``lightning-wlb fit --print_config`` prints every option with its default.
+``wlb`` with the arguments of :class:`.WLBStrategy`, for ``trainer.strategy: wlb``, as
+``examples/continue.yaml`` does. ``lightning-wlb fit --print_config`` prints every option with its
+default.
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ class Communication:
 
         Args:
             axis: a key of :attr:`links`.
-            ranks: number of ranks of the group.
             size: bytes of the whole tensor, as after an all-gather or before a reduce-scatter.
             summed: whether it is a reduce-scatter.
         """

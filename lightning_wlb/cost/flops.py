@@ -200,8 +200,6 @@ class Work:
     """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out.
 
     Args:
-        forward: of a forward pass.
-        backward: of a backward pass.
         recurrent_heads: what the ranks that share a micro-batch must divide; 0: nothing.
     """
 

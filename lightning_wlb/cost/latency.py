@@ -53,9 +53,7 @@ class LatencyModel:
     """Times of a model's parts on one device of a mesh.
 
     Args:
-        profile: rates of the device.
         shape: sizes of the whole model.
-        mesh: ranks along each axis.
         reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
         compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
         overlap: which messages travel while products run.

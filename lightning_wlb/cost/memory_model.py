@@ -115,7 +115,6 @@ class MemoryModel:
 
     Args:
         shape: sizes of the whole model.
-        mesh: ranks along each axis.
         dtype: what the model computes in.
         rest_dtype: dtype of sharded parameters and optimizer state; float32 for ``bf16-mixed``.
         accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
@@ -228,7 +227,6 @@ class MemoryModel:
             parts: what the stage owns.
             rows: one number, or int64 [micro-batches], as are ``keys``, ``segments`` and the bytes.
             keys: that the rank's attention reads.
-            recompute: what the micro-batches recompute.
             segments: of the rank's attention.
         """
         most: _Sizes = parts.head * self.head_transient_bytes(rows)

@@ -123,7 +123,6 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
     """What the attention and the feed-forward half of a layer wait for their messages.
 
     Args:
-        latency: the latency model of the layer.
         rows: of the micro-batch on the rank.
         chunks: parts in which the rows travel; 0 means :func:`chunks_of`.
     """
@@ -161,7 +160,6 @@ def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tup
     Replicas that share a micro-batch without context parallelism are taken to wait for all.
 
     Args:
-        latency: the latency model of the layer.
         rows: of the micro-batch on the rank.
         there: time in ns of the message of keys and values, which backward fetches again.
         back: time in ns of the message of their gradients.

@@ -76,7 +76,6 @@ class HeterogeneousStage:
 
     Args:
         build: makes the whole model, on the meta device.
-        pipeline: the rank's on the mesh.
 
     Attributes:
         waiting: each module that waits for parameters -> the turns in which these arrive.

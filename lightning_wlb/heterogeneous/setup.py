@@ -184,10 +184,8 @@ class HeterogeneousPipelines:
     """Says what a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``.
 
     Args:
-        executor: runs the steps, on the mesh too.
         build: makes the whole model, on the meta device.
         redistribute: makes this rank's exchanges with the pipelines of a step.
-        group: all ranks, for these exchanges.
     """
 
     def __init__(

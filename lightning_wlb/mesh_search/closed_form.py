@@ -183,11 +183,9 @@ def _stage_ns(
     """Forward and backward of a micro-batch on each stage, virtual ones in order.
 
     Args:
-        predictor: of the mesh.
         rows: tokens on each rank.
         attention: of each kind of layer on a rank, int64 [2 (pass), kinds].
         keys: rows of keys that a rank receives from others, and rows that it puts in order.
-        mode: what the micro-batch recomputes.
     """
     exchange = exchange_ns(predictor.latency, rows, keys[0], [keys[1]], 1)
     (by_mode,) = times_by_mode(

@@ -38,13 +38,10 @@ class MeshRow:
 
     Args:
         mesh: the mesh, with its virtual stages.
-        schedule: name of the pipeline schedule.
         activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
             micro-batch has its own.
         recomputed: share of the tokens whose micro-batches compute anything again.
         steps_ns: time of all simulated steps.
-        steps: number of simulated steps.
-        tokens: how many tokens they train on.
         flops: their model FLOPs, recomputation left out.
         peak_bytes: bytes of the fullest rank in the fullest step.
         shares: share of the ranks' time that is spent on each of :data:`LOSSES`.
@@ -113,7 +110,6 @@ class LeftOut:
 
     Args:
         reason: why, in words.
-        count: how many.
         example: one of them, as ``--mesh`` takes it, with its virtual stages where it has any.
     """
 

@@ -44,11 +44,9 @@ class MeshRequest:
 
     Args:
         lengths: int64 [documents], tokens of each document.
-        shape: the sizes of the model's layers.
         data: the data settings, packing included; ``max_tokens`` is not looked at.
         profile: rates and memory of the device; its devices per node are replaced by
             ``devices_per_node``.
-        devices: number of ranks of the mesh.
         devices_per_node: how many of them share a node's link; None: as the profile says.
         fixed: sizes of axes that the search may not change, by :data:`~lightning_wlb.mesh.AXES`.
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None: whichever is

@@ -140,10 +140,6 @@ def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
 def choose_mesh(request: MeshRequest, *, progress: Progress | None = None) -> MeshChoice:
     """The fastest mesh for a request, with the next ones.
 
-    Args:
-        request: documents, model, settings and device.
-        progress: is told how far the search is.
-
     Raises:
         ValueError: no mesh is legal, or none fits in memory; the message says why, and how many
             devices would do.

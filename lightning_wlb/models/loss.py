@@ -54,7 +54,6 @@ def logits_gradient(
         log_sums: [rows], over all words of all ranks.
         column: [rows], the target's number among the words; -1 where it is not among them.
         scale: [rows], what the gradient is multiplied by.
-        dtype: the result's.
 
     Returns:
         [rows, words].
@@ -101,7 +100,6 @@ def token_loss(
             many on each rank.
         labels: int64 [rows], global word numbers, ``IGNORE`` (-100) where a row has no target.
         group: the tensor-parallel group.
-        softmax: the element-wise functions, compiled or not.
 
     Returns:
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero

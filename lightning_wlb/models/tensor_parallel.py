@@ -5,9 +5,8 @@ and FSDP2 know what part of which global parameter a rank holds. Within a step o
 modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them out. The model
 moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism).
 
-Each rank uses a replicated parameter on other rows (norms) or for other heads (keys and values
-where TP exceeds their heads), so its gradient is ``Partial``: it has yet to be summed over ranks.
-``WLBStrategy`` sums it when it reduces; elsewhere ``parameter.grad.full_tensor()`` does.
+Each rank uses a replicated parameter on other rows or for other heads, so its gradient is
+``Partial``. ``WLBStrategy`` sums it when it reduces; elsewhere ``parameter.grad.full_tensor()``.
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ def embed_words(
         lookup: int64 [rows], numbers among this rank's words -> [rows, dim].
         tokens: int64 [rows], the same on every rank.
         words: the number of this rank's words.
-        group: the tensor-parallel group.
 
     Returns:
         This rank's rows of the hidden states, [rows / group size, dim].

@@ -77,7 +77,6 @@ class GatheredRows:
     Args:
         x: [rows, dim], equally shaped on every rank.
         weights: [columns, dim] each.
-        travel: how the rows travel.
         kept: whether backward keeps all rows, not own ones: where it recomputes what is done here.
     """
 
@@ -167,7 +166,6 @@ def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
     Args:
         y: [group size · rows, columns], equally shaped on every rank.
         weight: [dim, columns].
-        travel: how the rows travel.
 
     Returns:
         [rows, dim].

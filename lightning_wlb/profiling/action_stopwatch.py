@@ -1,9 +1,8 @@
 """Times each action of a step and, within it, the attention kernels.
 
-On a CPU with one thread the compute time of an action is the thread's own CPU time. It leaves out
-the waits inside collectives, and it stays right when several ranks share a core, where wall time
-measures the neighbours. On CUDA, events are recorded on the stream and read once at the end of the
-step.
+On a CPU with one thread the compute time of an action is the thread's own CPU time, which leaves
+out waits (docs/design.md). On CUDA, events are recorded on the stream and read once at the end of
+the step.
 
 Cost: two clock readings for each action and each attention kernel.
 """

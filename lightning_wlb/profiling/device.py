@@ -100,10 +100,6 @@ def shipped_profile(device: torch.device, backend: str = "auto") -> Profile | No
     in memory, with a warning. The profile's memory is the least of all ranks' GPUs. The result is
     None for devices that are neither CPU nor CUDA.
 
-    Args:
-        device: of this rank.
-        backend: of attention.
-
     Raises:
         ValueError: the backend is not there.
     """
@@ -123,8 +119,6 @@ def nearest_profile(name: str, memory_bytes: int, kernel: str) -> Profile:
     kernels are taken for FlashAttention-2, the slower one, except FlashAttention-4.
 
     Args:
-        name: what the driver calls the GPU.
-        memory_bytes: the memory that it has.
         kernel: of attention, as :func:`.backends.kernel_name` calls it.
     """
     shipped = [Profile.load(each) for each in shipped_profiles()]

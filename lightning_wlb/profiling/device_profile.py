@@ -52,7 +52,6 @@ def measure(
 
     Args:
         config: the decoder whose layers and head are run; its number of layers does not matter.
-        name: the profile's name.
         grid: where to measure; by default the grid for the kind of device.
         links: whether to measure the link between two processes of this node. If not, or with one
             GPU, the memory's bandwidth stands in its place, and the profile says so.

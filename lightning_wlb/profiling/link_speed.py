@@ -21,20 +21,16 @@ SIZES = (2**12, 2**24)
 """Bytes of the small and the large message."""
 
 
-def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | None:
+def measure_link(device: torch.device) -> Link | None:
     """Latency and bandwidth between two processes of this node, by all-gather.
 
-    Args:
-        timeout_seconds: how long a process waits for the other.
-
-    Returns:
-        None on CUDA with one device: the two processes cannot have one each, and there is no link.
+    None on CUDA with one device: the two processes cannot have one each, and there is no link.
     """
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, context) as pool:
-        arguments = device.type, f"file://{folder}/rendezvous", timeout_seconds
+        arguments = device.type, f"file://{folder}/rendezvous"
         ranks = [pool.submit(_seconds_of_rank, rank, *arguments) for rank in range(2)]
         (small, large), _ = (rank.result() for rank in ranks)
     return Link(
@@ -43,9 +39,7 @@ def measure_link(device: torch.device, timeout_seconds: float = 60.0) -> Link | 
     )
 
 
-def _seconds_of_rank(
-    rank: int, device_type: str, rendezvous: str, timeout_seconds: float
-) -> tuple[float, float]:
+def _seconds_of_rank(rank: int, device_type: str, rendezvous: str) -> tuple[float, float]:
     """:func:`_seconds` in one of two new processes."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -57,7 +51,7 @@ def _seconds_of_rank(
         init_method=rendezvous,
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(minutes=1),
         device_id=device if device_type == "cuda" else None,
     )
     try:

@@ -105,7 +105,6 @@ class Timing:
     """One action as it ran on one rank; all times in seconds.
 
     Args:
-        action: what ran.
         begin: when it began, from the start of the rank's step (receives included before it).
         wall: elapsed time of the computation: without waits for the neighbouring stages, with
             waits inside it (collectives of context and tensor parallelism).

@@ -29,8 +29,6 @@ class Pipeline(NamedTuple):
     """The step of one replica; all times in one unit, ns where they are predicted.
 
     Attributes:
-        forward: how long each forward computes.
-        backward: how long each backward computes.
         transfer: how long a message between a rank and the one before it takes, activations or
             their gradients; unused for rank 0.
         order: micro-batches in the order of their backwards.

@@ -18,7 +18,6 @@ def split_stages(costs: Sequence[int], stages: int) -> list[range]:
 
     Args:
         costs: cost of each layer, the last one's with the head, in any unit (FLOPs per token).
-        stages: number of pipeline stages.
 
     Raises:
         ValueError: there are fewer layers than stages, or no stage.

@@ -85,11 +85,6 @@ def program_of(
     different orders.
 
     Args:
-        schedule: a name in :data:`SCHEDULES`.
-        rank: 0-based rank of the pipeline.
-        ranks: P.
-        virtual_stages: V.
-        replicas: plans of all replicas.
         number: which replica the rank belongs to.
         orders: :func:`.backward_orders` of the replicas, if they are known.
     """

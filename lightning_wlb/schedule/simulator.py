@@ -161,8 +161,6 @@ class _Run:
     """How far the ranks of a replica have come.
 
     Attributes:
-        programs: the actions of each rank.
-        last_stage: its number.
         begins: when the actions of each rank that have run began.
         ends: when each action ended that has run.
         waiting: the rank that stands still until an action has ended.

@@ -76,7 +76,6 @@ def layout(
     Args:
         sharding: a name in :data:`SHARDINGS`.
         lengths: length in tokens of each piece, each at least 1; none for an empty micro-batch.
-        context_parallel_size: ranks of the group.
         tensor_parallel_size: the padded rows are a multiple of it.
 
     Raises:

@@ -92,8 +92,6 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     A rank without chunks has no rows and no segments; a segment is never empty.
 
     Args:
-        layout: how the micro-batch lies on the group.
-        rank: its number in the group.
         sliding_window: most keys that a query sees, its own included; all if None. Keys that no
             query of a segment sees are not among the segment's.
     """

@@ -14,9 +14,9 @@ place,
 * on SIGINT (Ctrl-C) raise KeyboardInterrupt, which Lightning turns into its shutdown and exit code
   1. A second one ends this process at once.
 
-Outside of fit the requeue signal is only reported: an evaluation has nothing to save. It must not
-end a process either, so a handler is set when the Trainer is made, and stays after the run. SIGTERM
-before the first step and after the last one ends the process, as ever.
+Outside of fit the requeue signal is only reported; it must not end a process, so a handler is set
+when the Trainer is made, and stays after the run. SIGTERM before the first step and after the last
+one ends the process, as ever.
 
 A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
 there were no more data. Lightning has taken one batch ahead, whose step then is the last one.

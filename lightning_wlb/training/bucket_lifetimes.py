@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_wlb.schedule.actions import BACKWARD, Action
 
@@ -264,11 +265,12 @@ def _before_forward(module: nn.Module, wait: Any, dtype: torch.dtype) -> None:
     It runs before the module's own hooks, which may read its parameters.
     """
 
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         wait()
-        if dtype == torch.bfloat16:
-            return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
-        return None
+        return tree_map_only(Tensor, cast, (args, kwargs)) if dtype == torch.bfloat16 else None
 
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -282,13 +284,3 @@ def _take_gradients(parameter: nn.Parameter, take: Any) -> None:
         take(gradient)
 
     parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() else values
-    if isinstance(values, dict):
-        return {key: _cast_floats(value, dtype) for key, value in values.items()}
-    if type(values) in (tuple, list):
-        return type(values)(_cast_floats(value, dtype) for value in values)
-    return values

@@ -29,6 +29,7 @@ from lightning_wlb.argument_checks import choice
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.distributed.collective_errors import names_of_ranks
 from lightning_wlb.mesh import Mesh
+from lightning_wlb.models.tensor_parallel import held
 from lightning_wlb.supervision.faults import StateLost
 from lightning_wlb.supervision.progress import OPTIMISING, PROGRESS
 
@@ -164,7 +165,7 @@ class StepGuard:
 
     def _anywhere(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         """The names of tensors that are not finite, the first few of each rank; collective."""
-        own = [name for name, each in tensors if not bool(_local(each).isfinite().all())]
+        own = [name for name, each in tensors if not bool(held(each).isfinite().all())]
         everyone: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, own[: _SHOWN + 1])
         return list(dict.fromkeys(name for names in everyone for name in names))
@@ -173,10 +174,6 @@ class StepGuard:
 def _some(names: list[str]) -> str:
     """The first names, and whether there are more."""
     return ", ".join(names[:_SHOWN]) + (" and others" if len(names) > _SHOWN else "")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norm(

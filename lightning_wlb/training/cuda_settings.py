@@ -3,9 +3,7 @@
 * ``CUDA_DEVICE_MAX_CONNECTIONS=32``, the most there is. Each process group has a stream of its own
   under NCCL, and a rank has up to twelve beside that of computation. Of CUDA's eight queues, the
   default, some would carry two streams each, one behind the other: a receive may then stand behind
-  a send that waits for the same neighbour. (Others set 1, so that kernels of tensor parallelism
-  begin in the order in which they were launched; then every message here would wait for every
-  reduction that was posted before it, which a slower replica may hold up.)
+  a send that waits for the same neighbour. (Others set 1; docs/design.md says why it must not be.)
 * ``PYTORCH_ALLOC_CONF=expandable_segments:True``: micro-batches differ in length from step to step,
   and blocks of fixed size that were made for one leave gaps for the next. On Linux only.
 

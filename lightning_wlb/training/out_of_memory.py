@@ -48,8 +48,6 @@ def note(
 
     Args:
         action: what ran; None if no action had begun.
-        pipeline: the rank's on the mesh.
-        model: memory of the model on the mesh.
     """
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
     if schemes := batch.plan.schemes:

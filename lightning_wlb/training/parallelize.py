@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_wlb.distributed.process_groups import data_context, message_device
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.decoder import Decoder
-from lightning_wlb.models.tensor_parallel import shard_parameters
+from lightning_wlb.models.tensor_parallel import held, shard_parameters
 from lightning_wlb.training.gather_and_reduce import ParameterBuckets
 from lightning_wlb.training.sharded_parameters import Bucket, refuse_hooks, shard_over
 
@@ -211,7 +210,7 @@ def add_tied_gradients(model: Decoder, rank: Rank, group: dist.ProcessGroup | No
         if not mine.requires_grad:
             continue
         assert mine.grad is not None, "the final reduction gives every parameter a gradient"
-        gradient = mine.grad.to_local() if isinstance(mine.grad, DTensor) else mine.grad
+        gradient = held(mine.grad)
         assert group is not None
         sent = gradient.contiguous().to(message_device(gradient.device, group))
         other = torch.empty_like(sent)

@@ -35,7 +35,6 @@ class PipelineRank:
     V virtual stages.
 
     Args:
-        rank: where this rank stands in the mesh.
         stages: layers of every stage, by global layer number.
         schedule: its name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         groups: the process group of each channel; empty for a single rank.

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_wlb.mesh import sharded_dim
+from lightning_wlb.models.tensor_parallel import held
 
 
 def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -39,17 +39,13 @@ def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
         holder,
         mesh=mesh,
         # FSDP wants equal shares of any dim but the first.
-        shard_placement_fn=lambda each: Shard(sharded_dim(_local_shape(each), mesh.size())),
+        shard_placement_fn=lambda each: Shard(sharded_dim(held(each).shape, mesh.size())),
     )
     shards = dict(zip(whole, holder.parameters(), strict=True))
     for module in model.modules():
         for name, own in module._parameters.items():
             if own is not None:
                 module._parameters[name] = shards[own]
-
-
-def _local_shape(parameter: nn.Parameter) -> torch.Size:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
 
 
 @dataclass(frozen=True)

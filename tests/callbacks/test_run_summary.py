@@ -65,7 +65,7 @@ def test_each_strategy_has_its_figures_and_a_warm_up_of_its_own():
         for strategy, seconds, tokens in [(0, 9, 1), (2, 8, 2), (0, 1, 3), (0, 3, 4), (2, 5, 5)]
     ]
     assert added == [False, False, True, True, True]
-    assert records.timed == 3
+    assert records.summary()["timed_steps"] == 3
     assert records.summary()["seconds_per_step"] == 3
     of_mesh, other, none = (records.summary(number) for number in (0, 2, 1))
     assert (of_mesh["steps"], of_mesh["timed_steps"], of_mesh["seconds_per_step"]) == (3, 2, 2)

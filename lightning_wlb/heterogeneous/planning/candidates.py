@@ -13,8 +13,8 @@ long.
 Choices are of one kind, or of some pipelines of one kind with those of another on all other ranks.
 Of choices with the same kinds only the best stays for a step.
 
-The estimate leaves out imbalance, the exchange of parameters, and whether micro-batches fit in
-memory beside each other. So it only prunes; simulations choose.
+It leaves out imbalance, the exchange of parameters, and whether micro-batches fit in memory beside
+each other. So it only prunes; simulations choose.
 
 Cost: about thirty predictions of a micro-batch for each legal kind, and for each step some tens of
 milliseconds in compiled loops.
@@ -57,9 +57,7 @@ def candidate_schemes(
     which a model needs whose weights cannot be split: pipelines are to differ from the mesh.
 
     Args:
-        request: model, settings and device.
         steps: pieces of each step of a sample.
-        most: how many choices to return at most.
         beside: a choice that is left out, such as the mesh's own pipelines.
     """
     fixed = {"tensor": 1} if request.fixed.get("tensor") == 1 else {}

@@ -56,7 +56,6 @@ def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
 
     Args:
         predictor: predicts steps of the model on the pipeline's mesh.
-        tokens: length of the document.
         mode: what its micro-batches recompute.
     """
     mesh = predictor.latency.mesh
@@ -155,9 +154,6 @@ def arrange(
     """Deal the pieces of a step to kinds of pipelines and pack those of each kind.
 
     Args:
-        pieces: all pieces of the step.
-        schemes: the pipelines of the step.
-        kinds: the kind of each pipeline.
         rules: settings of the run; each kind gets micro-batches in proportion to its ranks.
         packer: makes the packing that arranges the pieces of a kind.
 

@@ -82,11 +82,6 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
 def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Floats]:
     """The elements that the busiest rank sends or receives in each turn, in either direction.
 
-    Args:
-        base: as for :func:`exchange_traffic`.
-        schemes: as for :func:`exchange_traffic`.
-        per_node: ranks of a node.
-
     Returns:
         Elements of each turn that are exchanged with ranks of the same node, and with others.
     """

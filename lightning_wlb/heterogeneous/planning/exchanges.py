@@ -62,9 +62,7 @@ class Redistribution:
     """One rank's exchanges between the sharded layout and the pipelines of a step.
 
     Args:
-        weights: all parameters of the model.
         base: the pipelines of the mesh over which parameters are sharded.
-        schemes: the pipelines of the step.
         rank: the global rank whose exchanges these are.
 
     Raises:

@@ -6,8 +6,7 @@ longer than on the mesh. The simulated times include the exchange of parameters 
 (:mod:`.exchange_times`), as far as actions do not hide it.
 
 The pieces of a step do not depend on its pipelines, and its pipelines depend on nothing but these
-pieces. So a run that resumes with the same pool on the same mesh makes the same choices, and
-checkpoints need not hold them.
+pieces, so that checkpoints need not hold the choices.
 
 Cost: :func:`.arrange` for each choice, in every step.
 """

@@ -8,8 +8,7 @@
    steps are planned on the mesh and on each choice. The pool takes, one after another, the choice
    that saves most beside those it already has, as long as that is :data:`WORTH_ADDING` of the
    time, up to :data:`MOST`.
-3. The second half of the sample measures the pool's gain, because a choice looks better on the
-   steps that it was chosen by. The pool is used only if the gain is above :data:`WORTH`.
+3. The second half of the sample measures the pool's gain, which must be above :data:`WORTH`.
 
 All times are simulated, and on other pipelines than the mesh's they include the exchange of
 parameters and gradients (:mod:`.exchange_times`). Ties go by the order of proposal. The sample is
@@ -65,7 +64,6 @@ class PoolChoice:
         schemes: the pool; empty where it is not worth having.
         tried: the choices that save most, whether or not they are worth it.
         proposed: how many choices were simulated.
-        mesh: the mesh of the run.
         mesh_ns: simulated time of the second half's steps on the mesh.
         pool_ns: their time where each is on the fastest of the mesh and ``tried``.
         chosen: how many of these steps take each of ``tried``.
@@ -165,8 +163,6 @@ def choose_pool(
 
     Args:
         request: documents, model, settings and device; its ``steps``, two or more, are the sample.
-        mesh: the mesh of the run.
-        progress: is told how far the search is.
 
     Raises:
         ValueError: a mesh with virtual stages, or a packing that cannot deal to pipelines that

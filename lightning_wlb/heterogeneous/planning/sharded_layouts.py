@@ -152,7 +152,6 @@ class Places:
     Attributes:
         pipeline: number of the rank's pipeline; ``context`` and ``tensor`` are its place there.
         size: number of tensor-parallel ranks of that pipeline.
-        layers: the layers of each rank's stage.
     """
 
     pipeline: Integers

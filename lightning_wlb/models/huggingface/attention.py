@@ -48,9 +48,7 @@ class Running:
     """The forward of one stage on one micro-batch.
 
     Args:
-        micro_batch: the rows.
         groups: the process groups that share the rows and the parameters.
-        kernel: the attention kernel.
         received: [1, rows, dim], the hidden state that the stage was given.
         left: [1, rows, dim] behind the stage's last layer, where other stages follow.
         attended: numbers of the layers that have called attention.

@@ -3,9 +3,8 @@
 The shape is found without a formula for any family. The model is built on the meta device, where it
 takes no memory, and two meta tokens run through it with an attention function of ours in place of
 the family's: each layer's call says how many heads there are, how wide, and what its window is.
-Matrices are counted from the parameters themselves. Of a mixture's experts (the parameters with
-three dimensions) the number that a token is sent to is read from the choice that the router hands
-them.
+Matrices are counted from the parameters themselves, a mixture's experts (the parameters with three
+dimensions) by the choice that the router hands them.
 
 Cost: building the model, about 2 ms a layer. Not for families whose layers have no attention or
 several attentions; they are refused, as one cannot train them on packed rows.

@@ -8,8 +8,7 @@ block's rows, is in autograd's graph before all of the block, so that its backwa
 computes these gradients there.
 
 Cost: the inputs of these layers and the gradients of their outputs are held until the block's
-backward ends, which is less than it held when it began. The other three messages of a block are
-waited for; experts' matrices, which are no linear layers, have their gradients in the usual order.
+backward ends, which is less than it held when it began.
 """
 
 from __future__ import annotations

@@ -151,12 +151,7 @@ class StageLayers:
 
 
 class _Absent(nn.Module):
-    """Stands for layers of other stages.
-
-    Args:
-        before: whether it stands in front.
-        in_pairs: whether it returns attention weights behind its rows.
-    """
+    """Stands for layers of other stages, in front of the stage's own (``before``) or behind."""
 
     block_type = None  # by which Nemotron-H looks up a mask
 

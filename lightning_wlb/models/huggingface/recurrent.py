@@ -47,16 +47,10 @@ FAMILIES: Mapping[str, frozenset[str]] = {
 
 @dataclass
 class _Layer:
-    """The recurrent layer that is running.
-
-    Args:
-        number: its global number.
-        sizes: of what it computes; None where a decoder of this package runs the layer.
-        called: the functions that it has called.
-    """
+    """The recurrent layer that is running, by its global number."""
 
     number: int
-    sizes: Recurrence | None
+    sizes: Recurrence | None  # None where a decoder of this package runs the layer
     called: set[str] = field(default_factory=set)
 
 
