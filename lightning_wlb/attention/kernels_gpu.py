@@ -227,11 +227,7 @@ def flash_library() -> tuple[Callable[..., Any], int]:
 
 
 def _is_deterministic(generation: int, head_dim: int) -> bool:
-    """Whether backward is asked to be deterministic, and can be.
-
-    Raises:
-        ValueError: if it cannot, unless torch is to warn only.
-    """
+    """Whether backward is asked to be deterministic; refused where it cannot be."""
     if not torch.are_deterministic_algorithms_enabled():
         return False
     if generation == 3 and head_dim > 192:

@@ -123,12 +123,7 @@ def export(
             " which no family of transformers does, so that it has no folder to be exported to."
             " Use it by LanguageModule.load_from_checkpoint (docs/guide/resuming.md)."
         )
-    try:
-        from lightning_wlb.models.huggingface.load_and_export import files_beside
-    except ImportError as error:
-        raise ValueError(
-            "exporting needs transformers: pip install 'lightning-wlb[hf]'."
-        ) from error
+    from lightning_wlb.models.huggingface.load_and_export import files_beside
 
     source = _tokenizer_of(tokenizer, given)
     if source is not None:

@@ -136,9 +136,6 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
 
     Args:
         requests: one for each packing, with the sizes of one mesh; the baseline first.
-
-    Raises:
-        ValueError: nothing fits in memory; the message says what would.
     """
     request = requests[0]
     predictor = request.predictor(request.mesh)

@@ -133,12 +133,7 @@ def check_search(arguments: argparse.Namespace) -> None:
 
 
 def profile_of(arguments: argparse.Namespace) -> tuple[Profile, str]:
-    """The device's profile, and the dtype of parameters and optimizer state.
-
-    Raises:
-        ValueError: no such profile, one of another device or dtype, or a ``--reduce-dtype`` that is
-            narrower than the dtype of computation.
-    """
+    """The device's profile, and the dtype of parameters and optimizer state."""
     profile = Profile.load(arguments.profile)
     by_dtype = {computed: name for name, (computed, _) in reversed(PRECISIONS.items())}
     compute, rest = PRECISIONS[arguments.precision or by_dtype.get(profile.dtype, "bf16-mixed")]

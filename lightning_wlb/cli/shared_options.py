@@ -34,11 +34,7 @@ def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
 
 
 def model_config(text: str) -> TransformerConfig:
-    """A model from ``7b``, ``7b,layers=16``, or ``dim=128``, which changes ``tiny``.
-
-    Raises:
-        ValueError: a preset or size is unknown, or a size is not a number.
-    """
+    """A model from ``7b``, ``7b,layers=16``, or ``dim=128``, which changes ``tiny``."""
     name, changes = _with_changes(text)
     return TransformerConfig.preset(name or "tiny", **changes)
 
@@ -85,9 +81,6 @@ def given_model(text: str) -> GivenModel:
             ``config.json``, of that file, or of a LightningCLI YAML whose model has a config; or a
             name on the hub, with a slash in it; any of them with changes, as in
             ``run.yaml,vocab_size=50000``.
-
-    Raises:
-        ValueError: the text or the config cannot be understood, or transformers is not installed.
     """
     first, changes = _with_changes(text)
     path = Path(first)
@@ -150,12 +143,8 @@ def _expanded(node: Any, known: dict[int, int]) -> int:
 
 def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:
     """The shape for a Hugging Face config, folder or name."""
-    try:
-        from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
-    except ImportError as error:
-        raise ValueError(
-            f"--model: a Hugging Face config needs {error.name}: pip install 'lightning-wlb[hf]'"
-        ) from error
+    from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+
     if changes and not isinstance(config, Mapping):
         config = read_config(config).to_dict()
         del config["transformers_version"]
@@ -163,11 +152,7 @@ def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
-    """The sizes that ``--mesh`` gives, by axis; those that are ``auto`` are left out.
-
-    Raises:
-        ValueError: neither ``auto`` nor four words that are sizes or ``auto``.
-    """
+    """The sizes that ``--mesh`` gives, by axis; those that are ``auto`` are left out."""
     words = ["auto"] * len(AXES) if mesh == "auto" else mesh.split(",")
     if len(words) != len(AXES) or not all(word == "auto" or word.isdecimal() for word in words):
         raise ValueError(
@@ -204,10 +189,6 @@ def load_lengths(
         context_window: bounds the generator's documents.
         micro_batches: per global batch; with ``steps``, how many documents are generated.
         vocab_size: the model's, which may not be less than the documents'; 0: not known.
-
-    Raises:
-        ValueError: a file cannot be read or does not hold lengths, documents are of an unknown
-            kind or have more tokens than the model, or ``source`` is a mixture.
     """
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)

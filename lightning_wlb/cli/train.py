@@ -100,11 +100,7 @@ class WLBCLI(LightningCLI):
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """LightningCLI's; refuses by name what ``torch.load`` would stumble over.
-
-        Raises:
-            ValueError: a checkpoint that is a folder, or no file of ``torch.save``.
-        """
+        """LightningCLI's; refuses by name what ``torch.load`` would stumble over."""
         given: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         path = Path(str(given.get("ckpt_path")))
         # Some strategies, as DeepSpeed's, have folders of their own.
