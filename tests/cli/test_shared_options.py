@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lightning_wlb.cli.main import main
 from lightning_wlb.cli.shared_options import (
     STORE_FILES,
     given_model,
@@ -123,13 +124,16 @@ def test_a_config_that_is_not_there_is_refused(tmp_path) -> None:
         given_model(str(tmp_path))
 
 
-def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
+def test_without_transformers_the_command_says_what_to_install(
+    tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [name for name in sys.modules if name.startswith("lightning_wlb.models.hugging")]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(ValueError, match=r"pip install 'lightning-wlb\[hf\]'"):
-        given_model(str(tmp_path))
+    given = ["--model", str(tmp_path), "--lengths", "generator-a", "--mesh", "1,1,1,1"]
+    assert main(["plan", *given, "--context-window", "4096", "--profile", "cpu"]) == 2
+    assert "pip install 'lightning-wlb[train]', or [hf]" in capsys.readouterr().err
 
 
 SETTINGS = {"context_window": 4096, "micro_batches": 2, "steps": 3, "seed": 1}
