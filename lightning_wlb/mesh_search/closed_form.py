@@ -187,10 +187,8 @@ def _stage_ns(
         attention: of each kind of layer on a rank, int64 [2 (pass), kinds].
         keys: rows of keys that a rank receives from others, and rows that it puts in order.
     """
-    exchange = exchange_ns(predictor.latency, rows, keys[0], [keys[1]], 1)
-    (by_mode,) = times_by_mode(
-        predictor.latency, [rows], attention[:, :, None, None], exchange[:, :, None]
-    )
+    exchange = exchange_ns(predictor.latency, [rows], [keys[0]], [[keys[1]]], [1])
+    (by_mode,) = times_by_mode(predictor.latency, [rows], attention[:, :, None, None], exchange)
     cost = MicroBatchCost(rows, rows, 0, 0, by_mode, mode)
     return [
         sum(there + back) for there, back in zip(*predictor.stage_durations([cost]), strict=True)

@@ -293,7 +293,7 @@ class ProfileScorer:
         fitting = self._fitting_of
         if len(fitting) + len(replicas) > MOST_JUDGED:
             fitting.clear()
-        constant = tuple(self.predictor.memory.constant(step.costs))
+        constant = tuple(step.constant)
         orders = dict(zip(replicas, step.orders, strict=True))
         groups = [tuple(replicas)] if step.shares else [(each,) for each in replicas]
         for group in groups:

@@ -333,11 +333,13 @@ def cut_apart(
     """
     if not pieces:
         return []
-    total = sum(work(piece.tokens) for piece in pieces)
+    order = longest_first(pieces)
+    works = [work(piece.tokens) for piece in order]
+    total = sum(works)
     made: list[list[Slice]] = []
     uncut: list[Piece] = []
-    for piece in longest_first(pieces):
-        nearest = (2 * packs * work(piece.tokens) + total) // (2 * total)
+    for piece, own in zip(order, works, strict=True):
+        nearest = (2 * packs * own + total) // (2 * total)
         count = min(nearest, piece.tokens // max(least, tile))
         if count > 1:
             made += [[part] for part in _equal_slices(piece, count, work, tile)]

@@ -116,16 +116,15 @@ def estimated_costs(
         np.array((np.minimum(every.far, seen), ones)),
     )
     together = np.where((ranks > 1) | (earlier > 0), keys, 0)
-    exchange = [
-        exchange_ns(latency, of_rank, moved_rows, [copied], each.replicas)
-        for of_rank, moved_rows, copied, each in zip(
-            rows.tolist(), received.tolist(), together.tolist(), micro_batches, strict=True
-        )
-    ]
-    attention = np.stack([every.attention_ns(kind) for kind in latency.kinds], axis=1)
-    by_mode = times_by_mode(
-        latency, rows.tolist(), attention[..., None], np.stack(exchange, axis=2)
+    exchange = exchange_ns(
+        latency,
+        rows.tolist(),
+        received.tolist(),
+        together[:, None].tolist(),
+        [each.replicas for each in micro_batches],
     )
+    attention = np.stack([every.attention_ns(kind) for kind in latency.kinds], axis=1)
+    by_mode = times_by_mode(latency, rows.tolist(), attention[..., None], exchange)
     sizes = rows, keys, np.where(ranks > 1, keys, 0), np.where(kept, rows, 0), counts, ranks
     return [
         MicroBatchCost(

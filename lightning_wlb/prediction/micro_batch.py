@@ -144,12 +144,11 @@ def micro_batch_cost(
         for kind in latency.kinds
     ]
     together = read if placed.ranks > 1 or earlier else 0 * read
-    exchange = exchange_ns(latency, placed.rows, received, together.tolist(), replicas)
     (by_mode,) = times_by_mode(
         latency,
         [placed.rows],
         np.array(attention).transpose(2, 0, 1)[:, :, None],
-        exchange[:, :, None],
+        exchange_ns(latency, [placed.rows], [received], [together.tolist()], [replicas]),
     )
     most = int(read.max())
     return MicroBatchCost(
@@ -186,9 +185,13 @@ def most_of_a_rank(
 
 
 def exchange_ns(
-    latency: LatencyModel, rows: int, received: int, keys: Sequence[int], replicas: int
+    latency: LatencyModel,
+    rows: Sequence[int],
+    received: Sequence[int],
+    keys: Sequence[Sequence[int]],
+    replicas: Sequence[int],
 ) -> Integers:
-    """Time in which ranks put together keys and values, int64 [3, kinds, ranks].
+    """Time in which ranks put together keys and values, int64 [3, kinds, micro-batches, ranks].
 
     That is in forward, in backward for their gradients, and there for keys that are put together
     again; of messages it is what layers wait for. In a layer without attention, what goes into a
@@ -196,26 +199,31 @@ def exchange_ns(
 
     Args:
         latency: the latency model on the mesh.
-        rows: of each rank.
-        received: rows that the busiest rank receives or sends.
-        keys: rows that each rank puts in order.
-        replicas: how many replicas share the micro-batch.
+        rows: of each rank, for each micro-batch.
+        received: rows that the busiest rank receives or sends, for each micro-batch.
+        keys: rows that each rank puts in order, [micro-batches][ranks].
+        replicas: how many replicas share each micro-batch.
     """
+
+    def waits(kind: LatencyModel, rows: int, received: int, replicas: int) -> tuple[int, int, int]:
+        if not kind.layer.attends:
+            moved = kind.exchange_recurrence_ns(rows, replicas=replicas)
+            return moved, moved, 0
+        there = kind.exchange_keys_ns(received, 0, backward=False, replicas=replicas)
+        back = kind.exchange_keys_ns(received, 0, backward=True, replicas=replicas)
+        return exposed_keys(kind, rows, there, back)
+
     times = []
     for kind in latency.kinds:
         copies = [
-            [kind.exchange_keys_ns(0, each, backward=back) for each in keys] for back in PASSES
+            [
+                [kind.exchange_keys_ns(0, each, backward=back) for each in of_ranks]
+                for of_ranks in keys
+            ]
+            for back in PASSES
         ]
-        if kind.layer.attends:
-            there, back = (
-                kind.exchange_keys_ns(received, 0, backward=back, replicas=replicas)
-                for back in PASSES
-            )
-            waits = exposed_keys(kind, rows, there, back)
-        else:
-            moved = kind.exchange_recurrence_ns(rows, replicas=replicas)
-            waits = moved, moved, 0
-        times.append(np.array((*copies, copies[0]), np.int64) + np.array(waits)[:, None])
+        waited = [waits(kind, *each) for each in zip(rows, received, replicas, strict=True)]
+        times.append(np.array((*copies, copies[0]), np.int64) + np.array(waited).T[:, :, None])
     return np.stack(times, axis=1)
 
 
@@ -236,7 +244,7 @@ def times_by_mode(
         latency: the latency model of the whole model.
         rows: rows of each rank, for each micro-batch.
         attention: of the kernel, int64 [2 (pass), kinds of layers, micro-batches, ranks].
-        exchange: :func:`exchange_ns` of each, int64 [3, kinds of layers, micro-batches, ranks].
+        exchange: :func:`exchange_ns`, int64 [3, kinds of layers, micro-batches, ranks].
     """
     counts = np.array(list(latency.shape.kinds.values()))
     of_kinds = [list(map(kind.rows_ns, rows)) for kind in latency.kinds]

@@ -187,7 +187,9 @@ class _Search:
         for at, account in self._accounts.items():
             while account.excess > 0 and (found := account.best()) is not None:
                 number, mode = found
-                self._change(self._alike[at, number], mode)
+                for other, _ in self._alike[at, number]:
+                    changed = self._accounts[other]
+                    changed.change(number, mode, changed.held_with(number, mode))
 
     def _lower(self) -> None:
         """Lower modes as far as all still fits, the dearest first."""
@@ -198,13 +200,12 @@ class _Search:
             at, number = place
             places = self._alike[place]
             for mode in range(self._accounts[at].modes[number]):
-                if all(self._accounts[at].lower_fits(number, mode) for at, number in places):
-                    self._change(places, mode)
+                accounts = [self._accounts[at] for at, _ in places]
+                held = [account.held_with(number, mode) for account in accounts]
+                if all(account.fits(each) for account, each in zip(accounts, held, strict=True)):
+                    for account, each in zip(accounts, held, strict=True):
+                        account.change(number, mode, each)
                     break
-
-    def _change(self, places: Sequence[Place], mode: int) -> None:
-        for at, number in places:
-            self._accounts[at].change(number, mode)
 
 
 class _Backwards(NamedTuple):
@@ -323,15 +324,19 @@ class _Account:
         held[stage, self._last] += inside
         self._held = self._without + self._of_ranks(held)
 
-    def change(self, number: int, mode: int) -> None:
-        """Give a micro-batch another mode."""
-        self._held[:, self._windows[number]] += self._added(number, mode)
+    def held_with(self, number: int, mode: int) -> Integers:
+        """Bytes held with another mode of a micro-batch, [ranks, backwards of its window]."""
+        held: Integers = self._held[:, self._windows[number]] + self._added(number, mode)
+        return held
+
+    def change(self, number: int, mode: int, held: Integers) -> None:
+        """Give a micro-batch another mode, with what is :meth:`held_with` it."""
+        self._held[:, self._windows[number]] = held
         self.modes[number] = mode
 
-    def lower_fits(self, number: int, mode: int) -> bool:
-        """Whether all fits with a lower mode of a micro-batch, if all fits as it is."""
-        held = self._held[:, self._windows[number]] + self._added(number, mode)
-        return bool(held.max(initial=0) <= self._limit)
+    def fits(self, held: Integers) -> bool:
+        """Whether all fits with a change that makes ranks hold this, if all fits as it is."""
+        return bool(held.max() <= self._limit)
 
     def best(self) -> tuple[int, int] | None:
         """The micro-batch to raise next, and the mode to give it; None where none would help."""

@@ -17,7 +17,7 @@ peak of a 1F1B step from the same sizes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -79,14 +79,17 @@ class StepMemory:
 
     def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
         """Bytes that each rank holds all along: state, and the inputs of the fullest replica."""
-        sums = [
-            (sum(cost.rows for cost in costs), sum(cost.indexed for cost in costs))
-            for costs in replicas
-        ]
-        return [
-            state + max(self.model.input_bytes(parts, *rows) for rows in sums)
-            for state, parts in zip(self.state_bytes, self.rank_parts, strict=True)
-        ]
+        return self.held_all_along(map(self.inputs, replicas))
+
+    def held_all_along(self, inputs: Iterable[Sequence[int]]) -> list[int]:
+        """Bytes of state on each rank, and most bytes of :meth:`inputs` of any replica."""
+        most = map(max, zip(*inputs, strict=True))
+        return [state + held for state, held in zip(self.state_bytes, most, strict=True)]
+
+    def inputs(self, costs: Sequence[MicroBatchCost]) -> list[int]:
+        """Bytes of the inputs of a replica's micro-batches on each rank."""
+        rows, index = sum(cost.rows for cost in costs), sum(cost.indexed for cost in costs)
+        return [self.model.input_bytes(parts, rows, index) for parts in self.rank_parts]
 
     def saved(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
         """Bytes that each forward holds until its backward has run, int64 [micro-batches, stages].

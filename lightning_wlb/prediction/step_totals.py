@@ -213,6 +213,11 @@ class ReplicaTotals:
         return rank_ends(self.predictor, [self.replica], [self.costs], [self.order])[0]
 
     @cached_property
+    def inputs(self) -> list[int]:
+        """See :meth:`.StepMemory.inputs`, which do not depend on what is recomputed."""
+        return self.alike.inputs if self.alike else self.predictor.memory.inputs(self.costs)
+
+    @cached_property
     def peaks(self) -> Integers:
         """See :func:`peaks_besides`."""
         return peaks_besides(self.predictor.memory, self.costs, self.order)
@@ -241,6 +246,11 @@ class StepTotals:
         """:func:`orders_of` the replicas."""
         return orders_of(self._plans) if self.shares else [each.order for each in self._replicas]
 
+    @cached_property
+    def constant(self) -> list[int]:
+        """What each rank holds all along."""
+        return self._predictor.memory.held_all_along([each.inputs for each in self._replicas])
+
     @property
     def times(self) -> StepTimes:
         """The times at which the step and each of its replicas end."""
@@ -253,7 +263,7 @@ class StepTotals:
         """Most bytes that a rank holds."""
         if self.shares:
             return peak_bytes(self._predictor, self.costs, self.orders)
-        constant = self._predictor.memory.constant(self.costs)
+        constant = np.array(self.constant)
         peaks = [each.peaks for each in self._replicas if each.costs]
         return max((int((constant + each).max()) for each in peaks), default=0)
 

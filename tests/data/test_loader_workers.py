@@ -33,6 +33,7 @@ class Facts(IterableDataset):
             "network": os.readlink(f"/proc/self/fd/{self.network}"),
             "local": os.readlink(f"/proc/self/fd/{self.local}"),
             "pid": os.getpid(),
+            "frozen": gc.get_freeze_count(),
         }
         time.sleep(1000)
 
@@ -55,6 +56,7 @@ def test_a_worker_heeds_no_signal_and_holds_no_connection(kind, monkeypatch):
         workers.can_be_ended(batches)
         facts = next(batches)
         assert facts["ignored"]
+        assert facts["frozen"], "what the rank had made is no garbage of the worker's"
         assert facts["network"] == "/dev/null"
         assert facts["local"].startswith("socket:"), "the queues between the two are local"
         os.kill(facts["pid"], signal.SIGTERM)
