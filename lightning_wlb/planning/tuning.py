@@ -63,7 +63,7 @@ DEALT_AGAIN = 2
 """Times at most that pieces are dealt again, knowing which replicas were late."""
 
 EVENED = 2
-"""Dealings, the best ones, that are dealt again so. With one alone, four of 600 cases of
+"""Dealings, the best ones, that are always dealt again so. With one alone, four of 600 cases of
 benchmarks/auto_never_beaten.py took 4 to 12 % longer."""
 
 LATE_PERCENT = 101

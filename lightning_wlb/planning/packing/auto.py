@@ -19,7 +19,8 @@ Times are predicted from a device profile if the planner has one (``Planner(scor
 one they are exact work, and every action also takes the forward work of a piece of 1 % of a context
 window; this overhead bounds the number of micro-batches. Predicted times are not proportional to
 work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
-less work for the replicas that were late. The longest pieces and the ways stay where they can.
+less work for the replicas that were late. The longest pieces and the ways stay where they can. The
+two best dealings are evened so, and others that may become better than those.
 
 No pieces wait for later steps. On one stage there is no bubble to fill, so pieces stay whole, in as
 few micro-batches as the cap allows. Where memory is known there and the user gave no cap,
@@ -105,11 +106,24 @@ class AutoPacker(Packer):
             self._refined(self._made(each, place, scorer), place, scorer)
             for each in self._sharing(begun, place, scorer)
         ]
-        # Which of them evens out best is not known before.
-        best = sorted(found, key=lambda made: made.score)[:EVENED]
-        return min(
-            (self._evened(each, place, scorer) for each in best), key=lambda made: made.score
-        ).plans
+        found.sort(key=lambda made: made.score)
+        best = found[0]
+        for at, each in enumerate(found):
+            # Which of them evens out best is not known before.
+            if at < EVENED or self._evened_at_best(each, scorer) < best.score:
+                best = min(best, self._evened(each, place, scorer), key=lambda made: made.score)
+        return best.plans
+
+    def _evened_at_best(self, made: _Made, scorer: PlanScorer) -> Score:
+        """The score if all replicas ended at the mean, or with what they share and a longest piece."""
+        ends, merged, work = scorer.ends(made.plans), made.dealing.merged, self.rules.work.total
+        if not ends:
+            return made.score
+        least = [sum(ends) // len(ends)]
+        for end, load, own in zip(ends, merged.loads, merged.own, strict=True):
+            works = [work(piece.tokens) for piece in own]
+            least.append(end * (load - sum(works) + max(works, default=0)) // max(load, 1))
+        return made.score._replace(time=max(least))
 
     def _evened(self, best: _Made, place: Placement, scorer: PlanScorer) -> _Made:
         """Dealt again with less for replicas that end late, while the step gets shorter."""
