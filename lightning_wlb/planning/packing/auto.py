@@ -115,7 +115,7 @@ class AutoPacker(Packer):
         return best.plans
 
     def _evened_at_best(self, made: _Made, scorer: PlanScorer) -> Score:
-        """The score if all replicas ended at the mean, or with what they share and a longest piece."""
+        """The score if replicas ended at the mean, or with what they share and a longest piece."""
         ends, merged, work = scorer.ends(made.plans), made.dealing.merged, self.rules.work.total
         if not ends:
             return made.score
