@@ -260,6 +260,18 @@ class Verdict:
             f"Attention is {self.attention:.0%} of these documents' model FLOPs{few}{waits}.{here}",
         ]
 
+    @property
+    def _cuts(self) -> str:
+        """Which documents are cut by a packing that keeps those whole which fit in the window."""
+        lengths, window = self.request.lengths, self.request.data.context_window
+        beyond = lengths[lengths > window]
+        if not len(beyond):
+            return "cuts no document"
+        return (
+            f"cuts only documents longer than the window: {len(beyond):,} of {len(lengths):,}, with"
+            f" {beyond.sum() / lengths.sum():.0%} of tokens"
+        )
+
     def _comparisons(self) -> Iterator[str]:
         """The chosen packing beside what people do today, and beside packing by tokens."""
         mine = self.chosen
@@ -271,7 +283,7 @@ class Verdict:
                 where = f" on its own best mesh, {name_of(other.row.mesh)}" * self.searched
                 speeds = f"{mine.row.tokens_per_second:,.0f} to {other.row.tokens_per_second:,.0f}"
                 equal = _times(other.row.times(mine.row))
-                for_work = f", {equal} times for equal work, and cuts no document"
+                for_work = f", {equal} times for equal work, and {self._cuts}"
                 yield (
                     f"Beside {how}{where}: {mine.packing} has {_times(mine.over(other))} times its"
                     f" tokens/s ({speeds}){for_work * (packing == BASELINE)}."

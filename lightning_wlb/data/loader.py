@@ -218,10 +218,12 @@ class StepDataset(IterableDataset[StepBatch]):
         lengths, planner, data = np.asarray(self.store.lengths), self.planner(), self.data
         queues = ", ".join(map(str, planner.thresholds))
         queues = f", outlier queues from {queues} tokens" if queues else ""
+        beyond = np.count_nonzero(lengths > data.context_window)
+        longer = f"; longer than the window: {beyond:,}" if beyond else ""
         yield (
             f"Documents: {len(lengths):,} with {int(lengths.sum()):,} tokens (longest"
-            f" {lengths.max():,}), about {data.micro_batches} x {data.context_window:,} tokens per"
-            f" step, packing {data.packing_choice.method!r}{queues}."
+            f" {lengths.max():,}{longer}), about {data.micro_batches} x {data.context_window:,}"
+            f" tokens per step, packing {data.packing_choice.method!r}{queues}."
         )
         if planner.dropped_tokens:
             yield (

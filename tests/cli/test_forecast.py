@@ -82,6 +82,17 @@ def test_long_documents_are_worth_it(tmp_path: Path) -> None:
     assert share.endswith("--mesh auto gives each its own best one.")
 
 
+def test_it_says_how_many_documents_are_longer_than_the_window_and_cut(tmp_path: Path) -> None:
+    changes = ("--mesh", "2,1,1,1", "--context-window", "4096", "--packing", "auto", "--steps", "2")
+    lengths = np.array([1000] * 30 + [4096] * 10 + [8000, 22000])
+    cut = verdict_of(lengths, tmp_path, *changes).lines[2]
+    assert cut.endswith(
+        " and cuts only documents longer than the window: 2 of 42, with 30% of tokens."
+    )
+    cut = verdict_of(lengths[:-2], tmp_path, *changes).lines[2]
+    assert cut.endswith(" for equal work, and cuts no document.")
+
+
 def test_a_pictures_step_has_about_the_tokens_of_a_global_batch() -> None:
     def step(tokens: int, seconds: float, bubble: float) -> SimpleNamespace:
         plan = SimpleNamespace(tokens=tokens, delay=0.0)

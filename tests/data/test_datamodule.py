@@ -260,7 +260,7 @@ def test_what_is_dropped_and_used_is_said_once(monkeypatch: pytest.MonkeyPatch) 
     documents.train_dataloader()
     documents.train_dataloader()
     assert len(said) == 2
-    assert "2 with 100 tokens (longest 70)" in said[0]
+    assert "2 with 100 tokens (longest 70; longer than the window: 1)" in said[0]
     assert re.search(r"outlier queues from \d+, \d+ tokens", said[0])
     assert "drops 6 tokens per epoch" in said[1]
 
