@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
 from lightning_wlb.argument_checks import whole
@@ -43,7 +43,8 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         options: ``model`` or ``work`` of :func:`.plan_step`.
 
     Raises:
-        ValueError: as :class:`.BalancedBatchSampler` does, such as for a step that needs more rows.
+        ValueError: as :class:`.BalancedBatchSampler` does, such as for a step that needs more rows;
+            in a loader of several workers, of which each would yield every row.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        if (worker := get_worker_info()) is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"{worker.num_workers} workers would each yield every row of this rank: give the"
+                " loader num_workers=1 or 0"
+            )
         while True:
             yield from map(self._row, self.sampler)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.argument_checks import whole
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import AXES
@@ -190,6 +191,9 @@ def load_lengths(
         micro_batches: per global batch; with ``steps``, how many documents are generated.
         vocab_size: the model's, which may not be less than the documents'; 0: not known.
     """
+    # Not to generate documents for ever.
+    context_window = whole("context_window", context_window, 1)
+    micro_batches, steps = whole("micro_batches", micro_batches, 1), whole("steps", steps, 1)
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)

@@ -87,11 +87,19 @@ def program_of(
     Args:
         number: which replica the rank belongs to.
         orders: :func:`.backward_orders` of the replicas, if they are known.
+
+    Raises:
+        ValueError: for shared micro-batches with virtual stages; and as :func:`check_stages`.
     """
     check_stages(schedule, virtual_stages)
     replica = replicas[number]
     merged = any(len(each.replicas) > 1 for each in replica.forward)
-    # Else replicas with unlike numbers of micro-batches would meet in different orders.
-    assert not merged or virtual_stages == 1, "no packing shares them over virtual stages"
+    if merged and virtual_stages > 1:
+        raise ValueError(
+            f"replica {number} shares micro-batches with others, which needs one stage per"
+            f" pipeline rank, not {virtual_stages}: replicas with unlike numbers of micro-batches"
+            " would meet in different orders. Use schedule='1f1b', or a packing that does not"
+            " merge replicas."
+        )
     order = (orders or backward_orders(replicas))[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)

@@ -11,9 +11,10 @@
   system's time, and begin anew where a process died while it replaced the only one. With the
   default logger each attempt has a folder of its own, ``version_N``: there is none to be found, and
   a warning says so.
-* ``"hpc"`` means the same. So does None in a fit in a Slurm job where such an ``hpc_ckpt_N.ckpt``
-  is; and where the job was requeued after a node died, before there was one, the newest that this
-  job has saved itself. Lightning would take the newest ``hpc_ckpt_N.ckpt``, or begin anew.
+* ``"hpc"`` means the same, and counts ``hpc_ckpt_N.ckpt`` outside a Slurm job too. None means the
+  same in a fit in a Slurm job where such a checkpoint is; and where the job was requeued after a
+  node died, before there was one, the newest that this job has saved itself. Lightning would take
+  the newest ``hpc_ckpt_N.ckpt``, or begin anew.
 * None in an evaluation means the module's own weights, or the best without a module, in a Slurm job
   too. Lightning would evaluate the newest ``hpc_ckpt_N.ckpt``, from before the end of training.
 
@@ -64,7 +65,8 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     too.
     """
     slurm = SLURMEnvironment.detect()
-    requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if slurm else []
+    saved_before_limit = slurm or asked == "hpc"
+    requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if saved_before_limit else []
     job = None
     if asked is None and fitting and slurm and trainer.ckpt_path is None:
         if not requeued:

@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_wlb.adapters.torchtitan import BalancedRows
 
@@ -25,6 +26,12 @@ def test_rows_hold_whole_documents() -> None:
         inside = target[:-1] & (inputs["positions"][1:] > 0) & target[1:]
         assert torch.equal(labels[:-1][inside], inputs["input"][1:][inside])
     assert pairs == sum(len(document) - 1 for document in DOCUMENTS)
+
+
+def test_several_workers_would_repeat_rows() -> None:
+    rows = BalancedRows(DOCUMENTS, 0, 2, **GIVEN)
+    with pytest.raises(ValueError, match="2 workers would each yield every row"):
+        next(iter(DataLoader(rows, num_workers=2)))
 
 
 def test_torchtitans_loader_resumes_it() -> None:

@@ -154,6 +154,14 @@ def test_the_generator_makes_enough_documents() -> None:
         assert lengths.max() <= 4096
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["steps", "micro_batches", "context_window"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_counts_that_are_none_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        load_lengths("generator-a", **(SETTINGS | {name: value}))
+
+
 def test_text_may_have_words_or_lines_and_arrays_are_numpy_s(tmp_path) -> None:
     text, array = tmp_path / "lengths", tmp_path / "lengths.npy"
     text.write_text("3 1\n4\n\n1 5\n")

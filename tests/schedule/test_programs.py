@@ -76,3 +76,5 @@ def test_a_replica_without_slices_follows_those_that_it_meets():
     programs = [[program_of("1f1b", 0, 1, 1, replicas, number)] for number in (0, 1)]
     check_replicas(programs, [3, 5], shared=meetings_of(sharers_of(replicas)))
     assert format_program(programs[0][0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
+    with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):
+        program_of("interleaved", 0, 2, 2, replicas, 0)

@@ -54,6 +54,8 @@ def test_last_is_the_newest_of_any_name(places):
     assert names(resuming.candidates(runner, "last", True)) == ["step=9.ckpt", "last.ckpt"]
     # To evaluate, weights are enough.
     assert names(resuming.candidates(runner, "last", False))[0] == "weights.ckpt"
+    # Whoever asks for the checkpoint of a time limit gets it, with or without Slurm.
+    assert names(resuming.candidates(runner, "hpc", True))[1] == "hpc_ckpt_1.ckpt"
     for asked in (None, "best", "hpc/of/mine", paths["last.ckpt"]):
         assert resuming.candidates(runner, asked, True) == []
 
