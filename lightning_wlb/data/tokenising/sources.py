@@ -132,10 +132,14 @@ class Source:
 
 
 def checksum(parts: list[Part]) -> int:
-    """The CRC-32 of a shard's bytes, packed as they are, and of where its files begin and end."""
+    """The CRC-32 of a shard's bytes, of where its files begin and end, and how each is read.
+
+    That is by its name: the same bytes are other documents as lines, as a text, or to be unpacked.
+    """
     found = 0
     for part in parts:
-        found = zlib.crc32(f"{part.start}-{part.stop}".encode(), found)
+        how = part.path.suffix if part.path.name.endswith(LINES) else "text"
+        found = zlib.crc32(f"{how} {part.start}-{part.stop}".encode(), found)
         with file_checks.open_regular(part.path) as file:
             left = part.stop - file.seek(part.start)
             while block := file.read(min(left, 1 << 20)):

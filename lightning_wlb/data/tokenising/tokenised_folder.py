@@ -63,7 +63,8 @@ def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, An
     """A request as a folder has it, where only the digest of files is another and not their bytes.
 
     Other rights, links and copies change the times of files, so the shards that are done are read
-    again. A request that differs otherwise is returned as it is.
+    again; their checksums say how each file is read, too. A request that differs otherwise is
+    returned as it is.
     """
     digest, shards = {"files_digest": identity["files_digest"]}, dict(enumerate(source.shards()))
     for saved in (read_json(out / FACTS), read_json(out / PARTIAL)):

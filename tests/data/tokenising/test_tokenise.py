@@ -205,6 +205,24 @@ def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
         tokenise(changed, unbroken)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [("c.txt", "c.jsonl", False), ("c.jsonl", "c.txt", False), ("c.txt", "d.md", True)],
+)
+def test_a_file_that_is_read_another_way_is_another(before, after, same, tmp_path) -> None:
+    (tmp_path / "texts").mkdir()
+    write_lines(tmp_path / "texts" / before, [{"text": "a"}, {"text": "b"}])
+    request = TokeniseRequest(tmp_path / "texts", saved(tmp_path))
+    made = tokenise(request, tmp_path / "out", workers=1)
+    (tmp_path / "texts" / before).rename(tmp_path / "texts" / after)
+    again = TokeniseRequest(tmp_path / "texts", saved(tmp_path))
+    if same:
+        assert tokenise(again, tmp_path / "out", workers=1) == made
+        return
+    with pytest.raises(ValueError, match="was made for another request: files_digest"):
+        tokenise(again, tmp_path / "out", workers=1)
+
+
 @pytest.mark.parametrize("name", ["lightning_wlb.json", "lightning_wlb.partial.json"])
 @pytest.mark.parametrize("said", [{"documents": 1}, {"request": [1]}])
 def test_a_folder_that_does_not_say_for_what_it_was_made_is_refused(name, said, request_, tmp_path):
