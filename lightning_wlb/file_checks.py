@@ -186,15 +186,16 @@ def own_folder(path: Path, mode: int = 0o700) -> Path:
     """Make a folder and its parents, or check one into which only this user can put anything.
 
     Nor can anybody else exchange it (:func:`check_parents`), so what is written in it lies in it. A
-    new one has this ``mode``; one that lets others do more is narrowed. Returns its path without
-    links.
+    new one has this ``mode``, whatever the umask; one that lets others do more is narrowed.
+    Returns its path without links.
 
     Raises:
         OSError: it cannot be made or looked at.
         ValueError: it is a link or something else, another user's, or others may write to it or
             exchange it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for parent in reversed(path.parents):
+        parent.mkdir(mode, exist_ok=True)  # which a umask of 002 would let the group write to
     path = path.parent.resolve() / path.name
     check_parents(path)
     if not os.path.lexists(path):
@@ -228,32 +229,22 @@ def check_parents(path: Path, owners: Iterable[int] = ()) -> None:
     """Refuse a path without links that somebody else could exchange for another.
 
     That is who may rename in one of its parents: they must belong to this user, root or one of
-    ``owners``, and others may write to none but a sticky one. (OpenSSH asks this of its keys.)
+    ``owners``, and others, a group too, may write to none but a sticky one: an access list (ACL)
+    for somebody else shows as the group's rights. (OpenSSH asks this of its keys.)
     """
     # In a user namespace root may have another number; whoever owns "/" can do anything.
     trusted = {my_user(), 0, Path("/").stat().st_uid, *owners}
     for parent in path.parents if hasattr(os, "geteuid") else ():
         status = parent.stat()
         shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-        if shared and not status.st_mode & stat.S_IWOTH:
-            shared = not _group_is_its_owners(status)
         if shared or status.st_uid not in trusted:
+            mine = status.st_uid == my_user()
+            use = f"Take that from them (chmod go-w {parent}), or use" if mine else "Use"
             raise ValueError(
                 f"{parent} may be written to by others, who could exchange {path} (user"
-                f" {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}). Use a folder elsewhere."
+                f" {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}). {use} a folder"
+                " elsewhere."
             )
-
-
-def _group_is_its_owners(status: os.stat_result) -> bool:
-    """Whether a file's group has its owner's name and no other member, as made for each user."""
-    try:
-        import grp  # not on Windows
-        import pwd
-
-        group, owner = grp.getgrgid(status.st_gid), pwd.getpwuid(status.st_uid).pw_name
-    except (ImportError, KeyError):
-        return False
-    return group.gr_name == owner and not {*group.gr_mem} - {owner}
 
 
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:
