@@ -66,17 +66,18 @@ class Forecast:
         """The mean over steps of the share of the ranks' time in which they wait."""
         return float(np.mean([step.bubble for step in self.steps]))
 
-    def typical_step(self, tokens: int) -> StepPrediction:
-        """The step most like the mean, for a picture.
+    @property
+    def typical_step(self) -> StepPrediction:
+        """The step most like the row of the table, for a picture.
 
-        It is near to ``tokens`` tokens above all, and near to the mean time per token and bubble.
+        It is near to the mean time above all, so that pictures of packings are to each other as
+        their rows, and near to the mean tokens and idle time.
         """
-        pace, idle = self.row.steps_ns / self.row.tokens, self.idle
+        time, tokens = self.row.steps_ns / self.row.steps, self.row.tokens / self.row.steps
 
         def distance(step: StepPrediction) -> float:
-            own = step.plan.tokens
-            paced = abs(step.total_ns / own / pace - 1)
-            return 5 * abs(own / tokens - 1) + paced + abs(step.bubble - idle)
+            timed, sized = abs(step.total_ns / time - 1), abs(step.plan.tokens / tokens - 1)
+            return 5 * timed + sized + abs(step.bubble - self.idle)
 
         return min(self.steps, key=distance)
 

@@ -227,12 +227,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None:
         from lightning_wlb.cli.pictures import draw_gantt
 
-        tokens = request.data.micro_batches * request.data.context_window
-        typical = [(row, row.typical_step(tokens)) for row in comparison.forecasts]
-        shown = {f"{row.packing}, {step.plan.tokens:,} tokens": step for row, step in typical}
+        shown = {}
+        for row in comparison.forecasts:
+            step, mean = row.typical_step, row.row.steps_ns / row.row.steps / 1e6
+            name = f"{row.packing}, mean {mean:,.1f} ms; this step of {step.plan.tokens:,} tokens"
+            shown[name] = step.simulations
         draw_gantt(
             arguments.picture,
-            {name: step.simulations for name, step in shown.items()},
+            shown,
             f"A typical step, simulated: {arguments.model} on {request.mesh}\n"
             f"{request.profile.provenance}",
         )

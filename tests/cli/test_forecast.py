@@ -1,6 +1,7 @@
 """The verdict: what is advised, and the honest refusal."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,15 +94,28 @@ def test_it_says_how_many_documents_are_longer_than_the_window_and_cut(tmp_path:
     assert cut.endswith(" for equal work, and cuts no document.")
 
 
-def test_a_pictures_step_has_about_the_tokens_of_a_global_batch() -> None:
+def test_a_pictures_step_takes_about_the_mean_time() -> None:
     def step(tokens: int, seconds: float, bubble: float) -> SimpleNamespace:
         plan = SimpleNamespace(tokens=tokens, delay=0.0)
         return SimpleNamespace(plan=plan, total_ns=round(seconds * 1e9), bubble=bubble)
 
-    # The first is the mean in all but its tokens; of the others the second is nearer to it.
-    steps = [step(700, 0.7, 0.1), step(1000, 1.2, 0.2), step(1020, 1.0, 0.1), step(1280, 1.1, 0.0)]
-    found = Forecast("auto", row("auto", 1000).row, steps)  # type: ignore[arg-type]
-    assert found.typical_step(1000) is steps[2]
+    # The mean is 1 s with 1,000 tokens. The first has just that many tokens, and takes longer; of
+    # those that take about as long, the third is nearer in tokens.
+    steps = [step(1000, 1.2, 0.1), step(1300, 1.0, 0.1), step(980, 0.99, 0.1), step(720, 0.81, 0.1)]
+    found = Forecast("auto", replace(row("auto", 4000).row, steps=4, steps_ns=4 * 10**9), steps)  # type: ignore[arg-type]
+    assert found.typical_step is steps[2]
+
+
+def test_pictures_of_packings_are_to_each_other_as_their_rows(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).lognormal(8, 1, 2000).astype(int) + 1
+    np.save(tmp_path / "lengths.npy", lengths)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = ["--lengths", str(tmp_path / "lengths.npy"), "--model", "550m", "--profile", "h100"]
+    given += ["--mesh", "2,2,1,1", "--context-window", "8192", "--steps", "40"]
+    for found in compare(requests_of(parser.parse_args(given))).forecasts:
+        mean = found.row.steps_ns / found.row.steps
+        assert found.typical_step.total_ns == pytest.approx(mean, rel=0.03), found.packing
 
 
 def test_a_gain_is_rounded_as_in_the_table_but_not_up_to_what_is_called_one() -> None:
