@@ -33,10 +33,9 @@ from lightning_wlb.file_checks import open_regular
 
 _CALLS = re.compile(
     r"OrderedDict|Counter|Size|device|set|complex|Parameter|_get_layout|encode|bytearray"
-    r"|_rebuild_(tensor(_v[23])?|parameter(_with_state)?|sparse_tensor|meta_tensor_no_storage"
-    r"|from_type_v2)"
+    r"|_rebuild_(tensor(_v[23])?|parameter(_with_state)?|from_type_v2)"
 )
-"""What torch's safe reader may call, except calls that allocate as much as a number says."""
+"""What torch's safe reader may call: nothing that is as large as a number says, as meta tensors."""
 
 _MOST_REPEATED = 1 << 20
 """Most values of a tensor that repeats them: whatever is computed with it has room for each."""
@@ -132,7 +131,7 @@ _Records.dispatch = {
         for each in b"\x80c()]}Nae.Qt\x85\x86\x87\x88\x89KMJGBCX\x8a\x8c\x93\x94\x95hjqr"
     },
     **dict.fromkeys(b"R\x81", _Records._load_call),
-    **dict.fromkeys(b"b", _Records._load_state),
+    **dict.fromkeys(b"b", lambda self: self._load_state()),
     **dict.fromkeys(b"s", _Records._load_item),
     **dict.fromkeys(b"u", _Records._load_items),
 }
@@ -254,6 +253,13 @@ class _DryRun(_Records):
 
     def persistent_load(self, pid: Any) -> Any:
         return Record(pid)
+
+    def _load_state(self) -> None:
+        """Only ordered dictionaries and the user's classes take a state: a tensor's is a size."""
+        made = getattr(type(self.stack[-2]), "name", "")
+        if made != "collections.OrderedDict" and made not in self._allowed:
+            raise ValueError(f"it gives a state to {made or repr(self.stack[-2])}")
+        super()._load_state()
 
     def _check_call(self, called: type[Record], arguments: tuple[Any, ...]) -> None:
         path, first = called.name, cast(Any, arguments[0] if arguments else "")

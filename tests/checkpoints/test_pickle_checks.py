@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.checkpoints import safe_metadata
@@ -90,6 +91,20 @@ def test_a_tensor_has_no_more_values_than_its_file() -> None:
     load_plain(written(torch.zeros(1 << 21)))
 
 
+def test_nor_by_a_state_or_by_a_call_that_takes_sizes_alone() -> None:
+    """A state of a tensor is a storage and a size; meta and sparse tensors have any size."""
+    for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
+        with zipfile.ZipFile(written(value)) as stored:
+            made = stored.read("archive/data.pkl").removesuffix(b".")
+        size = b"(NK\x00" + number(HUGE) + b"\x85K\x00\x85tb."
+        with pytest.raises(pickle.UnpicklingError, match=r"a state to torch\._utils\._rebuild_"):
+            load_plain(archive(made + size))
+    meta, sparse = torch.empty(HUGE, device="meta"), torch.eye(2).to_sparse()
+    for value, name in ((meta, "meta_tensor_no_storage"), (sparse, "sparse_tensor")):
+        with pytest.raises(pickle.UnpicklingError, match=rf"it calls torch._utils._rebuild_{name}"):
+            load_plain(written({"a": value}))
+
+
 def test_nothing_is_unpacked() -> None:
     packed = archive(b"\x80\x02" + text("a" * 10_000_000) + b".", zipfile.ZIP_DEFLATED)
     assert len(packed.getvalue()) < 20_000
@@ -157,12 +172,13 @@ def test_what_a_checkpoint_holds_is_read_as_torch_reads_it() -> None:
         "generator": list(range(1000)),
     }
     assert load_plain(written(plain)) == plain
+    weights = nn.Linear(1, 1).state_dict()
+    assert load_plain(written(weights))._metadata == weights._metadata  # type: ignore[attr-defined]
     tensor = torch.ones(2)
     tensor.note = "attributes are kept"  # type: ignore[attr-defined]
     tensors = [
-        torch.nn.Parameter(torch.arange(3.0)),
+        nn.Parameter(torch.arange(3.0)),
         torch.ones(3, dtype=torch.bfloat16).expand(2, 3),
-        torch.eye(2).to_sparse(),
         tensor,
     ]
     for one, other in zip(load_plain(written(tensors)), tensors, strict=True):
