@@ -186,6 +186,7 @@ class Verdict:
         original: cutting and concatenating at its fastest; None where that fits on no mesh.
         reference: ``best_fit`` at its fastest; None likewise.
         searched: whether each is on its own best mesh; else all are on one.
+        faster: one that keeps documents whole too and is faster, by less than is called a gain.
     """
 
     request: MeshRequest
@@ -193,6 +194,7 @@ class Verdict:
     original: Forecast | None
     reference: Forecast | None
     searched: bool = False
+    faster: Forecast | None = None
 
     @property
     def gain(self) -> float:
@@ -245,6 +247,11 @@ class Verdict:
             take = (
                 f"Balancing is not for you: {WORTH - 1:.0%} more tokens/s than {REFERENCE} are"
                 f" asked of {chosen.packing}. {take}"
+            )
+        if self.faster and advised is chosen:
+            take += (
+                f" {self.faster.packing} has {_times(self.faster.over(chosen))} times the tokens/s"
+                f" of {chosen.packing}; for less than {WORTH} the default stays."
             )
         delay = f"{chosen.delay:.2f}"
         waits = f"; tokens wait {delay} steps on average" if float(delay) else ""
@@ -309,9 +316,11 @@ def judged(comparison: Comparison) -> Verdict:
     whole = [row for name, row in fit.items() if not PACKINGS[name].cuts_stream]
     chosen = max(whole, key=lambda row: row.row.tokens_per_second, default=reference)
     assert chosen is not None
-    if usual is not None and chosen.over(usual) < WORTH:
+    faster = None
+    if usual is not None and (quotient := chosen.over(usual)) < WORTH:
+        faster = chosen if quotient >= 1.005 else None
         chosen = usual
-    return Verdict(comparison.request, chosen, original, reference)
+    return Verdict(comparison.request, chosen, original, reference, faster=faster)
 
 
 def provenance(request: MeshRequest) -> str:

@@ -35,9 +35,12 @@ def test_what_trains_by_default_is_advised_unless_another_is_worth_more(tmp_path
         profile=Profile.load("cpu"), devices=1, fixed=dict.fromkeys(AXES, 1), virtual_stages=1,
     )  # fmt: skip
 
-    def chosen(**tokens_per_second: int) -> str:
+    def verdict_on(**tokens_per_second: int) -> Verdict:
         rows = [row(name, speed) for name, speed in tokens_per_second.items()]
-        verdict = judged(Comparison(request, rows, []))
+        return judged(Comparison(request, rows, []))
+
+    def chosen(**tokens_per_second: int) -> str:
+        verdict = verdict_on(**tokens_per_second)
         assert verdict.original is not None
         assert (verdict.original.packing, verdict.reference.packing) == ("original", "best_fit")
         return verdict.chosen.packing
@@ -45,6 +48,14 @@ def test_what_trains_by_default_is_advised_unless_another_is_worth_more(tmp_path
     assert chosen(original=900, best_fit=100, wlb=102, auto=100) == "auto"
     assert chosen(original=900, best_fit=100, wlb=104, auto=100) == "wlb"
     assert chosen(original=900, best_fit=100, wlb=102) == "wlb"
+
+    # Where the default is kept although another is faster, it says why.
+    take = "Take packing auto with sharding adaptive on mesh 1,1,1,1."
+    assert verdict_on(original=900, best_fit=100, wlb=122, auto=120).lines[1] == (
+        f"{take} wlb has 1.02 times the tokens/s of auto; for less than 1.03 the default stays."
+    )
+    assert verdict_on(original=900, best_fit=100, wlb=119, auto=120).lines[1] == take
+    assert "stays" not in verdict_on(original=9, best_fit=100, wlb=102, auto=100).lines[1]
 
 
 def row(packing: str, tokens_per_second: int) -> Forecast:
