@@ -13,12 +13,13 @@ is read again, and the older copy beside it is removed.
 
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
-first opening of a Parquet file unpacks the columns and writes 4 bytes for each token (more than
-Parquet takes); its memory is bounded by a few million tokens, and by one document.
+first opening of a Parquet file unpacks the columns and writes 4 bytes for each token and label
+(more than Parquet takes); its memory is bounded by a few million tokens, and by one document.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -266,6 +267,11 @@ class ParquetDocuments(ArrowDocuments):
 
                 return built_once(key, build, path) / "data.arrow"
         except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise ValueError(
+                    f"The disk is full where what {path} unpacks to is kept: {error}. Make room, or"
+                    " name another folder (for caches by XDG_CACHE_HOME)."
+                ) from error
             raise ValueError(
                 f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
                 " something else. Make it again."
@@ -278,11 +284,13 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     if columns.attention is not None:
         kinds[-1] = columns.attention, pa.list_(pa.bool_())
     schema = pa.schema(kinds)
-    counts = _token_counts(parquet.metadata, columns.tokens)
-    for other in columns.names[1:]:
-        if any(map(gt, _token_counts(parquet.metadata, other), counts)):
-            raise ValueError(f"{path}: {other!r} has more values than {columns.tokens!r}. Mend it.")
-    check_room(folder.parent, 4 * sum(counts), path)
+    counts, bits = _token_counts(parquet.metadata, columns.tokens), 0
+    for name, kind in kinds:
+        values = _token_counts(parquet.metadata, name)
+        if any(map(gt, values, counts)):
+            raise ValueError(f"{path}: {name!r} has more values than {columns.tokens!r}. Mend it.")
+        bits += kind.value_type.bit_width * sum(values) + 32 * parquet.metadata.num_rows
+    check_room(folder.parent, bits // 8, path)
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
             rows = parquet.metadata.row_group(group).num_rows

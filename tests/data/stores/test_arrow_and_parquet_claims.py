@@ -1,6 +1,7 @@
 """Arrow and Parquet files that claim more than they hold are refused before memory is asked for."""
 
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -47,11 +48,23 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
     assert path.stat().st_size < 200_000
     usage = shutil.disk_usage(tmp_path)._replace(free=3_999_999)
     monkeypatch.setattr(parquet.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ValueError, match=r"unpacks to 4,000,000 bytes, and .* are 3,999,999 left"):
+    with pytest.raises(ValueError, match=r"unpacks to 4,004,000 bytes, and .* are 3,999,999 left"):
         documents(path)
+    both = pa.table({"input_ids": [[7] * 1000] * 1000, "labels": [[7] * 1000] * 1000})
+    pq.write_table(both, tmp_path / "both.parquet")
+    with pytest.raises(ValueError, match="unpacks to 8,008,000 bytes"):
+        documents(tmp_path / "both.parquet")
     monkeypatch.undo()
     monkeypatch.setattr(parquet, "_token_counts", lambda *_: [999] * 1000)
     with pytest.raises(ValueError, match="row group 0 unpacks to more tokens than it says"):
+        documents(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_disk_that_fills_up_is_no_damage_of_the_file(tmp_path, monkeypatch):
+    path, new_stream = write_parquet(tmp_path / "a.parquet", [[7] * 1000] * 1000), pa.ipc.new_stream
+    monkeypatch.setattr(pa.ipc, "new_stream", lambda _, schema: new_stream("/dev/full", schema))
+    with pytest.raises(ValueError, match="The disk is full where"):
         documents(path)
 
 
