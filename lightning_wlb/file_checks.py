@@ -30,7 +30,8 @@ SMALL_BYTES = 1 << 26
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model."""
-_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers")
+_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
+_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -55,9 +56,18 @@ def check_regular(path: str | Path, most: int | None = None, *, links: bool = Tr
 
     Raises:
         OSError: there is nothing, or it may not be looked at.
-        ValueError: it is something else or larger, which the message names with the remedy.
+        ValueError: it is something else or larger, or says that it is empty and is not, which the
+            message names with the remedy.
     """
-    return _checked(os.stat(path, follow_symlinks=links), path, most)
+    size = _checked(os.stat(path, follow_symlinks=links), path, most)
+    if size == 0 and os.access(path, os.R_OK):
+        with os.fdopen(os.open(path, os.O_RDONLY | _NOWAIT), "rb", buffering=0) as file:
+            if file.read(8):  # as some in /proc, which go on for as much as there is memory
+                raise ValueError(
+                    f"{path} says that it has no bytes, but more come, and reading it might never"
+                    " end. Put a file of a known size there."
+                )
+    return size
 
 
 def open_regular(
@@ -116,7 +126,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             check_counts(value)
-        most = MOST_LAYERS if "layer" in str(name) else MOST_PARTS
+        most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
         for count in _counts(str(name), value):
             if count > most:
                 raise ValueError(
@@ -129,6 +139,8 @@ def _counts(name: str, value: Any) -> Iterator[int]:
     """The numbers of parts that a field asks for, in lists within a list by any name."""
     if type(value) is int and _COUNTS.fullmatch(name):
         yield value
+    elif isinstance(value, str) and name.endswith("pattern"):
+        yield len(value)  # a letter for each layer
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
@@ -137,7 +149,7 @@ def _counts(name: str, value: Any) -> Iterator[int]:
 def check_model(path: str | Path) -> None:
     """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does.
 
-    A folder's config is held to :func:`check_counts`.
+    A folder's config is held to :func:`check_counts`, and names no other file in its place.
     """
     path = Path(path)
     templates = path / "additional_chat_templates"
@@ -148,7 +160,13 @@ def check_model(path: str | Path) -> None:
     config = path / "config.json" if path.is_dir() else path
     if config.name == "config.json" and config.exists():
         fields = read_json(config)
-        check_counts(fields if isinstance(fields, Mapping) else {})
+        fields = fields if isinstance(fields, Mapping) else {}
+        if "configuration_files" in fields:
+            raise ValueError(
+                f"{config} names other files (configuration_files) that are read in its place. Put"
+                " the one that you mean there."
+            )
+        check_counts(fields)
 
 
 def printable(text: str) -> str:

@@ -67,6 +67,17 @@ def test_every_reader_refuses_what_never_ends(name: str, make: Any, tmp_path: Pa
         READERS[name](tmp_path / name)
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_nor_what_only_says_that_it_is_empty(name: str, tmp_path: Path) -> None:
+    """``/proc/self/pagemap`` says so, too, and is as long as the memory of a process can be."""
+    (tmp_path / name).symlink_to("/proc/self/status")
+    (tmp_path / "tokenizer_config.json").touch()
+    with pytest.raises(ValueError, match=r"says that it has no bytes, but more come"):
+        READERS[name](tmp_path / name)
+    (tmp_path / "empty").touch()
+    assert file_checks.check_regular(tmp_path / "empty") == 0
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt"])
 def test_nor_does_a_listed_file_of_a_checkpoint_hang(name: str, tmp_path: Path) -> None:
     """Its manifest says that there are no bytes in it, and a FIFO has none."""
@@ -106,7 +117,7 @@ def test_no_more_than_so_many_bytes_are_read(tmp_path: Path, monkeypatch: Any) -
     with pytest.raises(ValueError, match="has 5 bytes, and no more than 4 are read"):
         file_checks.read_bytes(tmp_path / "a", 4)
     # A file that grows while it is read, as those of /proc seem to.
-    monkeypatch.setattr(file_checks, "_checked", lambda status, path, most: 0)
+    monkeypatch.setattr(file_checks, "_checked", lambda status, path, most: 1)
     with pytest.raises(ValueError, match="has 5 bytes, and no more than 4 are read"):
         file_checks.read_bytes(tmp_path / "a", 4)
 

@@ -51,6 +51,7 @@ def test_a_config_a_mapping_a_folder_and_its_file_are_the_same(tmp_path) -> None
         ({"model_type": "llama", "num_hidden_layers": 2001}, "num_hidden_layers=2,001"),
         ({"model_type": "ernie4_5_moe", "moe_num_experts": 10**6}, "moe_num_experts=1,000,000"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**12]]}, "attention_types="),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 2001}, "pattern=2,001"),
         ({"model_type": "llama", "torch_dtype": "load"}, "torch_dtype='load', which is no dtype"),
     ],
 )
@@ -225,9 +226,24 @@ def test_sizes_without_bounds_are_refused(fields) -> None:
         shape_of(read_config({"model_type": "llama", **fields}))
 
 
+def test_a_config_is_not_read_from_a_file_that_it_names(tmp_path) -> None:
+    fields = {"model_type": "qwen2", "configuration_files": ["config.4.0.0.json"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.4.0.0.json").write_text('{"model_type": "qwen2"}')
+    for given in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match=r"config.json names other files \(configuration_fi"):
+            read_config(given)
+
+
 @pytest.mark.timeout(120)  # the first makes a list of them by itself, the others are built
 @pytest.mark.parametrize(
-    "field", ["qwen2 num_hidden_layers", "gpt2 n_layer", "bart decoder_layers"]
+    "field",
+    [
+        "qwen2 num_hidden_layers",
+        "gpt2 n_layer",
+        "bart decoder_layers",
+        "cohere2_moe first_k_dense_replace",
+    ],
 )
 def test_counts_without_bounds_are_refused_by_any_name(field, tmp_path) -> None:
     kind, name = field.split()
