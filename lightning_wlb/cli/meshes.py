@@ -89,7 +89,7 @@ def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
         for section, given in sections.items()
     }
     module = "LanguageModule(..."
-    if model.hugging_face:
+    if model.foreign:
         folder, *_ = arguments.model.split(",")
         changes = "".join(f", {name}={value!r}" for name, value in model.changes.items())
         config = f"AutoConfig.from_pretrained({folder!r}{changes})" if changes else repr(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 
 from lightning_wlb.argument_checks import choice, whole
@@ -46,6 +47,12 @@ def is_searched(arguments: argparse.Namespace) -> bool:
 def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
     """The requests to plan, or to search meshes for: baseline, reference, the packing asked for."""
     fixed, model = sizes_of(arguments.mesh), given_model(arguments.model)
+    if model.foreign is not None:
+        from lightning_wlb.models.huggingface.config_and_shape import beyond_positions
+
+        told = beyond_positions(model.foreign, arguments.context_window)
+        if told is not None:
+            print(f"Warning: {told}", file=sys.stderr)
     devices, micro_batches = arguments.devices, arguments.micro_batches
     schedule, virtual_stages = arguments.schedule, arguments.virtual_stages
     if searched := is_searched(arguments):
@@ -110,7 +117,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         rest_dtype=rest,
         reduce_dtype=arguments.reduce_dtype or "float32",
         compiled=arguments.compile or bool(model.settings.get("compile")),
-        overlap="late" if model.hugging_face else "all",
+        overlap="late" if model.foreign else "all",
         sharding=arguments.sharding,
         steps=steps,
     )

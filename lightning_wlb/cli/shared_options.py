@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from lightning_wlb.file_checks import read_bytes
 from lightning_wlb.mesh import AXES
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _YAML = (".yaml", ".yml")
 _MOST_YAML_BYTES = 1 << 20
@@ -65,13 +68,14 @@ class GivenModel:
         changes: fields that replace its own.
         file: the LightningCLI YAML that it is in, if it is in one.
         settings: what that file says of it beside its config, by argument of its class.
+        foreign: its Hugging Face config, if it has one.
     """
 
     shape: ModelShape
     changes: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    hugging_face: bool = False
+    foreign: PretrainedConfig | None = None
 
 
 def given_model(text: str) -> GivenModel:
@@ -97,7 +101,8 @@ def given_model(text: str) -> GivenModel:
     elif isinstance(config, Mapping) and "model_type" not in config:
         shape = as_config({**config, **changes}).shape
     else:
-        return GivenModel(_foreign_shape(config, changes), changes, file, settings, True)
+        shape, foreign = _foreign(config, changes)
+        return GivenModel(shape, changes, file, settings, foreign)
     return GivenModel(shape, changes, file, settings)
 
 
@@ -142,14 +147,15 @@ def _expanded(node: Any, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _foreign_shape(config: Any, changes: Mapping[str, Any]) -> ModelShape:
-    """The shape for a Hugging Face config, folder or name."""
+def _foreign(config: Any, changes: Mapping[str, Any]) -> tuple[ModelShape, PretrainedConfig]:
+    """The shape and the config for a Hugging Face config, folder or name."""
     from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
 
     if changes and not isinstance(config, Mapping):
         config = read_config(config).to_dict()
         del config["transformers_version"]
-    return shape_of(read_config({**config, **changes} if changes else config))
+    found = read_config({**config, **changes} if changes else config)
+    return shape_of(found), found
 
 
 def sizes_of(mesh: str) -> dict[str, int]:

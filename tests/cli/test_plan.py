@@ -236,3 +236,17 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     words = ("generator-a", "h100", "adaptive", "wlb", "--picture", "interleaved", "70b")
     assert all(word in out for word in words)
+
+
+def test_a_window_beyond_the_positions_of_a_config_is_told(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for positions, warned in ((8191, True), (8192, False)):
+        given = {"model_type": "llama", **fields, "max_position_embeddings": positions}
+        config.write_text(json.dumps(given))
+        changes = ("--model", str(config), "--mesh", "2,1,1,1", "--steps", "1")
+        code, _, err = answer(capsys, *changes)
+        assert code == 0
+        told = "Warning: context_window=8192, but the config was made for max_position_embeddings="
+        assert (f"{told}{positions} positions." in err) == warned

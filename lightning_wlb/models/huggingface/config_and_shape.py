@@ -134,6 +134,19 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
         raise ValueError(f"The config of model type {kind.model_type!r}: {error}") from error
 
 
+def beyond_positions(config: PretrainedConfig, context_window: int) -> str | None:
+    """The warning of a context window with more tokens than the config has positions, if so."""
+    known = getattr(config, "max_position_embeddings", None)
+    if not known or context_window <= known:
+        return None
+    return (
+        f"context_window={context_window}, but the config was made for"
+        f" max_position_embeddings={known} positions. Where that is meant, to extend the model, set"
+        " max_position_embeddings, and rope scaling if it shall have one; what is exported has the"
+        " config's."
+    )
+
+
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the decoder that a config describes.
 

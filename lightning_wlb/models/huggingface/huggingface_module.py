@@ -12,7 +12,11 @@ from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+from lightning_wlb.models.huggingface.config_and_shape import (
+    beyond_positions,
+    read_config,
+    shape_of,
+)
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load, open_weights
 from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
@@ -131,15 +135,11 @@ class HuggingFaceModule(LanguageModule):
                 " has when its backward begins. From random values experts may fall out of use."
                 " Set router_aux_loss_coef=0.0 in the config if that is meant."
             )
-        known = getattr(self.config, "max_position_embeddings", None)
         data = getattr(self.trainer, "datamodule", None)
-        if known and isinstance(data, WLBDataModule) and data.settings.context_window > known:
-            rank_zero_warn(
-                f"context_window={data.settings.context_window}, but the config was made for"
-                f" max_position_embeddings={known} positions. Where that is meant, to extend the"
-                " model, set max_position_embeddings, and rope scaling if it shall have one; what"
-                " is exported has the config's."
-            )
+        if isinstance(data, WLBDataModule):
+            told = beyond_positions(self.config, data.settings.context_window)
+            if told is not None:
+                rank_zero_warn(told)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save a digest of the frozen weights, which a checkpoint of adapters does not hold."""
