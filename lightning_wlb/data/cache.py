@@ -76,7 +76,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
     replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
-        files = {path.name: _described(path) for path in aside.iterdir()}
+        files = {path.name: described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         for damaged in replaced:
             with suppress(OSError):
@@ -162,7 +162,7 @@ def _is_whole(folder: Path, owners: Iterable[int] = ()) -> bool:
         if record["key"] != folder.name or record["files"].keys() != there.keys():
             raise ValueError("its files are not those that were made under this name.")
         for name, path in there.items():
-            if record["files"][name] != _described(path):
+            if record["files"][name] != described(path):
                 raise ValueError(f"{name} is not what was written.")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _warn(f"{folder} is made anew: {error!s}")
@@ -180,7 +180,7 @@ def _is_first_rank() -> bool:
     return ranks is None or getattr(ranks.rank_zero_only, "rank", 0) == 0
 
 
-def _described(path: Path) -> list[Any]:
+def described(path: Path) -> list[Any]:
     """A file's bytes, and the checksum of a small one's content."""
     size = file_checks.check_regular(path, links=False)
     small = size <= _SUMMED_BYTES

@@ -5,7 +5,9 @@ list of int32, and of chats ``loss_mask``, list of bool), and ``lightning_wlb.js
 figures of the documents, the vocabulary and what was asked for, which is written last. Until then
 there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
 is done, and shards have other names: no reader takes the half for the whole. Both have the
-``checksum`` of each shard's source, by which files that were only touched are told from others.
+``checksum`` of each shard's source, by which files that were only touched are told from others. The
+sizes of ``files``, and checksums of those of at most 16 MB, are compared before a whole folder is
+taken for what was asked for.
 
 The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
 targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
@@ -14,7 +16,8 @@ that the store reads of the files that were written.
 
 Every file is written aside and renamed, so that it is there as a whole or not at all.
 
-Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document.
+Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document. A
+whole folder's files of at most 16 MB are read.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lightning_wlb.data.cache import described
 from lightning_wlb.data.stores.arrow_and_parquet import (
     FACTS,
     PARTIAL,
@@ -40,7 +44,7 @@ from lightning_wlb.data.stores.arrow_and_parquet import (
 from lightning_wlb.data.tokenising.sources import Source, checksum
 from lightning_wlb.data.tokenising.texts import Document
 
-FORMAT = 1
+FORMAT = 2
 
 Counts = dict[str, int]
 """The ``documents``, ``targets`` and ``skipped`` rows of a shard, and its source's ``checksum``."""
@@ -80,11 +84,16 @@ def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The content of a whole folder's ``lightning_wlb.json``; None: the folder is not whole.
 
     Raises:
-        ValueError: it was made for another request.
+        ValueError: it was made for another request, or its files are not those that were written.
     """
     content = read_json(out / FACTS)
     if content:
         _check_same(out, content.get("request"), identity, "was made")
+        if content.get("files") != _described(out):
+            raise ValueError(
+                f"{out}: its documents are not those that were written. They were damaged, or"
+                f" exchanged. Remove the folder, and they are made anew: rm -r {out}"
+            )
     return content or None
 
 
@@ -178,11 +187,17 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
         "tokens": int(lengths.sum()),
         "longest": int(lengths.max()),
         "by_length": by_length.astype(int).tolist(),
+        "files": _described(folder),
         **about,
     }
     write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
     return content
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """The bytes of each file of documents, and the checksum of a small one's content."""
+    return {each.name: described(each) for each in folder.glob("data-*.arrow")}
 
 
 def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def test_the_folder_holds_the_tokenizers_tokens_and_figures(request_, unbroken) 
     assert made["tokens"] == made["targets"] == sum(lengths)
     assert made["longest"] == max(lengths)
     assert made["vocab_size"] == 300
-    assert made["format"] == 1
+    assert made["format"] == 2
     for number, counts in enumerate(made["by_length"]):
         here = [length for length in lengths if 1 << number <= length < 2 << number]
         assert counts == [len(here), sum(here)]
@@ -420,6 +421,26 @@ def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monke
     assert columns(others[4]) == {
         "input_ids": [[*tokenizer(starts=True).encode("the fox is thick").ids, 1]]
     }
+
+
+@pytest.mark.parametrize("damage", ["changed", "longer", "gone", "more"])
+def test_kept_documents_that_were_damaged_are_not_trained_on(damage, tmp_path, cache) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox the fox the fox"}])
+    request = TokeniseRequest(source, saved(tmp_path))
+    (file,) = tokenised_once(request).glob("*.arrow")
+    content = file.read_bytes()
+    tokens = np.array(tokenizer().encode("the fox").ids, "<i4").tobytes()
+    assert tokens in content
+    if damage == "gone":
+        file.unlink()
+    elif damage == "more":
+        file.with_name("data-1.arrow").write_bytes(content)
+    else:
+        other = tokens[::-1] if damage == "changed" else tokens + tokens
+        file.write_bytes(content.replace(tokens, other, 1))
+    for again in (tokenised_once, lambda request: tokenise(request, file.parent)):
+        with pytest.raises(ValueError, match=r"not those that were written.*rm -r"):
+            again(TokeniseRequest(source, request.tokenizer))
 
 
 def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> None:
