@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.data.tokenising.texts import TextEncoder
+from lightning_wlb.data.tokenising.texts import USUAL_ENDS, TextEncoder
 from tests.data.tokenising.support import LINES, saved, tokenizer
 
 TEXTS = st.lists(
@@ -75,6 +75,12 @@ def test_the_end_token_is_what_the_neighbour_of_the_file_says(tmp_path) -> None:
     model.add_special_tokens(["<|endoftext|>"])
     model.save(path)
     assert "names none" in TextEncoder(path, "text").describe()
+
+
+def test_the_guide_names_the_tokens_that_end_documents_of_a_tokenizer_json_alone() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guide/texts.md").read_text()
+    *first, last = (f"`{token}`" for token in USUAL_ENDS)
+    assert f"{', '.join(first)} or {last}, if just one is" in guide
 
 
 def test_a_tokenizer_that_cuts_and_pads_does_neither(tmp_path) -> None:
