@@ -164,10 +164,16 @@ class ArrowDocuments(CheckedDocuments):
 def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     """The files of a folder by name; those called ``data-00000-of-00004...`` must all be there.
 
+    Hidden ones are passed over, as macOS leaves beside files.
+
     Raises:
-        ValueError: none, not as many as their names say, or those of several splits.
+        ValueError: none, not as many as their names say, those of several splits, or a copy.
     """
-    files = sorted(folder.glob(f"*{suffix}"))
+    files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
+    names = {each.name for each in files}
+    for each in names:
+        if (copied := re.sub(r" \(\d+\)(?=\.\w+$)", "", each)) != each and copied in names:
+            raise ValueError(f"{name} has {copied} and its copy {each}. Remove one of them.")
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
     found = [match for path in files if (match := _SHARD.match(path.name))]

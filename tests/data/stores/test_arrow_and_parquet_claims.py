@@ -60,6 +60,16 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
         documents(path)
 
 
+def test_hidden_files_are_passed_over_and_copies_refused(tmp_path):
+    path = write_parquet(tmp_path / "train-00000-of-00001.parquet", [[7] * 10])
+    shutil.copy(path, tmp_path / ".x.parquet")
+    (tmp_path / "._train-00000-of-00001.parquet").write_bytes(b"of macOS")
+    assert len(documents(tmp_path)) == 1
+    shutil.copy(path, tmp_path / "train-00000-of-00001 (1).parquet")
+    with pytest.raises(ValueError, match=r"has train-00000-of-00001.parquet and its copy .*\(1\)"):
+        documents(tmp_path)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_disk_that_fills_up_is_no_damage_of_the_file(tmp_path, monkeypatch):
     path, new_stream = write_parquet(tmp_path / "a.parquet", [[7] * 1000] * 1000), pa.ipc.new_stream
