@@ -60,7 +60,12 @@ class Link:
     ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:
-        check_positive("bytes_per_second", [self.bytes_per_second])
+        times = self.latency_ns, self.launch_ns, self.ramp_ns
+        if min(times) < 0 or self.bytes_per_second <= 0:
+            raise ValueError(
+                f"device profile: a link of latency_ns, launch_ns and ramp_ns {times} and"
+                f" bytes_per_second={self.bytes_per_second} is none."
+            )
 
     def ns(self, hops: int, size: int) -> float:
         """Time of ``hops`` hops one after another in which a device sends ``size`` bytes in all."""

@@ -67,7 +67,7 @@ class Checkpointer:
 
     def __init__(self, *, async_save: bool, timeout: timedelta | None) -> None:
         self.async_save = flag("async_save", async_save)
-        logging.getLogger(rank_zero.__name__).addFilter(_is_so)
+        rank_zero.rank_zero_module.log.addFilter(_is_so)
         self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []

@@ -237,7 +237,8 @@ def _work(
         "source": str(request.source),
         "format": FORMAT,
         "request": identity,
-        "done": done,
+        # Workers end in any order, the folder is the same.
+        "done": {str(number): done[str(number)] for number in range(len(shards))},
     }
     return folders.finish(out, about, counts_of_shards)
 
