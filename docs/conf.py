@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     # Types of others, whose documentation is not here, and our aliases of types.
     (
         r"py:.*",
-        r"(abc|argparse|collections|concurrent|contextlib|datetime|io|multiprocessing|pathlib)\..*",
+        r"(abc|argparse|collections|concurrent|contextlib|contextvars|datetime|io|multiprocessing|pathlib)\..*",
     ),
     (r"py:.*", r"(os|pickle|socket|threading|tokenizers|types)\..*"),
     (
@@ -70,13 +70,16 @@ nitpick_ignore_regex = [
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"RecurrentStates"),
-    (r"py:class", r"Tensor|Kind|Members|ActivationCheckpointing|Recompute|Path|npt\..*"),
+    (
+        r"py:class",
+        r"Tensor|Kind|Members|ActivationCheckpointing|PretrainedConfig|Recompute|Path|npt\..*",
+    ),
     (
         r"py:class",
         r"Integers|Truths|Floats|Strategy|Shape|Kinds|Groups|Costs|Dynamic|Array|Function",
     ),
     # Half of a type, where a signature is split at its comma.
-    (r"py:class", r"(dict\[str|tuple\[int)"),
+    (r"py:class", r"(dict\[str|Mapping\[str|tuple\[int)"),
     (r"py:obj", r"typing\.Literal\['auto'"),
     (r"py:class", r"lightning_wlb\..*\._\w+"),
 ]
