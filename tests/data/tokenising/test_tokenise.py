@@ -9,22 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_wlb
 from lightning_wlb.data.stores import arrow_and_parquet
 from lightning_wlb.data.tokenising import sources
 from lightning_wlb.data.tokenising import tokenise as job
-from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
+from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise
 from tests.data.tokenising.support import (
-    PLAIN,
     columns,
     contents,
+    exchange,
     saved,
-    saved_chat_tokenizer,
     tokenizer,
     write_lines,
 )
@@ -140,6 +137,14 @@ def test_killed_workers_leave_nobody_behind_and_the_run_goes_on(
     assert contents(out) == contents(unbroken)
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(request_, tmp_path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("shard-00000.part", "lightning_wlb.partial.json", "lightning_wlb.json"):
+        (out / f".{name}.{os.getpid()}.aside").write_text("half")
+    assert tokenise(request_, out, workers=1)["documents"] == 300
+
+
 def _lives(number: int) -> bool:
     try:
         state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
@@ -166,16 +171,6 @@ def test_another_request_is_refused_with_what_differs(request_, unbroken, whole)
         tokenise(changed, unbroken)
 
 
-def _exchange(path: str | Path, old: bytes, new: bytes) -> None:
-    """Other bytes, as many, with the same times: as by an archive, or rsync -t."""
-    path = Path(path)
-    status, aside = path.stat(), path.with_name(".aside")
-    assert old in path.read_bytes()
-    aside.write_bytes(path.read_bytes().replace(old, new))
-    os.utime(aside, ns=(status.st_atime_ns, status.st_mtime_ns))
-    aside.replace(path)
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
     request_, unbroken, whole, monkeypatch
@@ -200,7 +195,7 @@ def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
     assert {name: made[name] for name in made if name.endswith("arrow")} == {
         name: each for name, each in contents(unbroken).items() if name.endswith("arrow")
     }
-    _exchange(request_.source, b"7 foxes", b"7 boxes")
+    exchange(request_.source, b"7 foxes", b"7 boxes")
     changed = TokeniseRequest(request_.source, request_.tokenizer, eos="</s>")
     with pytest.raises(ValueError, match=r"was made for another request: files_digest"):
         tokenise(changed, unbroken)
@@ -344,7 +339,7 @@ def test_a_source_that_is_touched_while_it_is_read_is_told_from_one_that_changes
         try:
             return shard(*arguments)
         finally:
-            _exchange(source, b" foxes", b" boxes") if b" foxes" in source.read_bytes() else None
+            exchange(source, b" foxes", b" boxes") if b" foxes" in source.read_bytes() else None
 
     monkeypatch.setattr(job, "_tokenise_shard", touching)
     assert tokenise(request_, tmp_path / "touched", workers=1)["documents"] == 300
@@ -387,117 +382,3 @@ def test_requests_that_do_not_go_together_are_refused(tmp_path, options, message
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=message):
         TokeniseRequest(tmp_path / "a.txt", "tokenizer.json", **options)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(job, "cache_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache" / "documents"
-
-
-def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monkeypatch) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox", "body": "jumps"}])
-    path = saved(tmp_path)
-    folder = tokenised_once(TokeniseRequest(source, path))
-    assert folder.parent == cache
-    assert columns(folder) == {"input_ids": [[*tokenizer().encode("the fox").ids, 1]]}
-    runs: list[Any] = []
-    work = job._work
-    monkeypatch.setattr(job, "_work", lambda *given: runs.append(given) or work(*given))
-    assert tokenised_once(TokeniseRequest(source, path)) == folder
-    assert not runs
-    others = [
-        tokenised_once(TokeniseRequest(source, path, **options))
-        for options in ({"column": "body"}, {"eos": "</s>"})
-    ]
-    write_lines(source, [{"text": "the fox is quick"}])
-    others.append(tokenised_once(TokeniseRequest(source, path)))
-    _exchange(source, b"quick", b"thick")
-    others.append(tokenised_once(TokeniseRequest(source, path)))
-    tokenizer(starts=True).save(path)
-    others.append(tokenised_once(TokeniseRequest(source, path)))
-    assert len({folder, *others}) == 6
-    assert len(runs) == 5
-    assert columns(others[4]) == {
-        "input_ids": [[*tokenizer(starts=True).encode("the fox is thick").ids, 1]]
-    }
-
-
-@pytest.mark.parametrize("damage", ["changed", "longer", "gone", "more"])
-def test_kept_documents_that_were_damaged_are_not_trained_on(damage, tmp_path, cache) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox the fox the fox"}])
-    request = TokeniseRequest(source, saved(tmp_path))
-    (file,) = tokenised_once(request).glob("*.arrow")
-    content = file.read_bytes()
-    tokens = np.array(tokenizer().encode("the fox").ids, "<i4").tobytes()
-    assert tokens in content
-    if damage == "gone":
-        file.unlink()
-    elif damage == "more":
-        file.with_name("data-1.arrow").write_bytes(content)
-    else:
-        other = tokens[::-1] if damage == "changed" else tokens + tokens
-        file.write_bytes(content.replace(tokens, other, 1))
-    for again in (tokenised_once, lambda request: tokenise(request, file.parent)):
-        with pytest.raises(ValueError, match=r"not those that were written.*rm -r"):
-            again(TokeniseRequest(source, request.tokenizer))
-
-
-def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> None:
-    monkeypatch.setattr(job, "_LOOK_SECONDS", 0.05)
-    source = write_lines(tmp_path / "a.jsonl", [{"text": f"fox {each}"} for each in range(2000)])
-    path, work = saved(tmp_path), job._work
-
-    def counted(*given: Any) -> Any:
-        (tmp_path / f"worked-{multiprocessing.current_process().pid}").touch()
-        return work(*given)
-
-    monkeypatch.setattr(job, "_work", counted)
-    context = multiprocessing.get_context("fork")
-    request = TokeniseRequest(source, path)
-    ranks = [context.Process(target=tokenised_once, args=(request,)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0] * 4
-    assert len(list(tmp_path.glob("worked-*"))) == 1
-    assert len(list(cache.iterdir())) == 1
-
-
-def test_a_tokenizer_must_be_named(tmp_path) -> None:
-    for kind in ("texts", "chats"):
-        with pytest.raises(ValueError, match=r"a.jsonl' need a tokenizer. Name a tokenizer.json"):
-            lightning_wlb.documents({kind: str(tmp_path / "a.jsonl")})
-
-
-def test_documents_opens_texts_chats_and_mixtures_of_them(tmp_path) -> None:
-    pytest.importorskip("transformers")
-    model = saved_chat_tokenizer(tmp_path / "model", PLAIN)
-    lines = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    talks = write_lines(tmp_path / "b.jsonl", [{"messages": messages}])
-    opened = lightning_wlb.documents(
-        {
-            "mixture": [
-                {"documents": {"texts": str(lines), "tokenizer": model}, "weight": 0.7},
-                {"documents": {"chats": str(talks), "tokenizer": model}, "weight": 0.3},
-            ]
-        }
-    )
-    expected = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
-    assert [opened.read(each, 0, int(opened.lengths[each])).tolist() for each in (0, 1)] == expected
-    assert opened.vocab_size == 300
-    assert opened.mask(0, 0, 2) is None
-    mask = opened.mask(2, 0, int(opened.lengths[2]))
-    assert mask.tolist() == [False, False, False, False, True, True, True]
-    with pytest.raises(ValueError, match=r"no option 'colum'. It takes tokenizer, column, eos"):
-        lightning_wlb.documents({"texts": str(lines), "tokenizer": model, "colum": "a"})
-
-
-def test_texts_with_a_tokenizer_are_opened(tmp_path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}, {"text": "jumps"}])
-    store = lightning_wlb.documents({"texts": source, "tokenizer": saved(tmp_path)})
-    wanted = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
-    assert store.lengths.tolist() == [len(each) for each in wanted]
-    assert store.read(0, 0, len(wanted[0])).tolist() == wanted[0]
