@@ -228,8 +228,6 @@ def _check_tokens(tokens: pa.Array, vocab_size: int) -> None:
 def _aside(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing under a hidden name, and rename it when all of it is written."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    # In a container, a killed process and the one after it may have the same number.
-    aside.unlink(missing_ok=True)
     try:
         with aside.open("xb") as file:  # never through a link
             yield file
