@@ -180,10 +180,10 @@ def _is_first_rank() -> bool:
     return ranks is None or getattr(ranks.rank_zero_only, "rank", 0) == 0
 
 
-def described(path: Path) -> list[Any]:
-    """A file's bytes, and the checksum of a small one's content."""
+def described(path: Path, most: int = _SUMMED_BYTES) -> list[Any]:
+    """A file's bytes, and the checksum of its content where it has at most ``most``."""
     size = file_checks.check_regular(path, links=False)
-    small = size <= _SUMMED_BYTES
+    small = size <= most
     return [size, zlib.crc32(file_checks.read_bytes(path, links=False)) if small else None]
 
 

@@ -6,8 +6,8 @@ figures of the documents, the vocabulary and what was asked for, which is writte
 there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
 is done, and shards have other names: no reader takes the half for the whole. Both have the
 ``checksum`` of each shard's source, by which files that were only touched are told from others. The
-sizes of ``files``, and checksums of those of at most 16 MB, are compared before a whole folder is
-taken for what was asked for.
+sizes of ``files``, and their checksums in folders of at most 256 MB, are compared before a whole
+folder is taken for what was asked for.
 
 The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
 targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
@@ -17,7 +17,7 @@ that the store reads of the files that were written.
 Every file is written aside and renamed, so that it is there as a whole or not at all.
 
 Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document. A
-whole folder's files of at most 16 MB are read.
+whole folder of at most 256 MB is read.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ FORMAT = 2
 Counts = dict[str, int]
 """The ``documents``, ``targets`` and ``skipped`` rows of a shard, and its source's ``checksum``."""
 
+_SUMMED_BYTES = 1 << 28
 _SUMMED = ("documents", "targets", "skipped")
 
 
@@ -196,8 +197,13 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """The bytes of each file of documents, and the checksum of a small one's content."""
-    return {each.name: described(each) for each in folder.glob("data-*.arrow")}
+    """The bytes of each file of documents, and the checksums of their content in a small folder.
+
+    Every rank compares them at every start, and would read a large corpus for it.
+    """
+    files = list(folder.glob("data-*.arrow"))
+    most = _SUMMED_BYTES if sum(each.lstat().st_size for each in files) <= _SUMMED_BYTES else 0
+    return {each.name: described(each, most) for each in files}
 
 
 def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> None:

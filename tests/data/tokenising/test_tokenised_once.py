@@ -1,5 +1,6 @@
 """Texts and chats that a run names: tokenised once, kept, compared with what was written."""
 
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 import lightning_wlb
 from lightning_wlb.data.tokenising import tokenise as job
+from lightning_wlb.data.tokenising import tokenised_folder
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
 from tests.data.tokenising.support import (
     PLAIN,
@@ -73,6 +75,15 @@ def test_kept_documents_that_were_damaged_are_not_trained_on(damage, tmp_path, c
     for again in (tokenised_once, lambda request: tokenise(request, file.parent)):
         with pytest.raises(ValueError, match=r"not those that were written.*rm -r"):
             again(TokeniseRequest(source, request.tokenizer))
+
+
+def test_of_a_large_corpus_sizes_alone_are_compared(tmp_path, cache, monkeypatch) -> None:
+    monkeypatch.setattr(tokenised_folder, "_SUMMED_BYTES", 10)
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}])
+    folder = tokenised_once(TokeniseRequest(source, saved(tmp_path)))
+    (file,) = folder.glob("*.arrow")
+    content = json.loads((folder / "lightning_wlb.json").read_text())
+    assert content["files"] == {file.name: [file.stat().st_size, None]}
 
 
 def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> None:
