@@ -54,7 +54,7 @@ over n of them by this over the root of n. What is further behind is simulated n
 LARGEST = 1 << 16
 """Most devices that are tried where nothing fits on those given."""
 
-TAKES = "which takes seconds for 16 of them, and a minute or two for 1,024"
+TAKES = "which takes seconds for 16 of them, and one to three minutes for 1,024"
 """How long a search lasts, in words."""
 
 Progress = Callable[[str, int, int], None]
