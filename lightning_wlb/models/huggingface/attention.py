@@ -6,6 +6,9 @@ micro-batch's metadata says which rows see which, and no module of transformers 
 drop unknown keywords). So the forward that is running (:class:`Running`) lies in a context variable
 while it runs, and again while backward recomputes a part of it, which autograd may do on another
 thread.
+
+Whatever a module asks for that the kernels do not compute is refused: a mask, dropout, attention
+that is not causal, and every keyword that is not known to leave the result as it is.
 """
 
 from __future__ import annotations
