@@ -117,7 +117,7 @@ class HeartbeatServer(threading.Thread):
         self._listener = socket.create_server(
             ("", 0),
             family=socket.AF_INET6 if both else socket.AF_INET,
-            backlog=world_size,
+            backlog=world_size + 100,  # who finds it full tries again a second later
             dualstack_ipv6=both,
         )
         self._listener.setblocking(False)
