@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 SMALL_BYTES = 1 << 26
@@ -167,6 +167,31 @@ def check_model(path: str | Path) -> None:
                 " the one that you mean there."
             )
         check_counts(fields)
+
+
+def check_once(path: str | Path, seen: dict[str, str]) -> None:
+    """Refuse a file or folder that a link leads to again: its documents would come twice.
+
+    ``seen`` has those that were checked before, by their paths without links.
+    """
+    other = seen.setdefault(os.path.realpath(path), str(path))
+    if other != str(path):
+        raise ValueError(
+            f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
+            " one of them from the source."
+        )
+
+
+def refuse_closed(error: OSError) -> NoReturn:
+    """Refuse a folder that cannot be looked into; ``onerror`` of ``os.walk``, which leaves it out.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{error.filename} cannot be looked into ({error.strerror}), and what is in it would be"
+        " left out without a word. Let this user read it, or take it out of the source."
+    ) from error
 
 
 def printable(text: str) -> str:

@@ -17,6 +17,7 @@ Cost: making it, once; later a look at each file, and a checksum of those of at 
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import os
@@ -72,7 +73,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         aside.chmod(mode)
         break
     else:
-        raise OSError(f"No folder for {key} can be made, in {root} neither.")
+        raise OSError(errno.EACCES, f"No folder for {key} can be made, in {root} neither")
     replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
@@ -184,7 +185,7 @@ def described(path: Path, most: int = _SUMMED_BYTES) -> list[Any]:
     """A file's bytes, and the checksum of its content where it has at most ``most``."""
     size = file_checks.check_regular(path, links=False)
     small = size <= most
-    return [size, zlib.crc32(file_checks.read_bytes(path, links=False)) if small else None]
+    return [size, zlib.crc32(file_checks.read_bytes(path, most, links=False)) if small else None]
 
 
 def remembered(name: str, make: Callable[[], str]) -> str:
@@ -219,7 +220,7 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
     for path in files:
         status = path.stat()
         name = path.relative_to(root).as_posix()
-        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n"))
     for setting in settings:
         digest.update(f"{setting!r}\n".encode())
     return digest.hexdigest()[:16]

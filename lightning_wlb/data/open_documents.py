@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -23,6 +24,7 @@ from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
+from lightning_wlb.file_checks import check_once, refuse_closed
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
@@ -263,15 +265,36 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
 def _with_paths(name: str, source: Any) -> Any:
     """The source with strings turned into paths, and a glob pattern into the list of its files."""
     if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
-        found = sorted(map(Path, glob.glob(source, recursive=True)))
+        _check_open(source)
+        found, seen = sorted(map(Path, glob.glob(source, recursive=True))), dict[str, str]()
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
+        for path in found:
+            check_once(path, seen)
         return found
     if isinstance(source, str) and source != "stdlib":
         return Path(source).expanduser()
     if isinstance(source, list | tuple) and all(isinstance(each, str | Path) for each in source):
         return [Path(each).expanduser() for each in source]
     return source
+
+
+def _check_open(pattern: str) -> None:
+    """Refuse a glob pattern with a folder that cannot be looked into, which glob would pass over.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    while glob.has_magic(pattern):
+        pattern, name = os.path.split(pattern)
+        for folder in filter(os.path.isdir, glob.glob(pattern or ".", recursive=True)):
+            try:
+                if glob.has_magic(name):
+                    os.scandir(folder).close()
+                else:
+                    os.stat(os.path.join(folder, "."))
+            except OSError as error:
+                refuse_closed(error)
 
 
 def _kind_of(name: str, source: Any) -> Kind:

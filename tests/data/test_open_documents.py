@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,34 @@ def test_what_is_no_path_is_refused_by_its_name(given) -> None:
     key = next(iter(given))
     with pytest.raises(ValueError, match=rf"documents: {key}={given[key]} is no path"):
         documents(given)
+
+
+@pytest.mark.parametrize("pattern", ["**/*.arrow", "*/*.arrow"])
+def test_a_pattern_leaves_no_folder_out_without_a_word(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("open", "closed"):
+        (tmp_path / name).mkdir()
+        write_arrow(tmp_path / name / "a.arrow", pa.table({"input_ids": TOKENS}))
+    assert len(documents(str(tmp_path / pattern)).lengths) == 2 * len(TOKENS)
+    list_folder = os.scandir
+
+    def closed(path: Any = ".") -> Any:
+        if Path(os.fspath(path)).name == "closed":
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ValueError, match=r"closed cannot be looked into .*left out without a word"):
+        documents(str(tmp_path / pattern))
+
+
+def test_a_link_does_not_bring_documents_twice(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    write_arrow(tmp_path / "v1/a.arrow", pa.table({"input_ids": TOKENS}))
+    (tmp_path / "latest").symlink_to("v1")
+    with pytest.raises(ValueError, match="are the same by a link"):
+        documents(str(tmp_path / "*/*.arrow"))
+    (tmp_path / "v1/b.arrow").symlink_to("a.arrow")
+    with pytest.raises(ValueError, match="are the same by a link"):
+        documents(tmp_path / "v1")

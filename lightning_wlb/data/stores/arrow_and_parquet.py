@@ -167,10 +167,13 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     Hidden ones are passed over, as macOS leaves beside files.
 
     Raises:
-        ValueError: none, not as many as their names say, those of several splits, or a copy.
+        ValueError: none, not as many as their names say, those of several splits, a copy, or a link
+            to another of them.
     """
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
-    names = {each.name for each in files}
+    names, seen = {each.name for each in files}, dict[str, str]()
+    for path in files if any(map(Path.is_symlink, files)) else []:
+        file_checks.check_once(path, seen)
     for each in names:
         if (copied := re.sub(r" \(\d+\)(?=\.\w+$)", "", each)) != each and copied in names:
             raise ValueError(f"{name} has {copied} and its copy {each}. Remove one of them.")
@@ -255,17 +258,21 @@ class ParquetDocuments(ArrowDocuments):
         """The copy of the file's columns, which is written where there is none."""
         try:
             file_checks.check_regular(path)
+            made_of = _fingerprint(path)  # before it is opened: another may take its place then
             with pq.ParquetFile(path) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
                 # No names in it: they may be long, or have signs that no file's name has.
                 named = fingerprint([], path.parent, path.name, columns.names, _CACHE_VERSION)
                 prefix = f"parquet-{named}-"
-                # An archive sets sizes and times, and may bring a copy; this time it cannot set.
-                changed = path.stat().st_ctime_ns
-                key = prefix + fingerprint([path], path.parent, path.resolve(), changed)
+                key = prefix + made_of
 
                 def build(folder: Path) -> None:
                     _write(folder, parquet, columns, path)
+                    if _fingerprint(path) != made_of:
+                        raise ValueError(
+                            f"{path} has changed while it was read. Begin again, once nothing"
+                            " writes to it."
+                        )
                     # Beside the file its name is its own, in the user's cache it may be another's.
                     for older in folder.parent.iterdir() if folder.parent.name == BESIDE else ():
                         if older.name.startswith(prefix) and older.name != key:
@@ -273,15 +280,29 @@ class ParquetDocuments(ArrowDocuments):
 
                 return built_once(key, build, path) / "data.arrow"
         except (pa.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            code = getattr(error, "errno", None)
+            if code in (errno.ENOSPC, errno.EDQUOT):
                 raise ValueError(
                     f"The disk is full where what {path} unpacks to is kept: {error}. Make room, or"
                     " name another folder (for caches by XDG_CACHE_HOME)."
+                ) from error
+            if code is not None:
+                raise ValueError(
+                    f"{path} cannot be read, or what it unpacks to cannot be kept: {error}. Look at"
+                    " the file systems of both."
                 ) from error
             raise ValueError(
                 f"{path} cannot be read as a Parquet file: {error}. It is truncated, damaged or"
                 " something else. Make it again."
             ) from error
+
+
+def _fingerprint(path: Path) -> str:
+    """Changes with a file's path, size and times: that of status no archive sets, as it may others.
+
+    So a copy that an archive brings beside a file is not taken for this machine's.
+    """
+    return fingerprint([path], path.parent, path.resolve(), path.stat().st_ctime_ns)
 
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:

@@ -190,8 +190,8 @@ def rows(part: Part) -> Iterator[Row]:
 def _files_below(folder: Path) -> list[Path]:
     found: list[Path] = []
     seen: dict[str, str] = {}
-    for at, below, names in os.walk(folder, followlinks=True):
-        _check_once(at, seen)
+    for at, below, names in os.walk(folder, onerror=file_checks.refuse_closed, followlinks=True):
+        file_checks.check_once(at, seen)
         below[:] = [name for name in below if not name.startswith(".")]
         found += [Path(at, name) for name in names if not name.startswith(".")]
     links = [path for path in found if path.is_symlink()]
@@ -199,18 +199,8 @@ def _files_below(folder: Path) -> list[Path]:
         if not path.exists():
             raise ValueError(f"{path} is a link that leads to nothing. Mend or remove it.")
     for path in found if links else []:
-        _check_once(str(path), seen)
+        file_checks.check_once(path, seen)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _check_once(path: str, seen: dict[str, str]) -> None:
-    """Refuse a file or folder that a link leads to again: its documents would come twice."""
-    other = seen.setdefault(os.path.realpath(path), path)
-    if other != path:
-        raise ValueError(
-            f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
-            " one of them from the source."
-        )
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -71,9 +71,9 @@ class TextEncoder:
         file = tokenizer_file(name)
         if file is not None:
             with explained(f"{file} is no tokenizer of the tokenizers library"):
-                check_model(file)
-                self._tokenizer = Tokenizer.from_file(str(file))
-            own, definition = _eos_beside(file, self._tokenizer), read_bytes(file, 1 << 28)
+                definition = read_bytes(file, 1 << 28)  # once: the digest is of what is used
+                self._tokenizer = Tokenizer.from_buffer(definition)
+            own = _eos_beside(file, self._tokenizer)
         else:
             loaded = hugging_face_tokenizer(name)
             self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token

@@ -151,7 +151,7 @@ def tokenised_once(request: TokeniseRequest) -> Path:
     identity = request.identity()
     source = Path(request.source).resolve()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
-    folder = own_folder(cache_folder() / "documents") / f"{source.stem}-{key[:16]}"
+    folder = own_folder(cache_folder() / "documents") / f"{source.stem[:50]}-{key[:16]}"
     if folders.finished(folder, identity) is None:
         _say(f"Tokenising {source} into {folder}, once. {request.describe()}")
         tokenise(request, folder)

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -331,6 +332,36 @@ def test_where_one_may_not_write_the_users_cache_is_taken(tmp_path, monkeypatch)
     assert len(kept) == 2
     check(documents(tmp_path / "a" / "train.parquet"), [[1, 2]])
     assert list((tmp_path / "lightning_wlb").iterdir()) == kept
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch) -> None:
+    """Else the copy of what it was before would be kept as that of what it is now."""
+    path = write_parquet(tmp_path / "a.parquet", [[1, 2], [3]])
+    other = write_parquet(tmp_path / "b.parquet", [[7, 8], [9]])
+    columns_of = parquet.columns_of
+
+    def exchanged(*given: Any) -> Any:
+        if other.exists():
+            other.replace(path)
+        return columns_of(*given)
+
+    monkeypatch.setattr(parquet, "columns_of", exchanged)
+    with pytest.raises(ValueError, match=r"a\.parquet has changed while it was read"):
+        documents(path)
+    assert documents(path).read(0, 0, 2).tolist() == [7, 8]
+
+
+def test_a_file_system_that_takes_no_copy_is_not_told_as_damage(tmp_path, monkeypatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [[1, 2], [3]])
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.EFBIG, "File too large")
+
+    for name in ("_write", "built_once"):
+        with monkeypatch.context() as patch:
+            patch.setattr(parquet, name, fails)
+            with pytest.raises(ValueError, match=r"cannot be kept: .*File too large. Look at the"):
+                documents(path)
 
 
 def test_an_interrupted_reading_leaves_nothing(tmp_path, monkeypatch):

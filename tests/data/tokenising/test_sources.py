@@ -99,6 +99,21 @@ def test_links_are_followed_and_nothing_comes_twice(folder, tmp_path) -> None:
         Source.open(folder)
 
 
+def test_a_folder_that_cannot_be_looked_into_is_not_left_out(folder, monkeypatch) -> None:
+    (folder / "closed").mkdir()
+    (folder / "a.txt").write_text("a")
+    list_folder = os.scandir
+
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ValueError, match=r"closed cannot be looked into \(Permission denied\)"):
+        Source.open(folder)
+
+
 def test_json_lines_go_before_texts_beside_them(folder) -> None:
     (folder / "README.md").write_text("about")
     (folder / "a.jsonl").write_text("{}")

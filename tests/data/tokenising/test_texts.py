@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -135,7 +136,7 @@ def test_what_a_tokenizer_s_library_panics_at_is_one_sentence(tmp_path) -> None:
         ("unknown", {"model": model}, "fails at these texts: .*Missing"),
         ("empty", {"model": model | {"vocab": {}}}, "has no tokens"),
         ("huge", {"model": model | {"vocab": {"a": 2**31}}}, r"has a token 2,147,483,648, beyond"),
-        ("\x1b\udcff", {"model": model}, r"/\\x1b\\udcff\.json is no tokenizer"),
+        ("\x1b\udcff", {"model": {}}, r"/\\x1b\\udcff\.json is no tokenizer"),
     ):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"version": "1.0", "added_tokens": [], **content}))
@@ -178,3 +179,25 @@ def test_counts_beside_a_tokenizer_in_the_hub_s_cache_are_looked_at(tmp_path, mo
     monkeypatch.setattr(texts, "hub_is_out_of_reach", lambda: True)
     with pytest.raises(ValueError, match=r"num_hidden_layers=1,000,000,000: building"):
         TextEncoder("some/one", "text")
+
+
+def test_the_digest_is_of_the_tokenizer_that_is_used(tmp_path, monkeypatch) -> None:
+    """Else what is kept of the tokenizer that takes its place meanwhile would be the old one's."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(Path(saved(tmp_path)).read_bytes())
+    before = TextEncoder(str(path), "text").digest
+
+    def exchanged(load):
+        def loaded(given):
+            made = load(given)
+            path.write_text(path.read_text() + " ")
+            return made
+
+        return loaded
+
+    made = texts.Tokenizer
+    loads = {name: exchanged(getattr(made, name)) for name in ("from_file", "from_buffer")}
+    monkeypatch.setattr(texts, "Tokenizer", SimpleNamespace(**loads))
+    assert TextEncoder(str(path), "text").digest == before
+    monkeypatch.setattr(texts, "Tokenizer", made)
+    assert TextEncoder(str(path), "text").digest != before

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import lightning_wlb
+from lightning_wlb import file_checks
 from lightning_wlb.data.tokenising import tokenise as job
 from lightning_wlb.data.tokenising import tokenised_folder
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
@@ -84,6 +86,14 @@ def test_of_a_large_corpus_sizes_alone_are_compared(tmp_path, cache, monkeypatch
     (file,) = folder.glob("*.arrow")
     content = json.loads((folder / "lightning_wlb.json").read_text())
     assert content["files"] == {file.name: [file.stat().st_size, None]}
+
+
+def test_one_file_of_a_small_corpus_may_be_larger_than_a_description(tmp_path) -> None:
+    with (tmp_path / "data-00000-of-00001.arrow").open("wb") as file:
+        file.truncate(file_checks.SMALL_BYTES + 1)
+    ((size, found),) = tokenised_folder._described(tmp_path).values()
+    assert size == file_checks.SMALL_BYTES + 1
+    assert found == zlib.crc32(bytes(size))
 
 
 def test_one_of_several_ranks_does_the_work(tmp_path, cache, monkeypatch) -> None:
