@@ -34,7 +34,7 @@ from lightning_wlb.distributed.collective_errors import Ranks
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS = "model"
 """The key of the weights, which Lightning's consolidate_checkpoint looks for."""
-_STATE = re.compile(r"optimizer_\d+\.state\.(.+)\.[^.]+")
+_STATE = re.compile(r"optimizer_\d+\.state\.(.+)")
 
 
 def collect(
@@ -87,7 +87,7 @@ def load(
         FileNotFoundError: ``path`` is not a checkpoint.
         Damaged: it is not what was written; parts of it may be in the model already.
         ValueError: it holds weights only and there are optimizers, its weights are not those of the
-            model, it has state of parameters that no optimizer trains, or it was made to run code.
+            model, it has state that no optimizer keeps, or it was made to run code.
     """
     ranks = Ranks()
     path, rest, stored, listed = open_checkpoint(path, ranks)
@@ -164,8 +164,8 @@ def _check_names(
     """Refuse a checkpoint of another model, or of optimizers of more parameters; collective.
 
     torch itself passes over weights that the model lacks, such as adapters that were not asked for,
-    and over the state of parameters that no optimizer has. ``kept`` names those of which this
-    rank's optimizers keep state; None: optimizers are not read.
+    and over state that no optimizer keeps. ``kept`` names the state that this rank's optimizers
+    keep; None: optimizers are not read.
     """
     prefix = f"{WEIGHTS}."
     mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
@@ -189,12 +189,12 @@ def _check_names(
         )
     saved = set() if kept is None else _with_state(stored)
     lost = sorted(saved.difference(*(each for _, each in everyone)))
-    if lost := [name for name in lost if strict or name in wanted]:
+    if lost := [name for name in lost if strict or name.rpartition(".")[0] in wanted]:
         raise ValueError(
-            f"{path} holds {in_words({'optimizer state of': lost})}, of which the optimizer made"
-            " here keeps none: they would go on without it. Make it of all parameters that trained"
-            " when it was saved: unfreeze them in build_model or on_fit_start, before it is read."
-            f" Or {_new_run(model, path)}"
+            f"{path} holds {in_words({'optimizer state': lost})}, which the optimizer made here"
+            " does not keep: training would go on without it. Make the same optimizer, of all"
+            " parameters that trained when it was saved: unfreeze them in build_model or"
+            f" on_fit_start, before it is read. Or {_new_run(model, path)}"
         )
 
 
@@ -213,7 +213,7 @@ def _new_run(model: nn.Module, path: Path) -> str:
 
 
 def _with_state(names: Iterable[str]) -> set[str]:
-    """The parameters of which there is optimizer state, by the names that shards have."""
+    """The optimizer state that there is, as ``PARAMETER.exp_avg``, by the names of shards."""
     return {found[1] for name in names if (found := _STATE.fullmatch(name))}
 
 

@@ -40,6 +40,7 @@ Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the one behind the last."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTERS = "adapter_config.json"
 # What a model's folder on the hub has beside weights in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
@@ -76,27 +77,34 @@ def beside_weights(config: str | Path) -> bool:
 class Folder:
     """Tensors by name, in one file or in several with an index, as ``save_pretrained`` writes them.
 
-    Where there are both, the one file is read, as transformers does: saving one over several leaves
-    their index. Of a model that takes images or sound too, only the language model's tensors are
-    there, by the names that they have in a folder of the language model alone.
+    As in transformers, the one file is read where there are both (saving one over several leaves
+    their index), and of an index the names of the files only: the files say what is in them. Of a
+    model that takes images or sound too, only the language model's tensors are there, by the names
+    that they have in a folder of the language model alone.
 
     Attributes:
         path: the folder.
         names: the names of all tensors.
 
     Raises:
-        ValueError: there are no safetensors, a file cannot be read, or two tensors have one name in
-            the language model.
+        ValueError: there are no safetensors, or adapters beside them, a file cannot be read, or two
+            tensors have one name, in the language model too.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, Any] = {}
         check_model(path)
+        if (path / _ADAPTERS).exists():
+            raise ValueError(
+                f"{path} has adapters beside weights ({_ADAPTERS}), which transformers would add to"
+                " them, and which are not read here. Merge them (peft's merge_and_unload), and save"
+                " the model into another folder; or, to train without them, move them away."
+            )
         if (path / _SINGLE).is_file():
-            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+            files = [_SINGLE]
         elif (path / _INDEX).is_file():
-            self._files = _weight_map(path / _INDEX)
+            files = _files_of(path / _INDEX)
         else:
             others = sorted(each.name for each in path.glob("*.bin"))
             found = f"only {', '.join(others)}" if others else "neither"
@@ -105,6 +113,13 @@ class Folder:
                 " from a model that transformers can open:"
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)."
             )
+        self._files: dict[str, str] = {}
+        for file in files:
+            for name in self._file(file).keys():  # noqa: SIM118
+                if name in self._files:
+                    both = self._files[name], file
+                    raise _unclear(path, name, [f"{name} of {each}" for each in both])
+                self._files[name] = file
         config = path / "config.json"
         has_more = config.is_file() and "text_config" in read_json(config)
         name_of = _name_alone if has_more else str
@@ -129,10 +144,7 @@ class Folder:
 
     def _slice(self, name: str) -> Any:
         stored = self._stored[name]
-        try:
-            return self._file(self._files[stored]).get_slice(stored)
-        except SafetensorError as error:
-            raise ValueError(f"{self.path / self._files[stored]}: {error}") from error
+        return self._file(self._files[stored]).get_slice(stored)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -143,11 +155,11 @@ class Folder:
         return self._open[name]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, from the index of a folder with several files."""
+def _files_of(index: Path) -> list[str]:
+    """The files that the index of a folder with several files names."""
     try:
-        files: dict[str, str] = read_json(index)["weight_map"]
-        if outside := [name for name in files.values() if os.path.basename(name) != name]:
+        files: list[str] = sorted(set(read_json(index)["weight_map"].values()))
+        if outside := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{outside[0]!r} is not in the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -269,8 +281,9 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
 
 def _unclear(path: Path, name: str, stored: Sequence[str]) -> ValueError:
     return ValueError(
-        f"{path} holds {', '.join(stored[:3])} as {name}. A parameter has one name, and experts are"
-        " numbered from 0: one would take the place of another. Download or copy the folder again."
+        f"{path} holds {', '.join(stored[:3])} as {name}. A parameter has one name in one file, and"
+        " experts are numbered from 0: one would take the place of another. Download or copy the"
+        " folder again."
     )
 
 

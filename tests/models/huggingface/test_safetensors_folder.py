@@ -114,6 +114,33 @@ def test_one_file_is_read_before_an_index_as_transformers_does(tmp_path):
     assert torch.equal(Folder(tmp_path).read("a"), new)
 
 
+def test_files_say_what_is_in_them_and_not_their_index_as_in_transformers(tmp_path):
+    model = write(tmp_path, tiny("llama"), max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    places = content["weight_map"]
+    names, files = list(places), sorted(set(places.values()))
+    places.pop(names[1])
+    places[names[0]] = next(each for each in files if each != places[names[0]])
+    index.write_text(json.dumps(content))
+    folder, stored = Folder(tmp_path), model.state_dict()
+    assert folder.names == set(stored)
+    assert all(torch.equal(folder.read(name), stored[name]) for name in names[:2])
+    # Of a name in two files transformers takes the last file's, whatever the index says.
+    first, last = (load_file(tmp_path / each) for each in (files[0], files[-1]))
+    save_file(last | {next(iter(first)): torch.ones(1)}, tmp_path / files[-1])
+    with pytest.raises(ValueError, match=rf"of {files[0]}, \S+ of {files[-1]} as \S+ A parameter"):
+        Folder(tmp_path)
+
+
+def test_adapters_beside_weights_are_not_passed_over(tmp_path):
+    """transformers would add them: another model than the one that is trained."""
+    write(tmp_path, tiny("llama"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has adapters beside weights \(adapter_config\.json\)"):
+        Folder(tmp_path)
+
+
 def test_names_that_are_one_parameter_are_refused(tmp_path):
     model = write(tmp_path, tiny("llama"))
     stored = load_file(tmp_path / NAME)
