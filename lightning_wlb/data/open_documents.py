@@ -22,7 +22,7 @@ from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising.sources import LINES, TEXTS
+from lightning_wlb.data.tokenising.sources import LINES, TEXTS, check_no_copies
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
 from lightning_wlb.file_checks import check_once, refuse_closed
 from lightning_wlb.planning.global_batches import document_numbers
@@ -271,6 +271,7 @@ def _with_paths(name: str, source: Any) -> Any:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         for path in found:
             check_once(path, seen)
+        check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":
         return Path(source).expanduser()

@@ -45,6 +45,7 @@ from lightning_wlb.data.stores.list_columns import (
     lengths_of,
     mapped_batches,
 )
+from lightning_wlb.data.tokenising.sources import check_no_copies, check_one_split
 
 FACTS = "lightning_wlb.json"
 """What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
@@ -55,6 +56,7 @@ PARTIAL = "lightning_wlb.partial.json"
 _CACHE_VERSION = 1
 _TOKENS_AT_ONCE = 4_000_000
 """Tokens of a Parquet file that are unpacked at once."""
+_KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
 _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
@@ -167,16 +169,13 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     Hidden ones are passed over, as macOS leaves beside files.
 
     Raises:
-        ValueError: none, not as many as their names say, those of several splits, a copy, or a link
-            to another of them.
+        ValueError: none, not as many as their names say, those of several splits, a link to another
+            of them, or what ``datasets`` has kept of ``map`` or ``filter`` beside its source.
     """
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
-    names, seen = {each.name for each in files}, dict[str, str]()
+    seen: dict[str, str] = {}
     for path in files if any(map(Path.is_symlink, files)) else []:
         file_checks.check_once(path, seen)
-    for each in names:
-        if (copied := re.sub(r" \(\d+\)(?=\.\w+$)", "", each)) != each and copied in names:
-            raise ValueError(f"{name} has {copied} and its copy {each}. Remove one of them.")
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
     found = [match for path in files if (match := _SHARD.match(path.name))]
@@ -189,6 +188,12 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
             f"{name}: {len(found)} of {series[0][1]} files are there, such as {files[0].name}. Copy"
             f" the others, or give a pattern such as {folder / f'*{suffix}'} for what is there."
         )
+    if kept := [each for each in files if _KEPT.match(each.name)]:
+        raise ValueError(
+            f"{name} has {kept[0].name}, a cache of datasets. Give files by a pattern."
+        )
+    check_no_copies(files)
+    check_one_split(files, folder)
     return files
 
 
@@ -318,6 +323,8 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
             raise ValueError(f"{path}: {name!r} has more values than {columns.tokens!r}. Mend it.")
         bits += kind.value_type.bit_width * sum(values) + 32 * parquet.metadata.num_rows
     check_room(folder.parent, bits // 8, path)
+    # Some bytes can stand for any number of rows, each of which takes memory, an empty one too.
+    most = 8 * path.stat().st_size + 1_000_000
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
             rows = parquet.metadata.row_group(group).num_rows
@@ -331,6 +338,12 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                     raise ValueError(
                         f"{path}: row group {group} unpacks to more tokens than it says. The file"
                         " is damaged: make it again."
+                    )
+                most -= batch.num_rows
+                if most < 0:
+                    raise ValueError(
+                        f"{path} has more rows than are believed of a file of its size: 8 a byte,"
+                        " and a million. Leave empty ones out, or make it again."
                     )
                 writer.write_batch(batch.select(columns.names).cast(schema))
 

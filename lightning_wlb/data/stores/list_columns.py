@@ -75,7 +75,9 @@ def columns_of(
         wanted = "lists of booleans or integers"
         remedy = " Choose another with mask_column=..., or none with mask_column=None."
         _check(schema, mask_column, _is_flags, wanted, name, remedy)
-    padded = ATTENTION_COLUMN in schema.names and _is_flags(schema.field(ATTENTION_COLUMN).type)
+    padded = any(each.name == ATTENTION_COLUMN and _is_flags(each.type) for each in schema)
+    if padded:
+        _check(schema, ATTENTION_COLUMN, _is_flags, "lists of booleans or integers", name)
     return Columns(column, mask_column, ATTENTION_COLUMN if padded else None)
 
 
@@ -107,8 +109,9 @@ def _check(
     name: str,
     remedy: str = "",
 ) -> None:
-    if schema.names.count(column) != 1:
-        raise ValueError(f"{name} has no column {column!r}; its columns are {_columns(schema)}.")
+    if (count := schema.names.count(column)) != 1:
+        found = f"{count} columns" if count else "no column"
+        raise ValueError(f"{name} has {found} {column!r}; its columns are {_columns(schema)}.")
     kind = schema.field(column).type
     if not fits(kind):
         raise ValueError(f"{name}: column {column!r} is of type {kind}, not {wanted}.{remedy}")

@@ -65,9 +65,40 @@ def test_hidden_files_are_passed_over_and_copies_refused(tmp_path):
     shutil.copy(path, tmp_path / ".x.parquet")
     (tmp_path / "._train-00000-of-00001.parquet").write_bytes(b"of macOS")
     assert len(documents(tmp_path)) == 1
+    twice = r" \(1\)\.parquet and its copy beside it, train-00000-of-00001.parquet, would"
     shutil.copy(path, tmp_path / "train-00000-of-00001 (1).parquet")
-    with pytest.raises(ValueError, match=r"has train-00000-of-00001.parquet and its copy .*\(1\)"):
+    for source in (tmp_path, str(tmp_path / "*.parquet")):
+        with pytest.raises(ValueError, match=twice):
+            documents(source)
+
+
+def test_files_of_several_splits_and_kept_results_of_map_are_refused(tmp_path):
+    for name in ("train.parquet", "validation.parquet"):
+        write_parquet(tmp_path / name, [[7] * 10])
+    with pytest.raises(ValueError, match=r"several splits, such as .*/train.* and .*/validation"):
         documents(tmp_path)
+    assert len(documents(str(tmp_path / "*.parquet"))) == 2
+    table = pa.table({"input_ids": [[7] * 10]})
+    (tmp_path / "kept").mkdir()
+    for name in ("x-train.arrow", "cache-0123456789abcdef.arrow"):
+        write_arrow(tmp_path / "kept" / name, table)
+    with pytest.raises(ValueError, match=r"has cache-0123456789abcdef\.arrow, a cache of datasets"):
+        documents(tmp_path / "kept")
+
+
+def test_a_small_file_has_no_more_rows_than_are_believed_of_it(tmp_path):
+    lists = pa.ListArray.from_arrays(np.zeros(1_200_001, np.int32), pa.array([], pa.int32()))
+    pq.write_table(pa.table({"input_ids": lists}), path := tmp_path / "a.parquet")
+    assert path.stat().st_size < 25_000
+    with pytest.raises(ValueError, match="has more rows than are believed of a file of its size"):
+        documents(path)
+
+
+def test_two_attention_masks_are_refused(tmp_path):
+    names = ["input_ids", "attention_mask", "attention_mask"]
+    table = pa.table([[[1, 2]], [[1, 1]], [[1, 0]]], names=names)
+    with pytest.raises(ValueError, match="has 2 columns 'attention_mask'"):
+        documents(write_arrow(tmp_path / "a.arrow", table))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,30 @@ def test_empty_texts_are_rows_too(folder) -> None:
         (folder / name).write_text("")
     (shard,) = Source.open(folder).shards()
     assert [row.record for part in shard for row in rows(part)] == [{"text": ""}] * 2
+
+
+def test_copies_and_several_splits_are_refused(folder) -> None:
+    line = b'{"text": "a"}\n'
+    (folder / "a.jsonl").write_bytes(line)
+    for name in ("a.jsonl.gz", "a (1).jsonl", "a copy.jsonl", "a (2).jsonl.gz", "a - Copy.jsonl"):
+        (folder / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} and its copy beside it, a.jsonl"):
+            Source.open(folder)
+        (folder / name).rename(folder / "b (1).jsonl")  # which is beside no b.jsonl
+        assert len(Source.open(folder).files) == 2
+    (folder / "b (1).jsonl").unlink()
+    (folder / "a.jsonl").rename(folder / "wiki.train.jsonl")
+    for name in ("test.jsonl", "valid-0.jsonl", "Validation.jsonl", "dev/0.jsonl", "x_eval.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(line)
+        with pytest.raises(ValueError, match=f"several splits, such as .*train.* and .*{name}"):
+            Source.open(folder)
+        (folder / name).unlink()
+    for name in ("training.jsonl", "more.jsonl", "testimony.jsonl"):  # and no split is said of all
+        (folder / name).write_bytes(line)
+        Source.open(folder)
+    (folder / "test.jsonl").write_bytes(line)
+    assert len(Source.open(folder).files) == 5
 
 
 def test_links_are_followed_and_nothing_comes_twice(folder, tmp_path) -> None:
