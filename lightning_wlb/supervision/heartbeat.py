@@ -15,7 +15,8 @@ Rank 0 tells all ranks
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
 When no rank makes progress for a while rank 0 names the one that is furthest behind, and asks for
-its stack.
+its stack. Of ranks that are equally far, as before the first step, it is one that does not wait for
+the others. A rank that another one has waited for until its time-out is named beside that error.
 
 torch's TCPStore is not used: a request to a store whose process is stopped waits for ever.
 
@@ -39,6 +40,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_wlb.distributed.collective_errors import names_of_ranks
 from lightning_wlb.supervision.progress import RUNNING
 
 PATIENCE = 5.0
@@ -95,6 +97,7 @@ class _RankStatus:
     ended: bool = False
     progress: tuple[int, ...] = (0, 0)
     doing: str = "setting up"
+    waits: bool = True  # for other ranks
     heard: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)  # it is doing so
 
@@ -125,6 +128,7 @@ class HeartbeatServer(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: dict[int, _RankStatus] = {}
+        self._left: list[int] = []  # ranks whose run is over
         self._first: _RankStatus | None = None
         self._all_by = 0.0
         self._verdict = ""
@@ -163,11 +167,13 @@ class HeartbeatServer(threading.Thread):
                 self._decide(now)
                 # The listener is closed once all have been here: who has left since is not missing.
                 if now > all_here_by and self._listener.fileno() >= 0:
-                    all_here_by, missing = math.inf, self._world_size - len(self._peers)
+                    all_here_by = math.inf
+                    missing = [n for n in range(1, self._world_size) if n not in self._peers]
                     self._say(
-                        f"{missing} ranks have not been heard on port {self.port}, so that the run"
-                        " is not watched, perhaps since others take up the port. Let only the"
-                        " job's nodes reach it."
+                        f"nothing has been heard on port {self.port} of"
+                        f" {names_of_ranks(missing or [0])}, which has not come to this run yet, or"
+                        " is kept away, perhaps by others who take up the port. Let only the job's"
+                        " nodes reach it. Until all are there the run is not watched."
                     )
                 if now >= due:
                     due = now + pause
@@ -234,12 +240,15 @@ class HeartbeatServer(threading.Thread):
         if "doing" in message:
             peer.progress, peer.doing = tuple(message["progress"]), message["doing"]
             peer.since = peer.heard - message["seconds"]
+            peer.waits = message.get("waits", True)
         if "place" in message:
             peer.place, peer.text = message["place"], message["text"]
             if self._first is None:
                 patience = AGREED_PATIENCE if message.get("agreed") else PATIENCE
                 self._first, self._all_by = peer, peer.heard + patience
-        peer.ended = peer.ended or "ended" in message
+        if "ended" in message and not peer.ended:
+            peer.ended = True
+            self._left.append(peer.rank)
 
     def _on_death(self, peer: _RankStatus) -> None:
         """Tell the others that a rank's process has ended before its run was over."""
@@ -258,13 +267,16 @@ class HeartbeatServer(threading.Thread):
 
     def _cause(self) -> str:
         assert self._first is not None
-        silent = ", ".join(
-            f"rank {peer.rank} gives no sign of life"
-            for peer in self._peers.values()
-            if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size)
-        )
-        # First, since it is the likelier cause: what the others raise is their time-out.
-        return f"{silent and f'{silent}; '}rank {self._first.rank} failed, {self._first.text}"
+        silent, busy = [], []
+        for peer in self._peers.values():
+            if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size):
+                silent.append(f"rank {peer.rank} gives no sign of life; ")
+            elif peer.place is None and not peer.ended and not peer.waits:
+                busy.append(f"; rank {peer.rank} did not wait for others, at {peer.doing}")
+        over = f"; the run of {names_of_ranks(self._left)} is over" if self._left else ""
+        # Silence comes first, since it is the likelier cause: what others raise is their time-out.
+        failed = f"rank {self._first.rank} failed, {self._first.text}"
+        return "".join([*silent[:4], failed, *busy[:4], over])
 
     def _decide(self, now: float) -> None:
         """Decide whether the ranks that have failed have failed together."""
@@ -282,26 +294,31 @@ class HeartbeatServer(threading.Thread):
     def _report_stall(self, now: float, pause: float) -> None:
         """Say once which ranks are behind if none makes progress."""
         peers = [peer for peer in self._peers.values() if not peer.ended]
-        over = self._first or self._verdict or not peers
-        if over or max(peer.since for peer in peers) > now - self._stalled_after:
+        failed = self._first or self._verdict or not peers
+        if failed or max(peer.since for peer in peers) > now - self._stalled_after:
             self._reported = None
             return
         stands = sorted((peer.rank, peer.progress, peer.doing) for peer in peers)
         if self._reported == stands:
             return
-        self._reported = stands
         silent = [peer for peer in peers if now - peer.heard > 3 * pause]
         least = min(peer.progress for peer in peers)
-        behind = silent or [peer for peer in peers if peer.progress == least]
+        last = [peer for peer in peers if peer.progress == least]
+        behind = silent or [peer for peer in last if not peer.waits] or last
         others = [peer for peer in peers if peer not in behind]
-        if not silent and not others and least[1] != RUNNING:
-            return  # all save, validate or load: that may take its time
         seconds = now - max(peer.since for peer in peers)
+        # What all do together, or one alone while the others wait, as to save, may take its time.
+        patience = self._timeout / 2 if others else math.inf
+        together = len(last) == len(peers) and least[1] != RUNNING
+        if not silent and together and seconds < patience:
+            return
+        self._reported = stands
+        over = f" The run of {names_of_ranks(self._left)} is over." if self._left else ""
         self._say(
             f"no rank has got on for {seconds:.0f} s."
             f" {'No sign of life from' if silent else 'Furthest behind:'} {_shown(behind, now)}."
             + (f" The others wait: {_shown(others, now)}." if others else "")
-            + f" The time-out of {self._timeout:g} s ends the run."
+            + f"{over} The time-out of {self._timeout:g} s ends the run."
         )
         for peer in behind[:4]:
             peer.link.send(stack=True)

@@ -34,7 +34,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
+
+import torch.distributed as dist
 
 from lightning_wlb.file_checks import printable
 from lightning_wlb.supervision.heartbeat import (
@@ -54,6 +58,9 @@ LOCKED = 5.0
 
 READ_SECONDS = 2.0
 """How long a line waits for a full pipe, whose reader has stopped, before it is given up."""
+
+_WAITING = f"{os.path.dirname(dist.__file__)}/", f"{Path(__file__).parents[1]}/"
+"""Folders of code that waits for other ranks."""
 
 FRAMES = 8
 """The innermost frames that a rank shows of where its main thread is."""
@@ -175,6 +182,7 @@ class Watchdog(threading.Thread):
                     progress=PROGRESS.progress(),
                     doing=str(PROGRESS),
                     seconds=round(PROGRESS.seconds(), 1),
+                    waits=_waits_for_ranks(),
                 )
             if now >= self._end_at:
                 self._end()
@@ -272,8 +280,21 @@ def _stderr_that_never_blocks() -> int:
     return 2
 
 
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _waits_for_ranks() -> bool:
+    """Whether the main thread may wait for other ranks: it is in torch's code for that, or ours.
+
+    By names alone: whoever reads a line of source may wait for a disk.
+    """
+    frame = _main_frame()
+    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+
+
 def _print_stack(rank: int) -> None:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     # Of a compiler that waits for its lock there are hundreds of frames.
     stack = "".join(traceback.format_stack(frame, FRAMES)) if frame is not None else ""
     say(rank, f"is behind, at {PROGRESS}:\n{stack}")

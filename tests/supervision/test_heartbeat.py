@@ -14,9 +14,16 @@ from lightning_wlb.supervision.heartbeat import Connection, HeartbeatServer
 class Job:
     """A heartbeat server and connections of ranks to it."""
 
-    def __init__(self, world_size: int, stalled_after: float = 60.0, stranger: bytes = b"") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        stalled_after: float = 60.0,
+        stranger: bytes = b"",
+        timeout: float = 600.0,
+    ) -> None:
         self.said: list[str] = []
-        self.server = HeartbeatServer(world_size, "secret", stalled_after, 600.0, self.said.append)
+        given = world_size, "secret", stalled_after, timeout
+        self.server = HeartbeatServer(*given, self.said.append)
         self.server.start()
         self.stranger = self.connect()
         self.stranger.connection.send(stranger)
@@ -133,7 +140,8 @@ def test_a_rank_whose_run_is_over_may_leave(start):
     time.sleep(0.2)
     assert "tick" in job.hear(0)
     job.links[0].send(place="step 2", text="it rained")
-    assert job.answer(0) == {"alone": "rank 0 failed, it rained"}
+    cause = "rank 0 failed, it rained; the run of rank 1 is over"
+    assert job.answer(0) == {"alone": cause}
     job.server.stop()
     assert job.answer(0) == {"ended": True}
 
@@ -175,6 +183,35 @@ def test_a_rank_out_of_reach_is_the_cause_of_those_that_gave_up_waiting(start):
     cause = "rank 2 gives no sign of life; rank 0 failed, its reduction: timed out"
     assert job.answer(1) == {"alone": cause}
     job.links.append(unreachable)
+
+
+def test_a_rank_that_sleeps_where_the_others_wait_is_named(start):
+    """As in a callback of the user's own before the first step; the others' time-out follows."""
+    job = start(2, stalled_after=0.3, timeout=1.0)
+    setting_up = {"progress": (0, 0), "doing": "setting up", "seconds": 0.4}
+    begin = time.monotonic()
+    while not job.said and time.monotonic() - begin < 5:
+        job.links[0].send(waits=True, **setting_up)
+        job.links[1].send(waits=False, **setting_up)
+        time.sleep(0.02)
+        setting_up["seconds"] += 0.02
+    assert time.monotonic() - begin > 0.05, "not before half of the time-out"
+    assert "Furthest behind: rank 1, at setting up" in job.said[0]
+    assert "The others wait: rank 0, at setting up" in job.said[0]
+    job.links[0].send(place="here", text="timed out")
+    cause = "rank 0 failed, timed out; rank 1 did not wait for others, at setting up"
+    assert job.answer(0) == {"alone": cause}
+
+
+def test_a_rank_that_has_left_the_run_is_named_to_those_that_wait_for_it(start):
+    job = start(2, stalled_after=0.3)
+    job.links[1].send(ended=True)
+    begin = time.monotonic()
+    while not job.said and time.monotonic() - begin < 5:
+        job.links[0].send(progress=(3, 1), doing="step 2", seconds=9.0)
+        time.sleep(0.02)
+    assert "rank 0, at step 2" in job.said[0]
+    assert "The run of rank 1 is over." in job.said[0]
 
 
 def test_nothing_is_said_where_all_do_the_same_between_steps(start):
@@ -275,7 +312,7 @@ def test_strangers_who_come_first_neither_stay_nor_keep_a_rank_out(start):
         end = time.monotonic() + 20
         while not said and time.monotonic() < end:
             time.sleep(0.01)
-        assert "2 ranks have not been heard" in said[0]
+        assert "of rank 1, which has not come" in said[0]
         assert len(server._selector.get_map()) <= 2 * 2 + 101
         for rank in range(2):
             crowd.append(Connection(socket.create_connection(("127.0.0.1", server.port))))
@@ -283,7 +320,7 @@ def test_strangers_who_come_first_neither_stay_nor_keep_a_rank_out(start):
         while len(server._selector.get_map()) > 3 and time.monotonic() < end:
             time.sleep(0.01)
         assert len(server._selector.get_map()) == 3, "two ranks, and what wakes the thread"
-        assert sum("have not been heard" in each for each in said) == 1
+        assert sum("nothing has been heard" in each for each in said) == 1
     finally:
         server.stop()
         for each in crowd:
