@@ -260,7 +260,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
-        self._consumed.restore(state_dict.get("planner"))
+        self._consumed.restore(state_dict["planner"])
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)

@@ -54,6 +54,7 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
+_VERSION, _STEPS = "pytorch-lightning_version", "epoch_loop.automatic_optimization.optim_progress"
 RESUMABLE = "lr_schedulers"
 """The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
 
@@ -220,8 +221,10 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Refuse a checkpoint with counts of steps, epochs or batches that no Trainer saves.
 
-    Lightning takes over whatever stands there. What it does not take over may be missing.
+    Lightning takes over whatever stands there, and begins at 0 with what does not; a checkpoint of
+    another version of it may lack counts.
     """
+    same_version = rest.get(_VERSION) in (None, pl.__version__)
 
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
@@ -231,12 +234,20 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
                 f"{path / REST}: {where} is {stored!r:.60}, which no Trainer saves. Use another"
                 " checkpoint."
             )
-        for name in own.keys() & stored.keys() if kind is dict else ():
-            compare(own[name], stored[name], f"{where}.{name}" if where else name)
+        for name in own if kind is dict else ():
+            if name in stored or same_version:
+                compare(own[name], stored.get(name), f"{where}.{name}" if where else name)
 
     loops = {each: getattr(trainer, each).state_dict() for each in ("fit_loop", "validate_loop")}
-    own = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "", "loops": loops}
+    loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
+    own = {"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}
     compare(own, rest, "")
+    taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]
+    if taken != rest["global_step"]:
+        raise ValueError(
+            f"{path / REST}: global_step is {rest['global_step']}, and {taken} optimizer steps were"
+            " counted, as no Trainer saves it. Use another checkpoint."
+        )
 
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:

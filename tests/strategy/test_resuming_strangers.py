@@ -164,22 +164,32 @@ def counts(rank: int, home: Path) -> list[str]:
         (("global_step",), True),
         (("pytorch-lightning_version",), 2),
         (("tokens_seen",), "many"),
+        # What Lightning would begin at 0 with, beside documents that go on.
+        (("loops", "fit_loop", "epoch_loop.batch_progress"), None),
+        (("loops", "fit_loop", resuming._STEPS, "optimizer", "step", "total", "completed"), 0),
     ):
         rest = torch.load(home / "run.ckpt" / "meta.pt", weights_only=True)
         place = rest
         for key in keys[:-1]:
             place = place[key]
         place[keys[-1]] = value
+        if keys[-1] == "epoch_loop.batch_progress":
+            del place[keys[-1]]
         shutil.copytree(home / "run.ckpt", home / "made.ckpt")
         torch.save(rest, home / "made.ckpt" / "meta.pt")
         list_anew(home / "made.ckpt")
-        with pytest.raises(ValueError, match=keys[-1]) as error:
+        with pytest.raises(ValueError, match=f"{keys[-1]}|optimizer steps") as error:
             trainer(WLBStrategy(), 1, max_steps=2).fit(
                 module(SMALL), data(SMALL), ckpt_path=home / "made.ckpt"
             )
         said.append(str(error.value))
         shutil.rmtree(home / "made.ckpt")
     return said
+
+
+def test_a_position_without_its_name_is_not_taken_for_the_beginning():
+    with pytest.raises(KeyError, match="planner"):
+        data(SMALL).load_state_dict({"planned": None})
 
 
 def test_counts_of_another_type_are_named(tmp_path):
@@ -195,6 +205,8 @@ def test_counts_of_another_type_are_named(tmp_path):
             "global_step is True, which",
             "pytorch-lightning_version is 2, which",
             "the checkpoint's tokens_seen='many'",
+            "loops.fit_loop.epoch_loop.batch_progress is None, which",
+            "global_step is 1, and 0 optimizer steps were counted",
         ),
         strict=True,
     ):
