@@ -6,14 +6,15 @@ depend on the plan where the loss is divided by the tokens of the whole step.
 
 Under a torchdata ``StatefulDataLoader`` the loader's state holds the position. Elsewhere
 :meth:`BalancedBatchSampler.state_dict` counts the batches that were asked for, which workers of a
-plain ``DataLoader`` run ahead of.
+plain ``DataLoader`` run ahead of. Behind a step's last batch other ranks and micro-batches go on.
 
 Cost: that of planning, a millisecond for a step of some hundred sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"rank={rank} of ranks={ranks}, and {len(self.lengths)} sequences for steps of"
                 f" {self.sequences}: ranks count from 0, and a step needs its sequences."
             )
+        self._a_step = self.micro_batches * (self.ranks if self.rank is None else 1)
+        self._order = {
+            "lengths": hashlib.sha256(self.lengths.astype("<i8").tobytes()).hexdigest()[:16],
+            "sequences": self.sequences,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def __len__(self) -> int:
-        shares = self.ranks if self.rank is None else 1
-        return len(self.lengths) // self.sequences * self.micro_batches * shares
+        return len(self.lengths) // self.sequences * self._a_step
 
     def __iter__(self) -> Iterator[list[int]]:
         steps = self.steps()
@@ -95,13 +102,35 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self.batches = whole("epoch", epoch, 0), 0
 
-    def state_dict(self) -> dict[str, int]:
-        """The position in the epoch: behind the last batch that was asked for."""
-        return {"epoch": self.epoch, "batches": self.batches}
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch, behind the last batch that was asked for, and of what order.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration continue where :meth:`state_dict` was taken."""
-        self.epoch, self.batches = (whole(name, state[name], 0) for name in ("epoch", "batches"))
+        ``a_step`` is how many batches a step has.
+        """
+        position = {"epoch": self.epoch, "batches": self.batches, "a_step": self._a_step}
+        return {**position, "order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue where :meth:`state_dict` was taken.
+
+        Behind a step's last batch the ranks and micro-batches may be others.
+
+        Raises:
+            ValueError: the position is inside a step of other batches, or of another order.
+        """
+        epoch, batches = (whole(name, state[name], 0) for name in ("epoch", "batches"))
+        steps, rest = divmod(
+            batches, a_step := whole("a_step", state.get("a_step", self._a_step), 1)
+        )
+        order = state.get("order", self._order)
+        if order != self._order or (rest and a_step != self._a_step):
+            raise ValueError(
+                f"The saved position, {rest} of {a_step} batches of step {steps}, is of the order"
+                f" {order}; here a step has {self._a_step} in {self._order}. Sequences would be"
+                " lost or repeated: resume with the same data and settings; others of ranks and"
+                " micro-batches may follow the last batch of a step."
+            )
+        self.epoch, self.batches = epoch, steps * self._a_step + rest
 
     def steps(self) -> Iterator[list[list[list[int]]]]:
         """The steps of the epoch, [rank][micro-batch] -> numbers of sequences."""

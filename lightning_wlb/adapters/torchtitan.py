@@ -81,11 +81,11 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         while True:
             yield from map(self._row, self.sampler)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Behind the last row that was yielded; torchtitan saves it with the loader's."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self.sampler.load_state_dict(state)
 

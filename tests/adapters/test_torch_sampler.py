@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
@@ -61,6 +63,38 @@ def test_accelerate_deals_a_batch_to_each_process() -> None:
     for rank, shard in enumerate(shards):
         expected = list(BalancedBatchSampler(LENGTHS, rank=rank, **GIVEN))
         assert list(DataLoader(range(50), batch_sampler=shard, collate_fn=list)) == expected
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_behind_a_step_other_ranks_and_micro_batches_go_on(rank: int | None) -> None:
+    given = {"sequences": 12, "model": "tiny", "rank": rank}
+
+    def steps(sampler: BalancedBatchSampler) -> list[list[int]]:
+        """The sequences of each step that is left."""
+        batches, size = list(sampler), len(sampler) // 4
+        assert len(batches) % size == 0
+        return [sorted(chain(*batches[at : at + size])) for at in range(0, len(batches), size)]
+
+    sampler = BalancedBatchSampler(LENGTHS, ranks=2 if rank is None else 1, **given)
+    source = iter(sampler)
+    every = [next(source) for _ in range(len(sampler) // 2)]
+    for other in ({"ranks": 4}, {"ranks": 1, "micro_batches": 3}):
+        resumed = BalancedBatchSampler(LENGTHS, **given | other)
+        resumed.load_state_dict(sampler.state_dict())
+        rest = steps(resumed)
+        assert rest == steps(BalancedBatchSampler(LENGTHS, **given | other))[2:]
+        assert rank is not None or not {*chain(*rest)} & {*chain(*every)}
+    for other in (LENGTHS + 1, {"sequences": 13}, {"seed": 1}, {"shuffle": False}):
+        mine, options = (LENGTHS, other) if isinstance(other, dict) else (other, {})
+        another = BalancedBatchSampler(mine, ranks=1, **given | options)
+        with pytest.raises(ValueError, match="Sequences would be lost or repeated"):
+            another.load_state_dict(sampler.state_dict())
+    within = BalancedBatchSampler(LENGTHS, ranks=1, micro_batches=3, **given)
+    next(iter(within))
+    with pytest.raises(ValueError, match=r"1 of 3 batches of step 0, .* here a step has 2 in"):
+        BalancedBatchSampler(LENGTHS, ranks=1, micro_batches=2, **given).load_state_dict(
+            within.state_dict()
+        )
 
 
 def test_its_own_state_and_what_is_refused() -> None:
