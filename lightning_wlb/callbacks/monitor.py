@@ -20,6 +20,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
 from lightning_wlb.argument_checks import flag, whole
@@ -74,7 +75,8 @@ class ImbalanceMonitor(L.Callback):
             ``wlb/..._predicted`` in the log, and in the table.
 
     Attributes:
-        heat_map_path: where the heat map was written, on rank 0 once fit has ended.
+        heat_map_path: where the heat map was written, on rank 0 once fit has ended; None where a
+            file system has refused it, of which a warning tells.
 
     Raises:
         MisconfigurationException: the Trainer runs another strategy.
@@ -208,8 +210,11 @@ class ImbalanceMonitor(L.Callback):
         if self._drawing is not None and self._drawing.steps:
             asked = self.heat_map
             path = Path(folder) / "imbalance.png" if asked is True else Path(str(asked))
-            self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
-            self.heat_map_path = path.absolute()
+            try:
+                self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
+                self.heat_map_path = path.absolute()
+            except OSError as error:  # what follows fit is worth more, as a save of the model
+                rank_zero_warn(f"The heat map {path} was not written: {error}.")
         console = Console(markup=False)
         console.print(summary_table(self.summary(), sizes))
         if self._strategies:

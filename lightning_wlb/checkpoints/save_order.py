@@ -14,6 +14,7 @@ checkpoints of r runs takes O(n r + r²).
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints.atomic_folders import strangers
 from lightning_wlb.checkpoints.manifest import Manifest, Saver
+
+_MOST_KNOWN = 10_000
+"""Most runs that a manifest names, the latest: with a stranger's millions none could be read."""
 
 
 @dataclass(eq=False)
@@ -37,14 +42,18 @@ class SavingRun:
         """What the manifest of the run's next checkpoint in a folder says of the run."""
         if folder not in self._folders:
             self._folders.add(folder)
-            for path in sorted(folder.iterdir()):
-                self.knows(path)
+            names = (each / manifest.NAME for each in sorted(folder.iterdir()))
+            there = [name.parent for name in names if os.path.isfile(name)]
+            strange = strangers(there, folder)
+            for path in there:
+                if path not in strange:
+                    self.knows(path)
         self.count += 1
-        return Saver(self.name, self.count, tuple(self.known))
+        return Saver(self.name, self.count, tuple(self.known)[-_MOST_KNOWN:])
 
     def knows(self, path: Path) -> None:
         """Note the run that has saved a checkpoint, and those it knew of, if it can be read."""
-        self.known.update(dict.fromkeys(runs_of(path)))
+        self.known.update(dict.fromkeys(each for each in runs_of(path) if len(each) < 100))
         self.known.pop(self.name, None)
 
 

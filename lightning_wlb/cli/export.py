@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_wlb.checkpoints import manifest
-from lightning_wlb.file_checks import printable, read_json
+from lightning_wlb.file_checks import check_regular, printable, read_json
 
 if TYPE_CHECKING:
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
@@ -135,6 +135,7 @@ def export(
     try:
         tensors = _write(stored, given, aside.folder, dtype, report)
         for each in copied:
+            check_regular(each)
             shutil.copyfile(each, aside.folder / each.name)
             if each.name == "tokenizer_config.json":
                 fields = read_json(each)

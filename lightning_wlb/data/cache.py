@@ -21,6 +21,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -41,6 +42,8 @@ _Item = TypeVar("_Item")
 _ANSWER, _RECORD = "answer.json", "record.json"
 _SUMMED_BYTES = 1 << 24
 """Most bytes of a file whose content is compared too: a token store takes seconds to read."""
+_UNFINISHED = re.compile(r"\..+-[a-z0-9_]{8}(-\d)?")
+"""The names of folders that are not whole yet."""
 
 BESIDE = ".lightning_wlb"
 """Folder beside a source in which what was made of it is kept."""
@@ -71,13 +74,14 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         except OSError:
             continue
         aside.chmod(mode)
+        _remove_left(aside)
         break
     else:
         raise OSError(errno.EACCES, f"No folder for {key} can be made, in {root} neither")
     replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
-        files = {path.name: described(path) for path in aside.iterdir()}
+        files = {path.name: described(_on_disk(path)) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         for damaged in replaced:
             with suppress(OSError):
@@ -95,6 +99,13 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             remove(each)
 
 
+def _on_disk(path: Path) -> Path:
+    """A file once it is on the disk: after a power cut a size may be there without the content."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path
+
+
 def remove(path: Path) -> None:
     """Remove a folder, or a file or link in its place; what cannot be removed stays."""
     with suppress(OSError):
@@ -102,6 +113,18 @@ def remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()  # rmtree would open a FIFO, and wait
+
+
+def _remove_left(aside: Path) -> None:
+    """Remove what killed processes have left half built beside a folder that was just made.
+
+    Nothing was written there for an hour, by the file system's clock.
+    """
+    now = aside.stat().st_mtime
+    for other in filter(lambda path: _UNFINISHED.fullmatch(path.name), aside.parent.iterdir()):
+        with suppress(OSError):  # its own process is renaming it
+            if now - max(each.stat().st_mtime for each in (other, *other.rglob("*"))) > 3600:
+                remove(other)
 
 
 def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +89,7 @@ def _tell_of_other_versions(folders: Iterable[Path]) -> None:
     """Warn if a run finds none of its own where earlier runs of the same logger have saved."""
     for folder in folders:
         others = sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
-        saved = [each for each in others if checkpoints_in(each)]
+        saved = [each for each in others if any(map(is_checkpoint, each.glob("*")))]
         if saved and folder.parent.name.startswith("version_"):
             rank_zero_warn(
                 f'ckpt_path="last": {folder} has no checkpoint, so nothing is resumed from. Each'
@@ -299,13 +299,19 @@ def count_as_unbroken(trainer: pl.Trainer) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a folder that was written as a checkpoint, damaged or not."""
+    """Whether there is a folder that was written as a checkpoint, damaged or not.
+
+    One that cannot be looked into, as over a stale handle, is one by its name, so that no run
+    begins anew beside it.
+    """
     if os.path.isfile(path / REST):  # also where one may not look
         return True
     try:
         return manifest.read(path).kind == manifest.CHECKPOINT
-    except (OSError, ValueError):
+    except (NotADirectoryError, ValueError):
         return False
+    except OSError:
+        return path.suffix == ".ckpt"
 
 
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
@@ -313,11 +319,16 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
 
     A link to another one of them is left out, and so is, with a warning, what another user has put
     into a folder that everybody may write to.
+
+    Raises:
+        OSError: the folder is there, and cannot be looked into.
     """
     found: dict[Path, Path] = {}
-    places = (folder, atomic_folders.old_folder(folder / "any").parent)
-    there = [path for each in places for path in sorted(each.glob(pattern), key=Path.is_symlink)]
-    there = [path for path in there if is_checkpoint(path)]
+    there = sorted(atomic_folders.old_folder(folder / "any").parent.glob(pattern))
+    with suppress(FileNotFoundError, NotADirectoryError):
+        # Not by glob, to which a folder that cannot be looked into is empty: one would begin anew.
+        there = sorted(each for each in folder.iterdir() if each.match(pattern)) + there
+    there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
     strange = atomic_folders.strangers(there, folder)
     for path in there:
         if path not in strange:

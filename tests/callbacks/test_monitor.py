@@ -198,6 +198,19 @@ def test_heat_map_on_rank_zero_only(runs):
     assert (folder / "chosen.png").exists()
 
 
+def fit_without_picture(rank: int, folder: Path) -> tuple[Path | None, float]:
+    (folder / "imbalance.png").mkdir()
+    monitor = ImbalanceMonitor(warm_up_steps=0)
+    run = make_trainer(WLBStrategy(1, 1, 1, 1), folder, [monitor], logger=False, devices=1)
+    with pytest.warns(match=r"The heat map \S+imbalance\.png was not written: .*Is a directory"):
+        run.fit(make_module(), make_data())
+    return monitor.heat_map_path, monitor.summary()["steps"]
+
+
+def test_a_heat_map_that_cannot_be_written_does_not_end_the_run(tmp_path: Path):
+    assert run_ranks(fit_without_picture, 1, tmp_path, process_group=False) == [(None, STEPS)]
+
+
 def test_the_table_shows_the_run():
     summary = {
         f"imbalance_{level}_{how}": 1 + number / 8 + figure / 64

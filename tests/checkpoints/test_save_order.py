@@ -1,8 +1,10 @@
 """Which checkpoint was saved last is known whatever the clocks of runs say."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +82,24 @@ def test_a_run_knows_what_is_beside_its_first_save_and_what_it_has_loaded(tmp_pa
     assert second == Saver("own", 2, first.known), "a run beside it is a stranger"
     run.knows(tmp_path / "here" / "mine")
     assert "own" not in run.known
+
+
+def test_a_stranger_does_not_make_what_a_run_saves_unreadable(tmp_path) -> None:
+    """Whoever resumes from what others have saved knows their runs, of which they may name many."""
+    (tmp_path / "theirs").mkdir()
+    many = Saver("theirs", 1, tuple(f"{each:x}" for each in range(100_000)))
+    manifest.write(tmp_path / "theirs", CHECKPOINT, "save", 1, 1, {}, many)
+    run = SavingRun("mine")
+    run.knows(tmp_path / "theirs")
+    saver = run.next_save(tmp_path)
+    assert saver.known == (*many.known[-9_999:], "theirs")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_run_does_not_know_what_others_put_where_everybody_may_write(tmp_path) -> None:
+    for name in ("theirs", "mine"):
+        (tmp_path / name).mkdir()
+        manifest.write(tmp_path / name, CHECKPOINT, "save", 1, 1, {}, Saver(name, 1, ()))
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    tmp_path.chmod(0o1777)
+    assert SavingRun("run").next_save(tmp_path).known == ("mine",)

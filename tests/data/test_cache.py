@@ -82,6 +82,27 @@ def test_a_folder_of_another_user_is_not_used(root: Path, tmp_path: Path) -> Non
     assert made.parent.parent == tmp_path / "temporary"
 
 
+def test_what_killed_processes_have_left_is_removed(root: Path) -> None:
+    built_once("key", build)
+    left = [root / f".key-{name}" for name in ("a1b2c3d4", "a1b2c3d5", "a1b2c3d5-0")]
+    for each in left:
+        each.mkdir()
+        (each / "made").write_text("half")
+    for path in (left[0], left[0] / "made", left[2], left[2] / "made"):
+        os.utime(path, (0, 0))
+    (root / ".hidden").mkdir()
+    os.utime(root / ".hidden", (0, 0))
+    built_once("other", build)
+    assert {each.name for each in root.iterdir()} == {"key", "other", ".hidden", left[1].name}
+
+
+def test_what_is_kept_is_on_the_disk_before_it_has_its_name(root: Path, monkeypatch) -> None:
+    synchronised = []
+    monkeypatch.setattr(os, "fsync", lambda file: synchronised.append(os.fstat(file).st_ino))
+    made = built_once("key", build)
+    assert synchronised == [(made / "made").stat().st_ino]
+
+
 def replaced_by_fifo(made: Path) -> None:
     made.unlink()
     os.mkfifo(made)

@@ -1,5 +1,6 @@
 """What lies in a folder of checkpoints and is not believed: other users', damaged, made up."""
 
+import errno
 import json
 import os
 import shutil
@@ -64,6 +65,34 @@ def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "stat", refuse)
     assert resuming.candidates_in(tmp_path, False) == [mine]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE])
+def test_no_run_begins_anew_beside_what_cannot_be_looked_into(code, tmp_path, monkeypatch):
+    """A colleague's run whose umask was 077, or a handle of a network file system that is stale."""
+    closed, stat, read = write(tmp_path / "step=4.ckpt", 4, 1.0), os.stat, manifest.read_json
+
+    def refuse(path, **options):
+        if closed in Path(path).parents:
+            raise OSError(code, os.strerror(code), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(manifest, "read_json", lambda path: (refuse(path), read(path))[1])
+    assert resuming.candidates_in(tmp_path, False) == [closed]
+    mine = write(tmp_path / "mine", 4, 1.0)
+    with pytest.warns(match=r"step=4\.ckpt/\S+' It is passed over"):
+        assert resuming.candidates_in(tmp_path, False) == [mine]
+
+    assert resuming.checkpoints_in(tmp_path / "nowhere") == []
+
+    def list_nothing(path="."):
+        raise OSError(code, os.strerror(code), str(path))
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, list_nothing)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        resuming.checkpoints_in(tmp_path)
 
 
 def hostile(content: dict[str, object]) -> str:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -316,28 +316,36 @@ def _alone(out: Path) -> Iterator[None]:
     """Lock the folder for this process, waiting while another one works on it.
 
     Raises:
-        TimeoutError: the other has done no shard for half an hour.
+        TimeoutError: the other has written nothing for half an hour.
     """
-    lock, said, since = FileLock(out / LOCK), False, time.time()
+    lock, seen, since = FileLock(out / LOCK), None, 0.0
     while True:
         try:
-            lock.acquire(timeout=_LOOK_SECONDS if said else 0)
+            lock.acquire(timeout=0 if seen is None else _LOOK_SECONDS)
             break
         except Timeout as error:
-            if not said:
+            if seen is None:
                 _say(f"Waiting for another process that tokenises into {out}.")
-                said = True
-            partial = out / PARTIAL
-            newest = max(since, partial.stat().st_mtime) if partial.exists() else since
-            if time.time() - newest > _STALLED_SECONDS:
+            if (there := _sizes(out)) != seen:
+                seen, since = there, time.monotonic()
+            if time.monotonic() - since > _STALLED_SECONDS:
                 raise TimeoutError(
-                    f"Another process has {out} and has done no part of it for"
+                    f"Another process has {out} and has written nothing there for"
                     f" {_STALLED_SECONDS / 60:.0f} minutes. End it, or give it more cores."
                 ) from error
     try:
         yield
     finally:
         lock.release()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file: a shard of one compressed file may take hours, and grows meanwhile."""
+    found = {}
+    for each in folder.iterdir():
+        with suppress(FileNotFoundError):  # it was renamed
+            found[each.name] = each.stat().st_size
+    return found
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -357,14 +358,35 @@ def test_a_folder_that_another_has_and_does_not_work_on_is_given_up(
     stalled.mkdir()
     monkeypatch.setattr(job, "_STALLED_SECONDS", 0.2)
     with job._alone(stalled):
+        # As long as it writes, as one shard of a compressed file, it is waited for.
+        begun, beaten = time.monotonic(), stalled / ".shard-00000.part.1.aside"
+        with monkeypatch.context() as patch:
+            patch.setattr(job, "FileLock", lambda path: _Writing(beaten, begun))
+            with pytest.raises(TimeoutError, match="another writes"):
+                job._alone(stalled).__enter__()
         waiting = context.Process(target=_expect_stalled, args=(request_, stalled))
         waiting.start()
         waiting.join(60)
     assert waiting.exitcode == 0
 
 
+class _Writing:
+    """A lock whose holder goes on writing for longer than it may be silent."""
+
+    def __init__(self, file: Path, begun: float) -> None:
+        self.file, self.begun = file, begun
+
+    def acquire(self, timeout: float) -> None:
+        with self.file.open("a") as file:
+            file.write("more")
+        time.sleep(0.02)
+        if time.monotonic() - self.begun > 0.6:
+            raise TimeoutError("another writes")
+        raise Timeout(str(self.file))
+
+
 def _expect_stalled(request: TokeniseRequest, out: Path) -> None:
-    with pytest.raises(TimeoutError, match="has done no part of it"):
+    with pytest.raises(TimeoutError, match="has written nothing there"):
         tokenise(request, out, 1)
 
 
