@@ -79,11 +79,13 @@ def test_no_line_answers_for_another_step_or_document(tmp_path: Path) -> None:
         ((first.replace("[1,0,", "[true,0,"),), "line 2: piece=True"),
         ((first.replace('"rows":', '"rows":1,"rows":'),), "line 2: .*'rows' twice"),
         ((first.replace('"sharding":"hybrid"', '"sharding":["hybrid"]'),), "line 2: .*sharding="),
+        ((first.replace('"sharding":"h', '"sharding":"\\u001b[2J'),), "line 2: .*sharding='.x1b"),
     ]:
         path.write_text("\n".join((header, *lines)))
         with pytest.raises(ValueError, match=said):
             read_plans(path)
-    write_plans(path, plans, {})
+    # Fields of a later writer are passed over.
+    path.write_text("\n".join((header, first.replace('"step":0', '"later":[1],"step":0'), second)))
     assert read_plans(path)[1] == plans
 
 

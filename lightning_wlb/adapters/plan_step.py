@@ -25,6 +25,9 @@ from lightning_wlb.planning.balanced_step import (
     lockstep_work,
 )
 
+MOST_TOKENS = 1 << 40
+"""Most tokens of a sequence: sums of more would leave 64 bits."""
+
 WorkOf = PassWork | Callable[[NDArray[np.float64]], ArrayLike] | Sequence[float]
 
 
@@ -111,10 +114,15 @@ def plan_step(
 
 def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
     tokens = np.asarray(lengths)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0 or tokens.min() < 1:
+    if (
+        tokens.ndim != 1
+        or tokens.dtype.kind not in "iu"
+        or len(tokens) == 0
+        or not 1 <= tokens.min() <= tokens.max() <= MOST_TOKENS
+    ):
         raise ValueError(
-            f"lengths={lengths!r:.80} must be a sequence of whole numbers of at least 1, and not"
-            " empty: the tokens of each sequence."
+            f"lengths={lengths!r:.80} must be a sequence of whole numbers of at least 1 and at"
+            f" most {MOST_TOKENS:,}, and not empty: the tokens of each sequence."
         )
     return tokens.astype(np.int64)
 
@@ -152,7 +160,7 @@ def _work_of(tokens: NDArray[np.int64], work: Any) -> NDArray[np.float64]:
             f"work= gives {costs.shape} numbers for {len(tokens)} sequences, or some that are"
             " negative or not finite: give one of at least 0 for each sequence."
         )
-    return costs
+    return costs if costs.any() else costs + 1
 
 
 def _items(tokens: NDArray[np.int64], works: NDArray[np.int64], pairs: Any) -> Items:
@@ -160,7 +168,7 @@ def _items(tokens: NDArray[np.int64], works: NDArray[np.int64], pairs: Any) -> I
         return Items(works, tokens, [[number] for number in range(len(tokens))])
     groups = [[whole("pairs: a sequence", each, 0) for each in group] for group in pairs]
     named = [each for group in groups for each in group]
-    if len(set(named)) < len(named) or max(named) >= len(tokens) or not all(groups):
+    if not all(groups) or len(set(named)) < len(named) or max(named) >= len(tokens):
         raise ValueError(
             f"pairs name sequences {sorted(named)[:8]}..., but each of 0 to {len(tokens) - 1} may"
             " stand in one group only, and no group may be empty."

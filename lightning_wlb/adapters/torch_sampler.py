@@ -105,10 +105,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch, behind the last batch that was asked for, and of what order.
 
-        ``a_step`` is how many batches a step has.
+        ``a_step`` is how many batches a step has, over how many ``ranks``.
         """
         position = {"epoch": self.epoch, "batches": self.batches, "a_step": self._a_step}
-        return {**position, "order": self._order}
+        return {**position, "ranks": self.ranks, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue where :meth:`state_dict` was taken.
@@ -122,11 +122,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         steps, rest = divmod(
             batches, a_step := whole("a_step", state.get("a_step", self._a_step), 1)
         )
-        order = state.get("order", self._order)
-        if order != self._order or (rest and a_step != self._a_step):
+        order, ranks = state.get("order", self._order), state.get("ranks", self.ranks)
+        dealt = a_step, ranks
+        if order != self._order or (rest and dealt != (self._a_step, self.ranks)):
             raise ValueError(
                 f"The saved position, {rest} of {a_step} batches of step {steps}, is of the order"
-                f" {order}; here a step has {self._a_step} in {self._order}. Sequences would be"
+                f" {order} on {ranks} ranks; here a step has {self._a_step} in {self._order} on"
+                f" {self.ranks}. Sequences would be"
                 " lost or repeated: resume with the same data and settings; others of ranks and"
                 " micro-batches may follow the last batch of a step."
             )

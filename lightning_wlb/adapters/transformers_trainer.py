@@ -51,7 +51,8 @@ class BalancedTraining:
         lockstep: whether ranks wait for each other in every micro-batch (FSDP, DeepSpeed ZeRO-3).
 
     Raises:
-        ValueError: when training begins: no length, split batches, or a step that does not fit.
+        ValueError: when training begins: no length, split batches, a loss that is a mean over
+            each micro-batch, or a step that does not fit.
     """
 
     max_tokens: int | None = None
@@ -65,6 +66,14 @@ class BalancedTraining:
             raise ValueError(
                 "BalancedTraining needs a data set with a length, and split_batches=False: it gives"
                 " a batch to each process."
+            )
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func) or not (
+            args.average_tokens_across_devices or args.world_size == 1
+        ):
+            raise ValueError(
+                "BalancedTraining needs a loss that the Trainer divides by the targets of the whole"
+                " step, since micro-batches differ in them: a model that takes num_items_in_batch,"
+                " or compute_loss_func, and average_tokens_across_devices=True."
             )
         each = args.train_batch_size * args.gradient_accumulation_steps
         sampler = _FromTrainer(
@@ -124,18 +133,18 @@ def attend_by_sequence(
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence of one row: [1, heads, tokens, width] -> [1, tokens, ...].
 
     Raises:
-        ValueError: several rows, a sliding window, or no word of where sequences begin.
+        ValueError: several rows, a window, chunks, sinks or capped scores, or no word of where
+            sequences begin.
     """
-    if len(query) != 1 or sliding_window or (cu_seq_lens_q is None and position_ids is None):
-        raise ValueError(
-            "attn_implementation='wlb_packed' needs one row of packed sequences, with position_ids"
-            " or cu_seq_lens_q, and no sliding window. Use 'sdpa' for anything else."
-        )
+    beyond = [sliding_window, *(others.get(name) for name in ("softcap", "s_aux"))]
+    packed = cu_seq_lens_q is not None or position_ids is not None
+    if len(query) != 1 or not packed or any(each is not None for each in beyond):
+        raise _not_packed()
     if cu_seq_lens_q is not None:
         sizes = cu_seq_lens_q.diff().tolist()
     elif position_ids is not None:
@@ -147,5 +156,19 @@ def attend_by_sequence(
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
+def _without_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """No mask, unless ``local_size`` asks for a window or chunks, which only a mask can say."""
+    if local_size is not None:
+        raise _not_packed()
+
+
+def _not_packed() -> ValueError:
+    return ValueError(
+        "attn_implementation='wlb_packed' needs one row of packed sequences, with position_ids or"
+        " cu_seq_lens_q, and knows no sliding window, chunks, attention sinks or capped scores. Use"
+        " 'sdpa' or 'eager' for anything else."
+    )
+
+
 AttentionInterface.register("wlb_packed", attend_by_sequence)
-AttentionMaskInterface.register("wlb_packed", lambda *_, **__: None)
+AttentionMaskInterface.register("wlb_packed", _without_mask)

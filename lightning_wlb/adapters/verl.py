@@ -87,8 +87,8 @@ def rearrange_micro_batches(
         The micro-batches, and the rows of each.
 
     Raises:
-        ValueError: on every rank of ``dp_group`` alike, where one of them has a group above the cap
-            or fewer groups than micro-batches are needed.
+        ValueError: on every rank of ``dp_group`` alike, where one of them has a group above the
+            cap, a row without tokens, or fewer groups than micro-batches are needed.
     """
     from verl.utils import tensordict_utils  # verl's own selection, of nested tensors too
 
@@ -98,38 +98,44 @@ def rearrange_micro_batches(
     groups = [list(range(at, min(at + size, len(lengths)))) for at in range(0, len(lengths), size)]
     together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     agreed = partial(_largest, group=dp_group if together else None, device=counted.device)
-    longest = agreed(max(sum(lengths[i] for i in group) for group in groups))
-    fewest, uneven = -agreed(-len(groups)), agreed(len(lengths) % size)
-    if longest > max_token_len or uneven:
+    # What one rank alone refused would leave the others waiting.
+    longest, fewest, uneven, shortest = agreed(
+        max((sum(lengths[i] for i in group) for group in groups), default=0),
+        -len(groups),
+        len(lengths) % size,
+        -min(lengths, default=0),
+    )
+    if longest > max_token_len or uneven or not shortest:
         raise ValueError(
             f"A group of {size} has {longest} tokens, more than max_token_len={max_token_len}, or"
-            f" some rank's rows do not divide by {size}. Raise the cap, or shorten the rows."
+            f" some rank has no rows, a row without tokens, or rows that do not divide by {size}."
+            " Raise the cap, or shorten or leave out rows."
         )
     given = {"model": shape_of(model)} if model is not None else {"work": work}
     pairs = groups if size > 1 else ()
     divisor = whole("num_batches_divided_by", num_batches_divided_by or 1, 1)
     # The ranks agree on a number until no rank needs more.
-    wanted, count = agreed(whole("min_num_micro_batch", min_num_micro_batch or 1, 1)), 0
+    (wanted,), count = agreed(whole("min_num_micro_batch", min_num_micro_batch or 1, 1)), 0
     while count != wanted:
         count = -(-wanted // divisor) * divisor
-        if count > fewest:
+        if count > -fewest:
             raise ValueError(
-                f"{count} micro-batches are needed, but a rank has only {fewest} groups of rows."
+                f"{count} micro-batches are needed, but a rank has only {-fewest} groups of rows."
                 " Raise max_token_len, or give more rows."
             )
         step = plan_step(
             lengths, max_tokens=max_token_len, micro_batches=count, pairs=pairs, **given
         )
-        wanted = agreed(len(step.micro_batches[0]))
+        (wanted,) = agreed(len(step.micro_batches[0]))
     rows = step.micro_batches[0]  # the heaviest first
     if use_dynamic_bsz_balance:
         rows = rows[::2][::-1] + rows[1::2]
     return [tensordict_utils.index_select_tensor_dict(batch, each) for each in rows], rows
 
 
-def _largest(value: int, group: Any, device: torch.device) -> int:
-    if group is None:
-        return value
-    shared = torch.tensor([value], device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-    return int(shared.item())
+def _largest(*values: int, group: Any, device: torch.device) -> list[int]:
+    """The largest of each value over the ranks of a group."""
+    shared = torch.tensor(values, device=device)
+    if group is not None:
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return list(shared.tolist())

@@ -73,7 +73,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
             virtual_stages = 2 if schedule == "interleaved" else 1
         steps, packing = STEPS, COMPARED
     steps = whole("--steps", steps if arguments.steps is None else arguments.steps, 1)
-    given = (arguments.packing or packing).split(",")
+    given = (packing if arguments.packing is None else arguments.packing).split(",")
     packings = [choice("--packing", name, PACKINGS) for name in given]
     if searched and len(packings) > 1:
         raise ValueError(
@@ -94,7 +94,9 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
     }
     profile, rest = profile_of(arguments)
     # All ranks on processors are taken to be of one machine.
-    machine = devices if profile.device_type == "cpu" else None
+    per_node = devices if profile.device_type == "cpu" else None
+    if arguments.devices_per_node is not None:
+        per_node = whole("--devices-per-node", arguments.devices_per_node, 1)
     baseline = MeshRequest(
         lengths=load_lengths(
             arguments.lengths,
@@ -108,7 +110,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         data=settings[BASELINE],
         profile=profile,
         devices=devices,
-        devices_per_node=arguments.devices_per_node or machine,
+        devices_per_node=per_node,
         fixed=fixed,
         schedule=schedule,
         virtual_stages=virtual_stages,

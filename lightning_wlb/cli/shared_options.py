@@ -22,6 +22,9 @@ from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MOST_TOKENS = 1 << 40
+"""Most tokens of a document: sums of more would leave 64 bits."""
+
 _YAML = (".yaml", ".yml")
 _MOST_YAML_BYTES = 1 << 20
 _MOST_EXPANDED = 10_000_000  # characters of a YAML file, with what its aliases stand for
@@ -53,6 +56,8 @@ def _with_changes(text: str) -> tuple[str, dict[str, Any]]:
         name, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"--model {text!r}: {word!r} is no name=value, as in layers=32.")
+        if name in changes:
+            raise ValueError(f"--model {text!r} gives {name} twice. Give it once.")
         try:
             changes[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -267,5 +272,10 @@ def _lengths_in_file(path: Path) -> Lengths:
         raise ValueError(
             f"--lengths {path} holds an array of {values.dtype} with shape {values.shape}, but"
             " lengths are integers in one dimension, at least one."
+        )
+    if not 1 <= values.min() <= values.max() <= MOST_TOKENS:
+        raise ValueError(
+            f"--lengths {path} has lengths from {values.min()} to {values.max()}, but documents"
+            f" have 1 to {MOST_TOKENS:,} tokens."
         )
     return values.astype(np.int64)

@@ -11,19 +11,26 @@ collectives that share a link.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lightning_wlb.argument_checks import choice, number, whole
 from lightning_wlb.cost.rates import AttentionTable, LinearTable, check_positive
+from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import parse_json, read_bytes
 
 FORMAT = 2
 _FOLDER = "profiles"
 _TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
 _OPTIONAL = ("sliding_window", "layer_shapes")  # of the shape that was measured
+_LARGE = ("forward", "backward", "peak_flops", "memory_bytes")
+_LEAST, _MOST, _MOST_NS = 1e4, 1e18, 1e12
+"""Least of what is a rate or the memory, most of any number, and of a time: beyond these a unit was
+mistaken (TFLOP/s, GB, seconds), or sums of times leave 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +147,17 @@ class Profile:
         sizes = ("peak_flops", "memory_bytes", "devices_per_node")
         for name in (*sizes, "element_bytes_per_second", "eager_factor", "sustained"):
             check_positive(name, [getattr(self, name)])
-        if not self.slowed_beside >= 1:
-            raise ValueError(f"device profile: slowed_beside={self.slowed_beside} is below 1.")
+        number("device profile: slowed_beside", self.slowed_beside, 1)
+        number("device profile: sustained", self.sustained, 0, 1)
+        choice("device profile: device_type", self.device_type, ("cpu", "cuda"))
+        for name in ("memory_bytes", "devices_per_node"):
+            whole(f"device profile: {name}", getattr(self, name))
+        known = {field.name for field in fields(ModelShape)}
+        if self.shape and not {"dim"} <= self.shape.keys() <= known:
+            raise ValueError(
+                f"device profile: shape={self.shape} is to be empty, or to have dim and others of"
+                f" {', '.join(sorted(known))}."
+            )
         if not self.attention:
             raise ValueError("device profile: attention has no table for any head size.")
         if "node" not in self.links:
@@ -214,6 +230,7 @@ class Profile:
             )
         try:
             _check_values("", values)
+            values |= {name: dict(values[name]) for name in ("shape", "errors")}
             values["attention"] = tuple(_record(AttentionTable, t) for t in values["attention"])
             values["layer"] = _record(LinearTable, values["layer"])
             values["head"] = _record(LinearTable, values["head"])
@@ -262,17 +279,31 @@ def _record(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _check_values(name: str, value: Any) -> None:
-    """Refuse texts where none are, and numbers below 0 or beyond what a rate can be."""
+    """Refuse texts where none are, or that a terminal would obey, and numbers below 0 or beyond
+    what a rate can be.
+    """
+    if not f"{name}{value if isinstance(value, str) else ''}".isprintable():
+        raise ValueError(f"{name!r}: {value!r:.80} has characters that cannot be printed.")
     if value is None and name in _OPTIONAL:
         return
     if isinstance(value, Mapping | list) and (name not in _TEXTS or name == "sources"):
         pairs = value.items() if isinstance(value, Mapping) else ((name, each) for each in value)
         for key, each in pairs:
             _check_values(key, each)
-    elif isinstance(value, str) != (name in _TEXTS) or (name != "measured" and value is True):
+    elif isinstance(value, str) != (name in _TEXTS) or isinstance(value, bool) != (
+        name == "measured"
+    ):
         raise ValueError(f"{name}={value!r} is of another type.")
-    elif value is None or (not isinstance(value, str) and not 0 <= value < 1e30):
+    elif value is None or (not isinstance(value, str) and not 0 <= value < math.inf):
         raise ValueError(f"{name}={value!r} must be at least 0, and finite.")
+    elif not isinstance(value, str):
+        large = name in _LARGE or name.endswith("bytes_per_second")
+        least, most = _LEAST * large, _MOST_NS if name.endswith("ns") else _MOST
+        if value and not least <= value <= most:
+            raise ValueError(
+                f"{name}={value!r} is not from {least:g} to {most:g}. Rates are in FLOP/s and"
+                " bytes/s, times in nanoseconds, memory in bytes."
+            )
 
 
 def _tuples(value: Any) -> Any:

@@ -16,6 +16,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.argument_checks import whole, wholes
+
+MOST_TILE = 1 << 20
+"""Most queries of a tile, and width of a head."""
+
 Integers = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
@@ -50,9 +55,11 @@ class AttentionTable:
 
     def __post_init__(self) -> None:
         _check_axis("attention.queries", self.queries)
-        check_positive("attention.at_once", self.at_once)
+        wholes("device profile: attention.at_once", self.at_once, 1)
         _check_axis("attention.keys_per_query", self.keys_per_query)
-        check_positive("attention.tile, attention.head_dim", (self.tile, self.head_dim))
+        for size in ("tile", "head_dim"):
+            if whole(f"device profile: attention.{size}", getattr(self, size), 1) > MOST_TILE:
+                raise ValueError(f"device profile: attention.{size} is above {MOST_TILE}.")
         for name, table in (("forward", self.forward), ("backward", self.backward)):
             shape = [len(row) for row in table]
             if shape != [len(self.keys_per_query)] * len(self.queries):

@@ -38,6 +38,10 @@ from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 
+MOST_DEVICES = 1 << 20
+"""Most devices that steps are planned for: every replica and size is looked at."""
+
+
 @dataclass(frozen=True, eq=False)
 class MeshRequest:
     """What decides which mesh is chosen.
@@ -91,6 +95,8 @@ class MeshRequest:
         for name in ("devices", "devices_per_node", "virtual_stages", "steps"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, value, 1))
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"devices={self.devices} is more than {MOST_DEVICES:,}. Give fewer.")
         per_node = self.devices_per_node or self.profile.devices_per_node
         object.__setattr__(self, "devices_per_node", per_node)
         object.__setattr__(self, "profile", replace(self.profile, devices_per_node=per_node))

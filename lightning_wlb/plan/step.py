@@ -92,26 +92,30 @@ class StepPlan:
 
     @staticmethod
     def from_json(text: str) -> StepPlan:
-        """Read what :meth:`to_json` wrote; ValueError for other values than a plan has."""
-        fields: dict[str, Any] = json.loads(
+        """Read what :meth:`to_json` wrote; ValueError for other values than a plan has.
+
+        Fields that a plan has not are passed over: a later writer may have more.
+        """
+        given: dict[str, Any] = json.loads(
             text,
             parse_int=_number,
             parse_float=_number,
             parse_constant=_number,
             object_pairs_hook=unambiguous,
         )
-        counts = {name: whole(name, fields[name], 0) for name in _COUNTS}
-        fields |= counts | {"drain": flag("drain", fields.get("drain", False))}
-        fields["pieces"] = tuple(Piece(*wholes("piece", each, 0)) for each in fields["pieces"])
-        fields["replicas"] = tuple(
-            ReplicaPlan(
-                slices=tuple(Slice(*wholes("slice", part, 0)) for part in replica["slices"]),
-                forward=_micro_batches(replica["forward"]),
-            )
-            for replica in fields["replicas"]
+        return StepPlan(
+            **{name: whole(name, given[name], 0) for name in _COUNTS},
+            drain=flag("drain", given.get("drain", False)),
+            pieces=tuple(Piece(*wholes("piece", each, 0)) for each in given["pieces"]),
+            replicas=tuple(
+                ReplicaPlan(
+                    slices=tuple(Slice(*wholes("slice", part, 0)) for part in replica["slices"]),
+                    forward=_micro_batches(replica["forward"]),
+                )
+                for replica in given["replicas"]
+            ),
+            schemes=tuple(Scheme(**scheme) for scheme in given.get("schemes", ())),
         )
-        fields["schemes"] = tuple(Scheme(**scheme) for scheme in fields.get("schemes", ()))
-        return StepPlan(**fields)
 
     @cached_property
     def digest(self) -> int:

@@ -152,8 +152,9 @@ def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch
     tokens = replica.tokens_of(micro_batch)
     if tokens > cap:
         raise ValueError(f"{where} has {tokens} tokens, more than the cap of {cap}.")
-    if not isinstance(micro_batch.sharding, str):
-        raise ValueError(f"{where} has sharding={micro_batch.sharding!r}, which is no name.")
+    name = micro_batch.sharding  # which is printed
+    if not isinstance(name, str) or not name.isprintable():
+        raise ValueError(f"{where} has sharding={name!r}, which is no name.")
     if micro_batch.recompute not in _MODES:
         raise ValueError(
             f"{where} has recompute={micro_batch.recompute!r}, which is not one of"

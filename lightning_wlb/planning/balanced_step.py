@@ -191,12 +191,11 @@ def _packed(
     items: Items, home: Integers, ranks: int, cap: int | None, least: int
 ) -> list[list[list[int]]]:
     """The items of each rank in micro-batches under the cap, as few as the fullest rank needs."""
-    room = np.iinfo(np.int64).max // 4 if cap is None else cap
+    most = int(np.iinfo(np.int64).max) // 4
+    room = most if cap is None else min(cap, most)
     sizes = np.bincount(home, minlength=ranks)
     order = np.lexsort((-items.works, home))
     begins = np.cumsum(sizes) - sizes
-    totals = np.zeros(ranks, np.int64)
-    np.add.at(totals, home, items.tokens)
     # Those with the most items first, so that the ranks with a j-th item are a prefix.
     rows = np.argsort(-sizes, kind="stable")
 
@@ -221,7 +220,7 @@ def _packed(
             used[each, chosen] += tokens
         return bins
 
-    count = max(-(-int(totals.max()) // room), least)
+    count = max(_fewest(items.tokens, home, ranks, room), least)
     while (bins := filled(count)) is None:
         count += 1
     members = _grouped(home * count + bins, ranks * count)
@@ -230,6 +229,21 @@ def _packed(
         sorted(own, key=lambda pack: -sum(works[item] for item in pack))
         for own in (members[at : at + count] for at in range(0, ranks * count, count))
     ]
+
+
+def _fewest(tokens: Integers, home: Integers, ranks: int, room: int) -> int:
+    """Micro-batches that the fullest rank has at least, whatever goes into which.
+
+    They are as many as hold its tokens; and where the n-th longest item has t tokens, as many as
+    hold n of that size, ``room // t`` each. Without this, items above half of the cap would be
+    tried with every number of micro-batches from half of theirs on.
+    """
+    order = np.lexsort((-tokens, home))
+    sizes = np.bincount(home, minlength=ranks)
+    place = np.arange(len(home)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    totals = np.zeros(ranks, np.int64)
+    np.add.at(totals, home, tokens)
+    return max(-(-int(totals.max()) // room), 1 + int((place // (room // tokens[order])).max()))
 
 
 def _grouped(home: Integers, groups: int) -> list[list[int]]:

@@ -18,6 +18,9 @@ from lightning_wlb.cost.flops import Work
 from lightning_wlb.planning.packing import PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules
 
+MOST_WINDOW, MOST_MICRO_BATCHES = 1 << 27, 1 << 20
+"""Beyond these planning alone takes all memory, or ever: a number of tokens or bytes was meant."""
+
 LongDocuments = Literal["split", "truncate", "error"]
 
 
@@ -66,6 +69,13 @@ class DataSettings:
             "seed": whole("seed", self.seed, 0),
             "shuffle": flag("shuffle", self.shuffle),
         }
+        for name, most in (("context_window", MOST_WINDOW), ("micro_batches", MOST_MICRO_BATCHES)):
+            if given[name] > most:
+                raise ValueError(
+                    f"{name}={given[name]} is more than {most:,}. A step has micro_batches times"
+                    " context_window tokens: give the number of the former, and tokens of the"
+                    " latter."
+                )
         for name in ("cap", "max_tokens"):
             if getattr(self, name) is not None:
                 given[name] = whole(name, getattr(self, name), 1)

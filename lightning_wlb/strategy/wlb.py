@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -134,7 +134,7 @@ class WLBStrategy(ParallelStrategy):
         async_save: bool = False,
         reduce_dtype: str | None = None,
         dynamic: Dynamic = "off",
-        overlap: str = "auto",
+        overlap: Literal["auto", "off", False] = "auto",
     ) -> None:
         super().__init__()
         sizes = data_parallel_size, pipeline_parallel_size, context_parallel_size
@@ -146,7 +146,8 @@ class WLBStrategy(ParallelStrategy):
         if reduce_dtype is not None:
             choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self._asked_reduce_dtype = reduce_dtype
-        self.overlap = choice("overlap", overlap, ("auto", "off"))
+        # YAML reads off without quotes as False.
+        self.overlap = choice("overlap", "off" if overlap is False else overlap, ("auto", "off"))
         self.processes = Processes(process_group_backend=process_group_backend, timeout=timeout)
         self.checkpoints = Checkpointer(async_save=async_save, timeout=self.processes.timeout)
         self.planning = RunPlanning(dynamic)

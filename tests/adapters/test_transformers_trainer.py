@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +64,32 @@ def test_lengths_of_data_sets() -> None:
     dataset = Dataset.from_list(rows)
     assert sequence_lengths(dataset).tolist() == [3, 7, 2]
     assert sequence_lengths(dataset.select([2, 0])).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("change", [{"model_accepts_loss_kwargs": False}, {"average": False}])
+def test_a_loss_that_is_a_mean_over_each_micro_batch_is_refused(change: dict) -> None:
+    """Its tokens would count differently by rank and micro-batch, which balancing makes unequal."""
+    import lightning_wlb.adapters.transformers_trainer as adapter
+
+    average = change.pop("average", True)
+    given = {"model_accepts_loss_kwargs": True, "compute_loss_func": None, **change}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=2, average_tokens_across_devices=average),
+        accelerator=SimpleNamespace(split_batches=False),
+        train_dataset=[{"input_ids": [1, 2]}],
+        **given,
+    )
+    with pytest.raises(ValueError, match="divides by the targets of the whole step"):
+        adapter.BalancedTraining.get_train_dataloader(trainer)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "sliding_window"])
+def test_attention_by_sequence_refuses_what_it_would_leave_out(name: str) -> None:
+    import lightning_wlb.adapters.transformers_trainer as adapter
+
+    rows = torch.ones(1, 2, 3, 4)
+    given = {"cu_seq_lens_q": torch.tensor([0, 3]), name: 1.0}
+    with pytest.raises(ValueError, match="attention sinks or capped scores"):
+        adapter.attend_by_sequence(None, rows, rows, rows, None, **given)
+    with pytest.raises(ValueError, match="chunks"):
+        adapter._without_mask(batch_size=1, local_size=8192)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -108,3 +110,31 @@ def test_ranks_agree_on_a_number_and_on_a_refusal() -> None:
     for count, refusal in run_ranks(rearranged, 2):
         assert count == 4
         assert "has 40 tokens, more than max_token_len=30" in refusal
+
+
+class Rows(dict):
+    """What is asked of a TensorDict, without verl and tensordict."""
+
+
+def refused(rank: int) -> str:
+    module = ModuleType("verl.utils")
+    module.tensordict_utils = None
+    sys.modules |= {"verl": ModuleType("verl"), "verl.utils": module}
+    from lightning_wlb.adapters.verl import rearrange_micro_batches
+
+    mask = torch.ones(4, 6, dtype=torch.int64)
+    mask[0] *= 1 - rank  # on rank 1 a row without tokens
+    batch = Rows(input_ids=torch.zeros(4, 6), attention_mask=mask)
+    said = []
+    for given in (batch, Rows({name: each[: 4 * rank] for name, each in batch.items()})):
+        try:
+            rearrange_micro_batches(given, 12, dp_group=dist.group.WORLD)
+        except ValueError as error:
+            said.append(str(error))
+    return " ".join(said)
+
+
+def test_rows_that_one_rank_cannot_use_end_all_ranks() -> None:
+    """A row without tokens, and no rows at all: the other ranks would wait for ever."""
+    for said in run_ranks(refused, 2, timeout=60):
+        assert said.count("some rank has no rows, a row without tokens") == 2

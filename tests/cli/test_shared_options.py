@@ -231,3 +231,29 @@ def test_a_mapping_names_documents_and_no_mixture(tmp_path) -> None:
 def test_documents_of_an_unknown_kind_are_a_mistake(tmp_path) -> None:
     with pytest.raises(ValueError, match=f"--lengths: documents='{tmp_path}'"):
         load_lengths(str(tmp_path), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--devices-per-node", "0"], "--devices-per-node=0, but it must be at least 1"),
+        (["--packing", ""], "--packing='' is not one of"),
+        (["--model", "tiny,layers=2,layers=3"], "gives layers twice"),
+        (["--micro-batches", "4000000"], "micro_batches=4000000 is more than 1,048,576"),
+        (["--context-window", "1000000000000"], "context_window=1000000000000 is more than"),
+        (["--mesh", "auto", "--devices", "1000000000000"], "devices=1000000000000 is more than"),
+        (["--lengths", "long.npy"], "long.npy has lengths from 1 to 9223372036854775808, but"),
+        (["--lengths", "none.npy"], "none.npy has lengths from 0 to 4, but documents have 1 to"),
+    ],
+)
+def test_what_would_be_passed_over_or_never_end_is_refused(
+    tmp_path, monkeypatch, capsys, options, said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("long.npy", np.array([1, 1 << 63], np.uint64))
+    np.save("none.npy", np.array([4, 0]))
+    np.save("lengths.npy", np.array([100, 200]))
+    given = "plan --lengths lengths.npy --model tiny --mesh 1,1,1,1 --context-window 512"
+    rest = ["--micro-batches", "2", "--profile", "cpu", "--steps", "1", *options]
+    assert main([*given.split(), *rest]) == 2
+    assert said in capsys.readouterr().err

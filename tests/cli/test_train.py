@@ -62,7 +62,7 @@ def test_strategies_that_steps_may_take_come_from_a_file(tmp_path):
     for text, strategies in (
         ("[[{first: 0, stages: [2], tensor: 2}], [{first: 0, stages: [1, 1]}]]", SCHEMES),
         ("auto", "auto"),
-        ("off", "off"),  # which YAML reads as False
+        ("off, overlap: off", "off"),  # which YAML reads as False
     ):
         made = read(section % text)
         # As a run saves it, too.
@@ -73,6 +73,7 @@ def test_strategies_that_steps_may_take_come_from_a_file(tmp_path):
             strategy = each.trainer.strategy
             wanted = WLBStrategy(dynamic=strategies)
             assert strategy.planning.asked == wanted.planning.asked
+            assert strategy.overlap == ("off" if "overlap" in text else "auto")
     with pytest.raises(SystemExit):
         cli("--trainer.strategy=wlb", "--wlb.dynamic=sometimes")
 

@@ -99,14 +99,26 @@ def test_a_name_that_is_nothing_lists_the_shipped() -> None:
         ({"peak_flops": 0}, "peak_flops"),
         ({"surprise": 1}, "surprise"),
         ({"links": {"node": {"latency_ns": 1, "bytes_per_second": 0}}}, r"bytes_per_second=0"),
-        ({"layer": {"rows": [1, 1], "forward": [1, 1], "backward": [1, 1]}}, "ascend"),
-        ({"layer": {"rows": [1, 2], "forward": [1], "backward": [1, 1]}}, "1 rates for 2"),
+        ({"layer": {"rows": [1, 1], "forward": [1e9, 1e9], "backward": [1e9, 1e9]}}, "ascend"),
+        ({"layer": {"rows": [1, 2], "forward": [1e9], "backward": [1e9, 1e9]}}, "1 rates for 2"),
         ({"name": ["h100"]}, "name=.*another type"),
         ({"kernel": 3}, "kernel=3.*another type"),
         ({"memory_bytes": "80"}, "memory_bytes='80'.*another type"),
         ({"peak_flops": float("nan")}, "peak_flops=nan"),
         ({"action": {"ns": [-1.0, 0.0]}}, r"ns=-1\.0 must be at least 0"),
         ({"errors": {"layers": float("inf")}}, "layers=inf must be at least 0, and finite"),
+        # A unit that was mistaken: GB, TFLOP/s, seconds in place of nanoseconds.
+        ({"memory_bytes": 80}, r"memory_bytes=80 is not from 10000 .* memory in bytes"),
+        ({"peak_flops": 989.4}, r"peak_flops=989\.4 is not from .* FLOP/s"),
+        ({"action": {"ns": [1e29, 0.0]}}, r"ns=1e\+29 is not from 0 to 1e\+12"),
+        ({"devices_per_node": 1.5}, r"devices_per_node=1\.5 is of type float"),
+        ({"sustained": 50}, "sustained=50 is out of range"),
+        ({"device_type": "tpu"}, "device_type='tpu' is not one of cpu, cuda"),
+        ({"measured": 3}, "measured=3 is of another type"),
+        ({"shape": {"width": 64}}, r"shape=.* to be empty, or to have dim"),
+        ({"errors": [0.1]}, "wrong.json: "),
+        ({"device": "H100\x1b[2J"}, r"'H100\\x1b\[2J' has characters that cannot be printed"),
+        ({"errors": {"\x1b[2J": 0.1}}, r"'\\x1b\[2J': 0\.1 has characters"),
     ],
 )
 def test_a_wrong_entry_is_named(change: dict, message: str, tmp_path: Path) -> None:
@@ -133,3 +145,19 @@ def test_a_missing_entry_and_no_json_are_named(tmp_path: Path) -> None:
 def test_a_table_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="ask for 2 rows of 1"):
         AttentionTable(64, 128, (128, 256), (1.0,), ((1.0,),), ((1.0,), (1.0,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tile": 1e20}, "tile=1e.20 is not from"),
+        ({"tile": 0.5}, "tile=0.5 is of type float"),
+        ({"tile": 1 << 40}, "tile is above 1048576"),
+        ({"at_once": [1.5, 1]}, "at_once=1.5 is of type float"),
+    ],
+)
+def test_sizes_of_tiles_are_whole_and_can_be_multiplied(change: dict, message: str) -> None:
+    values = json.loads(Profile.load("h100").to_json())
+    values["attention"][0] |= change
+    with pytest.raises(ValueError, match=message):
+        Profile.from_json(json.dumps(values))
