@@ -37,7 +37,6 @@ from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
-
 MOST_DEVICES = 1 << 20
 """Most devices that steps are planned for: every replica and size is looked at."""
 

@@ -126,9 +126,9 @@ def refused(rank: int) -> str:
     mask[0] *= 1 - rank  # on rank 1 a row without tokens
     batch = Rows(input_ids=torch.zeros(4, 6), attention_mask=mask)
     said = []
-    for given in (batch, Rows({name: each[: 4 * rank] for name, each in batch.items()})):
+    for rows in (batch, Rows({name: each[: 4 * rank] for name, each in batch.items()})):
         try:
-            rearrange_micro_batches(given, 12, dp_group=dist.group.WORLD)
+            rearrange_micro_batches(rows, 12, dp_group=dist.group.WORLD)
         except ValueError as error:
             said.append(str(error))
     return " ".join(said)
