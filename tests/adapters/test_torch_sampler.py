@@ -98,7 +98,7 @@ def test_behind_a_step_other_ranks_and_micro_batches_go_on(rank: int | None) -> 
     # As many batches to a step, but other sequences in them.
     more = BalancedBatchSampler(LENGTHS, ranks=2, micro_batches=3, **given | {"rank": 0})
     next(iter(more))
-    with pytest.raises(ValueError, match="on 2 ranks; here a step has 3 in .* on 4"):
+    with pytest.raises(ValueError, match=r"on 2 ranks; here a step has 3 in .* on 4"):
         BalancedBatchSampler(
             LENGTHS, ranks=4, micro_batches=3, **given | {"rank": 0}
         ).load_state_dict(more.state_dict())
