@@ -1,6 +1,7 @@
 """Plans as a file: JSON lines that another language can read, of a named and numbered format.
 
-The first line is the header: ``format``, ``version``, and what the writer says of the plans. Each
+The first line is the header: ``format``, ``version``, what the writer says of the plans, and how
+many ``plans`` follow, by which a file that was cut short is known. Each
 further line is one step in the fields of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes
 them. ``docs/planner.md`` says what every field means. A change that old readers would misread has
 another ``version``; a field more has not.
@@ -22,8 +23,10 @@ VERSION = 1
 
 def write_plans(path: Path, plans: Iterable[StepPlan], about: Mapping[str, Any]) -> None:
     """Write plans to ``path``; ``about`` says in plain types what they were made of."""
+    plans = list(plans)
+    header = {"format": FORMAT, "version": VERSION, **about, "plans": len(plans)}
     with path.open("w", encoding="utf-8") as file:
-        print(json.dumps({"format": FORMAT, "version": VERSION, **about}), file=file)
+        print(json.dumps(header), file=file)
         for plan in plans:
             print(plan.to_json(), file=file)
 
@@ -33,7 +36,8 @@ def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
 
     Raises:
         ValueError: another format or a later version, a line that is no plan, a plan that cannot
-            run, or one of a step that is no later than the line before; the message names the line.
+            run, one of a step that is no later than the line before, or fewer plans than the header
+            says; the message names the line.
     """
     with open_regular(Path(path)) as file:
         lines = file.read().decode().splitlines() or [""]
@@ -48,6 +52,8 @@ def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
             plans.append(StepPlan.from_json(text).validate())
             if [each.step for each in plans[-2:-1]] >= [plans[-1].step]:
                 raise ValueError(f"step {plans[-1].step} does not follow {plans[-2].step}")
+        if header.get("plans", len(plans)) != len(plans):
+            raise ValueError(f"the file ends after {len(plans)} of {header['plans']} plans")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}, line {number}: {error}. This version reads {FORMAT!r} version {VERSION}, as"

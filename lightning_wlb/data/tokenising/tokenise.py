@@ -202,7 +202,8 @@ def tokenise(
 def _check_mine(out: Path) -> None:
     """Refuse another user's folder where everybody may write: it may hold other words."""
     if out.absolute().parent.stat().st_mode & stat.S_IWOTH:
-        check_owner(out.stat(), out)
+        for status in (out.lstat(), out.stat()):  # a link may lead elsewhere by then
+            check_owner(status, out)
 
 
 def _work(
@@ -331,7 +332,8 @@ def _alone(out: Path) -> Iterator[None]:
             if time.monotonic() - since > _STALLED_SECONDS:
                 raise TimeoutError(
                     f"Another process has {out} and has written nothing there for"
-                    f" {_STALLED_SECONDS / 60:.0f} minutes. End it, or give it more cores."
+                    f" {_STALLED_SECONDS / 60:.0f} minutes. End it, or give it more cores; if there"
+                    f" is none on any node, remove {out / LOCK}."
                 ) from error
     try:
         yield

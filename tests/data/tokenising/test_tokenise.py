@@ -245,6 +245,13 @@ def test_another_users_folder_is_not_gone_on_with_where_everybody_may_write(
     unbroken.parent.chmod(0o1777)
     with pytest.raises(ValueError, match="belongs to user 65534, and this process to user 0"):
         tokenise(request_, unbroken)
+    os.chown(unbroken, 0, 0)
+    link = unbroken.with_name("link")
+    link.symlink_to(unbroken)
+    assert tokenise(request_, link)["documents"] == 300
+    os.lchown(link, 65534, 65534)
+    with pytest.raises(ValueError, match="link belongs to user 65534"):
+        tokenise(request_, link)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
