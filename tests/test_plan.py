@@ -377,3 +377,16 @@ def test_modes_that_cannot_run_are_refused() -> None:
         recomputing(plain(), "none", "some").validate()
     with pytest.raises(ValueError, match=r"replica 1 does not list it"):
         recomputing(merged(), "full", "none").validate()
+
+
+def test_replicas_that_would_wait_for_each_other_are_refused() -> None:
+    """Each begins with what the other runs second."""
+    slices, pieces = [A, B], (Piece(1, 0, A.stop, 0), Piece(2, 0, B.stop, 0))
+    both = [micro_batch(0, replicas=(0, 1)), micro_batch(1, replicas=(0, 1))]
+    plan = step([replica(slices, both)] * 2, pieces, target_tokens=1)
+    plan.validate()
+    crossed = replace(plan, replicas=(plan.replicas[0], replica(slices, both[::-1])))
+    with pytest.raises(
+        ValueError, match=r"replicas \(0, 1\) share .* wait for each other for ever"
+    ):
+        crossed.validate()

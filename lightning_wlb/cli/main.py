@@ -64,13 +64,17 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 for a mistake of the user."""
+    """Run the command line, and return the exit code: 0, 2 for a mistake of the user, or 130."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else ""
     if command in TRAINING:
         return _answer(command, lambda: _train(argv))
+    return _answer(command, lambda: _run(command, argv))
+
+
+def _run(command: str, argv: Sequence[str]) -> None:
     arguments = parser(command).parse_args(argv)
-    return _answer(command, lambda: arguments.run(arguments))
+    arguments.run(arguments)
 
 
 def _train(argv: Sequence[str]) -> None:
@@ -89,17 +93,19 @@ def _answer(command: str, run: Callable[[], None]) -> int:
     """Run a command, and print a mistake of the user without a traceback."""
     try:
         run()
-    except Exception as error:
-        if not _is_mistake(error) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
+    except (Exception, KeyboardInterrupt) as error:
+        ctrl_c = isinstance(error, KeyboardInterrupt)
+        if not (ctrl_c or _is_mistake(error)) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
             raise
         # What one rank alone has met, WLBStrategy has said there.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            print(f"lightning-wlb {command}: {_paragraph(error)}", file=sys.stderr)
-        return 2
+            said = "interrupted." if ctrl_c else _paragraph(error)
+            print(f"lightning-wlb {command}: {said}", file=sys.stderr)
+        return 130 if ctrl_c else 2
     return 0
 
 
-def _is_mistake(error: Exception) -> bool:
+def _is_mistake(error: BaseException) -> bool:
     """Whether an error is the user's; Lightning's kind is known once Lightning is imported."""
     if isinstance(error, ModuleNotFoundError):
         return not (error.name or "").startswith("lightning_wlb")

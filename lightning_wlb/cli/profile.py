@@ -11,6 +11,7 @@ leave the machine alone meanwhile.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -62,10 +63,14 @@ def run(arguments: argparse.Namespace) -> None:
     config = model_config(arguments.model)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here. Use --device cpu.")
-    whole("--threads", arguments.threads, 1)
+    cores = os.cpu_count() or 1
+    if whole("--threads", arguments.threads, 1) > cores:
+        raise ValueError(f"--threads {arguments.threads}: this machine has {cores} cores.")
     folder = arguments.output.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--output {arguments.output}: there is no folder {folder}.")
+    if arguments.output.is_dir():
+        raise ValueError(f"--output {arguments.output} is a folder. Name a file to write.")
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     torch.set_num_threads(arguments.threads)
     profile = measure(

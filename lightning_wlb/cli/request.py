@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.argument_checks import choice, flag, whole
 from lightning_wlb.cli.shared_options import given_model, load_lengths, sizes_of
 from lightning_wlb.cost.latency import DTYPE_BYTES
 from lightning_wlb.cost.profile import Profile
@@ -53,6 +53,9 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         told = beyond_positions(model.foreign, arguments.context_window)
         if told is not None:
             print(f"Warning: {told}", file=sys.stderr)
+    if model.settings.get("lora") is not None:
+        told = "all parameters are taken to be trained. With lora a step takes less time and memory"
+        print(f"Warning: {told} than is predicted.", file=sys.stderr)
     devices, micro_batches = arguments.devices, arguments.micro_batches
     schedule, virtual_stages = arguments.schedule, arguments.virtual_stages
     if searched := is_searched(arguments):
@@ -118,7 +121,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         or model.settings.get("activation_checkpointing", "auto"),
         rest_dtype=rest,
         reduce_dtype=arguments.reduce_dtype or "float32",
-        compiled=arguments.compile or bool(model.settings.get("compile")),
+        compiled=arguments.compile or flag("compile", model.settings.get("compile", False)),
         overlap="late" if model.foreign else "all",
         sharding=arguments.sharding,
         steps=steps,

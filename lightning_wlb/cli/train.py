@@ -8,6 +8,7 @@ default.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import sys
@@ -15,7 +16,9 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,9 @@ BESIDE_THE_POINT = (
     "-----",  # a box around the name of the backend
 )
 """Beginnings of lines of Lightning's that would bury ours."""
+
+SECTIONS = {"trainer": Trainer, "data": WLBDataModule, "wlb": WLBStrategy}
+"""Whose arguments the sections of a configuration are."""
 
 _WARNINGS = "`isinstance.treespec, LeafSpec", "The dirpath has changed from"
 
@@ -149,7 +155,19 @@ def run(arguments: Sequence[str]) -> None:
     args = None if given == sys.argv[1:] else given
     # A wrong option is an error like others, not a page of all options.
     quiet = {"exit_on_error": False}
-    WLBCLI(
-        args=args,
-        parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(TRAINING, quiet),
-    )
+    try:
+        WLBCLI(
+            args=args,
+            parser_kwargs={"prog": "lightning-wlb"} | quiet | dict.fromkeys(TRAINING, quiet),
+        )
+    except argparse.ArgumentError as error:
+        raise argparse.ArgumentError(None, f"{error}{_meant(str(error))}") from error
+
+
+def _meant(message: str) -> str:
+    """The option that may be meant by one that a section does not have, as a question."""
+    found = re.search(rf"(?:arguments: --|option ')({'|'.join(SECTIONS)})\.(\w+)", message)
+    if found is None:
+        return ""
+    near = get_close_matches(found[2], signature(SECTIONS[found[1]]).parameters, 1)
+    return f". Is {found[1]}.{near[0]} meant?" if near else ""

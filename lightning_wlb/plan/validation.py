@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import get_args
 
@@ -14,6 +15,9 @@ from lightning_wlb.plan.micro_batches import MicroBatch, Piece, Recompute, Repli
 from lightning_wlb.plan.pipeline_scheme import Scheme, alike, check_schemes
 
 _MODES = get_args(Recompute)
+
+_Shared = tuple[tuple[int, ...], str, int, Recompute, tuple[Slice, ...]]
+"""A micro-batch that replicas share: these, its sharding, rows and recompute, and its slices."""
 
 
 def check(
@@ -191,29 +195,43 @@ def _check_merged(
     """A shared micro-batch names an aligned power-of-two range of replicas, which all list it.
 
     The range counts only replicas that are alike: ``like`` lists these for each replica, itself
-    included.
+    included. Replicas run what they share in one order, or they would wait for each other.
     """
     # One that only its own replica runs, which `check` knows, has nothing to agree on.
-    listed = dict.fromkeys(
-        (
-            *(number, each.replicas, each.sharding, each.rows, each.recompute),
-            replica.slices_of(each),
-        )
-        for number, replica in enumerate(replicas)
-        for each in replica.forward
-        if len(each.replicas) > 1
-    )
-    for number, members, *contents in listed:
-        size = len(members)
-        first = like[number].index(members[0])
-        if size & (size - 1) or first % size or members != (*like[number][first : first + size],):
+    listed: dict[_Shared, list[int]] = {}
+    order: TopologicalSorter[_Shared] = TopologicalSorter()
+    for number, replica in enumerate(replicas):
+        before: _Shared | None = None
+        for each in replica.forward:
+            if len(each.replicas) > 1:
+                slices = replica.slices_of(each)
+                shared = each.replicas, each.sharding, each.rows, each.recompute, slices
+                if shared not in listed:
+                    _check_range(f"step {step}, replica {number}", each.replicas, like[number])
+                listed.setdefault(shared, []).append(number)
+                if slices:  # each of which is in one micro-batch
+                    order.add(shared, *([before] if before else []))
+                    before = shared
+    for (members, *_), own in listed.items():
+        if missing := sorted(set(members).difference(own)):
             raise ValueError(
-                f"step {step}, replica {number}: a micro-batch is shared by replicas {members},"
-                f" which is not an aligned power-of-two range of {[*like[number]]}."
+                f"step {step}: replica {own[0]} shares a micro-batch with replicas {members}, but"
+                f" replica {missing[0]} does not list it."
             )
-        for other in members:
-            if (other, members, *contents) not in listed:
-                raise ValueError(
-                    f"step {step}: replica {number} shares a micro-batch with replicas"
-                    f" {members}, but replica {other} does not list it."
-                )
+    try:
+        order.prepare()
+    except CycleError as error:
+        (members, *_, slices), *_ = error.args[1]
+        raise ValueError(
+            f"step {step}: replicas {members} share a micro-batch of {slices[0]} and others, which"
+            " they do not all run in one order: they would wait for each other for ever."
+        ) from error
+
+
+def _check_range(where: str, members: Sequence[int], like: Sequence[int]) -> None:
+    size, first = len(members), like.index(members[0])
+    if size & (size - 1) or first % size or members != (*like[first : first + size],):
+        raise ValueError(
+            f"{where}: a micro-batch is shared by replicas {members}, which is not an aligned"
+            f" power-of-two range of {[*like]}."
+        )

@@ -1,5 +1,7 @@
 """How the command answers mistakes: one paragraph, once a node, on request with a traceback."""
 
+from pathlib import Path
+
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -26,12 +28,24 @@ def said(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return answer
 
 
-def test_a_wrong_value_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_one_paragraph(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("typo.yaml").write_text("trainer: {max_stepz: 3}\n")
     assert said(capsys, "--model.learning_rate=-1") == (
         "lightning-wlb fit: learning_rate=-1.0 is out of range. Give a number from 0."
     )
     assert said(capsys, "--data.nonsense=3") == (
         "lightning-wlb fit: unrecognized arguments: --data.nonsense=3"
+    )
+    assert said(capsys, "--trainer.max_stepz=3") == (
+        "lightning-wlb fit: unrecognized arguments: --trainer.max_stepz=3. Is trainer.max_steps"
+        " meant?"
+    )
+    assert said(capsys, "--config", "typo.yaml") == (
+        "lightning-wlb fit: Subcommand 'fit' does not accept option"
+        " 'trainer.max_stepz'. Is trainer.max_steps meant?"
     )
     assert said(capsys, "--model.learning_rte=3") == (
         "lightning-wlb fit: lightning_wlb.LanguageModule: Option 'learning_rte' is not accepted."
@@ -96,3 +110,13 @@ def test_other_errors_keep_their_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         command._answer("plan", fail)
+
+
+def test_ctrl_c_while_a_command_starts_is_one_line(monkeypatch, capsys) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_module", interrupted)
+    for name in ("fit", "plan"):
+        assert command.main([name]) == 130
+        assert capsys.readouterr().err == f"lightning-wlb {name}: interrupted.\n"

@@ -137,6 +137,8 @@ def test_the_command_writes_the_file_and_reports_the_error(
     [
         (["--device", "cuda"], "sees no CUDA device"),
         (["--threads", "0"], "at least 1"),
+        (["--threads", "100000000"], "this machine has"),
+        (["--output", "."], "is a folder"),
         (["--device", "cpu", "--attention-backend", "torch"], "'torch' is not available"),
         (["--output", "no/such/folder/p.json"], "there is no folder"),
         (["--model", "huge"], "no preset 'huge'"),
