@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -175,14 +176,14 @@ def names_and_shapes() -> Iterator[None]:
     """Models made inside have no values at all, whatever their sizes are.
 
     Raises:
-        ValueError: a size is beyond what any machine can number.
+        ValueError: a size is below 0, or beyond what any machine can number.
     """
     token = NO_TABLES.set(True)
     try:
         with torch.device("meta"):
             yield
     except (RuntimeError, TypeError) as error:
-        if "overflow" not in str(error).lower():
+        if not re.search("overflow|negative dimension", str(error).lower()):
             raise
         said = str(error).partition("\n")[0]
         raise ValueError(f"The config has sizes that no memory can hold: {said}") from error

@@ -229,6 +229,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         export(checkpoint, out, tokenizer=tmp_path)
     with pytest.raises(ValueError, match="there is no such folder"):
         export(checkpoint, out, tokenizer=tmp_path / "gone")
+    (tmp_path / "endless").mkdir()
+    (tmp_path / "endless" / "tokenizer.model").symlink_to("/proc/self/pagemap")
+    with pytest.raises(ValueError, match=r"tokenizer\.model says that it has no bytes, but more"):
+        export(checkpoint, out, tokenizer=tmp_path / "endless")
     # What is read is not replaced, whatever is asked.
     for folder in (checkpoint, tmp_path / "llama", tmp_path):
         with pytest.raises(ValueError, match=r"is or holds the .* which is read"):

@@ -34,7 +34,7 @@ FIELDS = (
 )
 """Fields of peft's ``LoraConfig`` that may be given."""
 
-_NAME_LENGTH, _MOST_WAYS = 60, 10**8
+_NAME_LENGTH, _MOST_WAYS, _MOST_NAMES = 60, 10**7, 10_000
 _ADAPTER = re.compile(r"\.lora_([AB])\.default\.weight$")
 # Fields that change nothing at these values.
 _NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
@@ -84,8 +84,15 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         whole(f"lora: rank_pattern of {pattern!r}", rank, 1)
     for pattern, alpha in (given.get("alpha_pattern") or {}).items():
         number(f"lora: alpha_pattern of {pattern!r}", alpha, 0, above=True)
-    modules = (given.get(name) for name in ("target_modules", "exclude_modules"))
-    ranks = ({**(given.get(name) or {})} for name in ("rank_pattern", "alpha_pattern"))
+    modules = [given.get(name) for name in ("target_modules", "exclude_modules")]
+    ranks = [given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    for each in filter(None, (*modules, *ranks)):
+        # peft compares each with all others.
+        if not isinstance(each, str) and len(each) > _MOST_NAMES:
+            raise ValueError(
+                f"lora: a list of {len(each):,} modules, beyond {_MOST_NAMES:,}, may take for ever"
+                " to match. Give a regular expression instead."
+            )
     for pattern in (*(each for each in modules if isinstance(each, str)), *chain(*ranks)):
         _check_ends(pattern)
     return {name: given[name] for name in FIELDS if name in given}

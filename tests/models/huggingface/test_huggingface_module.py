@@ -119,11 +119,12 @@ def test_a_folders_sizes_are_compared_before_values_are_made(tmp_path, monkeypat
     write(tmp_path, tiny("llama"))
     fields = json.loads((tmp_path / "config.json").read_text())
     monkeypatch.setattr(huggingface_module, "HuggingFaceDecoder", None)  # which would be built
-    for field, said in (
-        ("vocab_size", r"\(64, 32\), in the model \(1000000000, 32\)"),
-        ("head_dim", r"q_proj.weight is \(32, 32\), in the model \(4000000000, 32\)"),
+    for field, size, said in (
+        ("vocab_size", 10**9, r"\(64, 32\), in the model \(1000000000, 32\)"),
+        ("head_dim", 10**9, r"q_proj.weight is \(32, 32\), in the model \(4000000000, 32\)"),
+        ("head_dim", -2, "sizes that no memory can hold: .* negative dimension"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(fields | {field: 10**9}))
+        (tmp_path / "config.json").write_text(json.dumps(fields | {field: size}))
         with pytest.raises(ValueError, match=said):
             wlb.HuggingFaceModule(str(tmp_path), pretrained=True).configure_model()
 

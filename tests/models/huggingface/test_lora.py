@@ -273,6 +273,8 @@ def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
         ({"exclude_modules": "(a|a)" * 40}, "may take for ever"),
         ({"rank_pattern": {"a?" * 40 + "a" * 40: 2}}, "may take for ever"),
         ({"alpha_pattern": {".*" * 9: 2}}, "may take for ever"),
+        ({"target_modules": ["q_proj"] * 20_000}, "a list of 20,000 modules, beyond 10,000, may"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(20_000)), 2)}, "a list of 20,000 modules"),
         ({"target_modules": "(" * 9}, r"'\(\(.* is no regular expression"),
     ],
 )
