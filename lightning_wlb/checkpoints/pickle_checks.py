@@ -23,6 +23,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from reprlib import repr  # which ends, whatever is made up of itself
 from typing import IO, Any, ClassVar, cast
@@ -172,14 +173,10 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
         OSError, ValueError: there is no such file, or no regular one.
         pickle.UnpicklingError, RuntimeError, EOFError: it holds more, or is damaged.
     """
-    if isinstance(source, Path):
-        with open_regular(source) as file:
-            check_archive(file)
-            if not mmap:
-                return torch.load(file, map_location="cpu", weights_only=True)
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    check_archive(source)
-    return torch.load(source, map_location="cpu", weights_only=True)
+    with open_regular(source) if isinstance(source, Path) else nullcontext(source) as file:
+        check_archive(file)
+        given = source if mmap else file
+        return torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -113,20 +113,14 @@ class Folder:
                 " from a model that transformers can open:"
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)."
             )
-        self._files: dict[str, str] = {}
-        for file in files:
-            for name in self._file(file).keys():  # noqa: SIM118
-                if name in self._files:
-                    both = self._files[name], file
-                    raise _unclear(path, name, [f"{name} of {each}" for each in both])
-                self._files[name] = file
         config = path / "config.json"
         has_more = config.is_file() and "text_config" in read_json(config)
         name_of = _name_alone if has_more else str
-        self._stored: dict[str, str] = {}
-        for name, stored in ((name_of(stored), stored) for stored in self._files):
-            if name and self._stored.setdefault(name, stored) != stored:
-                raise _unclear(path, name, [self._stored[name], stored])
+        self._stored: dict[str, tuple[str, str]] = {}  # name there, and file
+        for place in ((key, one) for one in files for key in self._file(one).keys()):  # noqa: SIM118
+            name = name_of(place[0])
+            if name and (first := self._stored.setdefault(name, place)) != place:
+                raise _unclear(path, name, [" of ".join(each) for each in (first, place)])
         self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -143,8 +137,8 @@ class Folder:
         return part
 
     def _slice(self, name: str) -> Any:
-        stored = self._stored[name]
-        return self._file(self._files[stored]).get_slice(stored)
+        stored, file = self._stored[name]
+        return self._file(file).get_slice(stored)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
