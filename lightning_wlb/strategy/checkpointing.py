@@ -72,7 +72,7 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
-        self._begun = self._training = False
+        self._begun = self._training = self._resumes = False
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
@@ -191,8 +191,11 @@ class Checkpointer:
         else:
             self._remove(path)
 
-    def check(self) -> None:
+    def check(self, trainer: pl.Trainer) -> None:
         """Begin a step: tell others of a failed save, or raise its error once all know of it."""
+        if self._resumes and trainer.training:
+            self._resumes = False
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if NOTICES.seen & SAVE_FAILED:
             NOTICES.save_failed = False
             self.settle()
@@ -211,7 +214,7 @@ class Checkpointer:
 
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
-        resuming.count_as_unbroken(trainer)
+        self._resumes = resuming.count_as_unbroken(trainer)
         self._begun, self._training, NOTICES.save_failed = True, True, False
         self._read_to_evaluate = False
 

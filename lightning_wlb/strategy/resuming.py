@@ -271,21 +271,23 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
     return [Path(each).expanduser() for each in found if "://" not in str(each)]
 
 
-def count_as_unbroken(trainer: pl.Trainer) -> None:
+def count_as_unbroken(trainer: pl.Trainer) -> bool:
     """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
 
     A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
     validates by the old number of batches, and trains an epoch more if it is resumed again. With
     ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. It also counts a
     step that failed before the save on an exception, and validates a step too soon.
+
+    Returns:
+        Whether the run resumes: then what loggers count is to be set when its first step begins.
+        Lightning adds one or not by where the save was.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress
     if not loop.is_resuming:
-        return
+        return False
     total = steps.batch_progress.total
-    if total.ready > total.processed:  # Lightning counts the step that failed, for loggers too
-        steps._batches_that_stepped -= 1
     total.ready = total.started = total.processed
     over = steps.batch_progress.is_last_batch
     if over and epochs.current.processed == epochs.current.started:
@@ -296,6 +298,7 @@ def count_as_unbroken(trainer: pl.Trainer) -> None:
         steps.reset_restart_stage()
         # Not the outer loop's own setter, which holds on to it under max_steps.
         loop._restarting = steps.restarting = False
+    return True
 
 
 def is_checkpoint(path: Path) -> bool:

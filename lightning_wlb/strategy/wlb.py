@@ -319,7 +319,7 @@ class WLBStrategy(ParallelStrategy):
     def _run_step(self, batch: StepBatch) -> Tensor:
         """What a LanguageModule's ``step`` calls instead of its own loop."""
         self.processes.check_connected(self.world_size)
-        self.checkpoints.check()
+        self.checkpoints.check(self._module.trainer)
         return self.steps.run(batch)
 
     def optimizer_step(

@@ -27,7 +27,9 @@ class Breaks(L.Callback):
         self.steps = steps
         self.ran: dict[int, tuple[Any, ...]] = {}
         self.validated: list[int] = []
-        setattr(self, where, self._break)
+        if where != "stop":
+            setattr(self, where, self._break)
+        self.stops = where == "stop"
 
     def _break(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.steps:
@@ -38,6 +40,7 @@ class Breaks(L.Callback):
         loss = float(outputs["loss"]).hex()
         logged = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count
         self.ran[trainer.global_step] = trainer.current_epoch, batch_idx, loss, rate, logged
+        trainer.should_stop |= self.stops and trainer.global_step == self.steps
 
     def on_validation_end(self, trainer, pl_module) -> None:
         self.validated.append(trainer.global_step)
@@ -71,6 +74,12 @@ CASES = {
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         (1, 2, 4),
         "on_after_backward",
+    ),
+    "stopped where a validation was due, saved at the epoch's end": Case(
+        {"save_on_train_epoch_end": True},
+        {"val_check_interval": 2, "check_val_every_n_epoch": None},
+        (2,),
+        "stop",
     ),
     "max_tokens inside an epoch": Case(
         {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (-1,), max_tokens=300
