@@ -23,7 +23,7 @@ from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader, refuse_prediction
+from lightning_wlb.data.loader import StepDataset, StepLoader, refuse_prediction
 from lightning_wlb.data.open_documents import (
     Documents,
     check_documents,
@@ -261,6 +261,9 @@ class WLBDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
+        if self.trainer is not None:
+            # A search for a learning rate has begun to read elsewhere, on fit's start.
+            self.trainer.fit_loop._combined_loader = None
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
@@ -334,3 +337,38 @@ class WLBDataModule(L.LightningDataModule):
         warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)
+
+
+class ConsumedState:
+    """The planner's state after the last optimiser step, although the loader has read ahead."""
+
+    def __init__(self) -> None:
+        self._consumed: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        self._pending_since = 0
+
+    def begin(self, batch: StepBatch, global_step: int) -> None:
+        """A batch is about to be trained on, when ``global_step`` steps have been taken.
+
+        Raises:
+            MisconfigurationException: it does not follow on the last one, nor on the last step.
+        """
+        self._consumed = self.current(global_step)
+        before = self._consumed, self._pending or self._consumed
+        if batch.plan.step not in (due := {each["step"] if each else 0 for each in before}):
+            raise MisconfigurationException(
+                f"Step {min(due)} of the documents is due, but the loader gives step"
+                f" {batch.plan.step}: documents would be repeated or lost. Whatever has begun to"
+                " read before the position was restored has to begin anew."
+            )
+        self._pending, self._pending_since = batch.state, global_step
+
+    def current(self, global_step: int) -> dict[str, Any] | None:
+        """The state once ``global_step`` steps have been taken; None: the run's beginning."""
+        if self._pending is not None and global_step > self._pending_since:
+            return self._pending
+        return self._consumed
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Forget the batches that were begun, and continue from ``state``."""
+        self._consumed, self._pending = state, None

@@ -14,8 +14,8 @@ The position of a run is the planner's state after a step. The step's batch carr
 workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
 that of the last batch handed out: :meth:`StepLoader.state_dict`. A Trainer takes one batch ahead of
 the one that it trains on, and saves the state of rank 0's loader only. There the position is that
-of the last batch whose optimiser step was taken: :class:`ConsumedState` keeps it, and the data
-module saves it and tells the loader where to begin (``begin_at``).
+of the last batch whose optimiser step was taken: the data module keeps and saves it, and tells the
+loader where to begin (``begin_at``).
 
 Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
 The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or ``{}``
@@ -256,30 +256,6 @@ class StepDataset(IterableDataset[StepBatch]):
                 " its state_dict() returned."
             )
         self.state = state_dict.get("planner")
-
-
-class ConsumedState:
-    """The planner's state after the last optimiser step, although the loader has read ahead."""
-
-    def __init__(self) -> None:
-        self._consumed: dict[str, Any] | None = None
-        self._pending: dict[str, Any] | None = None
-        self._pending_since = 0
-
-    def begin(self, batch: StepBatch, global_step: int) -> None:
-        """A batch is about to be trained on, when ``global_step`` steps have been taken."""
-        self._consumed = self.current(global_step)
-        self._pending, self._pending_since = batch.state, global_step
-
-    def current(self, global_step: int) -> dict[str, Any] | None:
-        """The state once ``global_step`` steps have been taken; None: the run's beginning."""
-        if self._pending is not None and global_step > self._pending_since:
-            return self._pending
-        return self._consumed
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Forget the batches that were begun, and continue from ``state``."""
-        self._consumed, self._pending = state, None
 
 
 class StepLoader(StatefulDataLoader[StepBatch]):

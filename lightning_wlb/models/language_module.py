@@ -372,11 +372,13 @@ class LanguageModule(LoadsCheckpoints):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         data = getattr(self.trainer, "datamodule", None)
-        if data is not None and (name := type(data).__qualname__) not in checkpoint:
+        name = type(data).__qualname__
+        if data is not None and "planner" not in checkpoint.get(name, ()):
             raise ValueError(
                 f"the checkpoint has no position in the documents of a {name}, by which Lightning"
                 " looks for it: documents would be repeated. Resume with a data module of the"
-                " class, and under the name, that the checkpoint was saved with."
+                " class, and under the name, that the checkpoint was saved with; a state_dict of"
+                " your own adds to super().state_dict(), and load_state_dict calls super()'s."
             )
         if states := checkpoint.get("optimizer_states"):
             checkpoint["optimizer_states"] = numbered(self, states)

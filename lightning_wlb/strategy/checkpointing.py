@@ -283,9 +283,9 @@ class Checkpointer:
         trainer = module.trainer
         # A validation after fit reads weights, and leaves the optimizers alone.
         fitting = trainer.state.fn == TrainerFn.FITTING
-        noted, self._candidates = self._candidates, []
+        noted = self._candidates
         candidates = Ranks().lead(
-            # Lightning's tuner loads checkpoints of its own.
+            # Lightning's tuner loads checkpoints of its own, also before this one.
             lambda: noted if path in noted[:1] else resuming.candidates_in(path, fitting)
         )
         taken, rest = resuming.load_first(

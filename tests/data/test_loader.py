@@ -14,7 +14,8 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data import loader as loading
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.loader import ConsumedState, StepDataset, StepLoader
+from lightning_wlb.data.datamodule import ConsumedState
+from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Mesh, Rank
 from lightning_wlb.planning.planner import DataSettings, Planner, Release
@@ -142,6 +143,17 @@ def test_a_run_broken_anywhere_goes_on_with_the_first_step_not_taken(seed: int) 
             until -= 1
     want = [content(batch) for batch in unbroken]
     assert [content(batch) for batch in taken[: len(want)]] == want
+
+
+def test_a_step_that_is_not_due_is_not_trained_on() -> None:
+    """As from a loader that has begun to read before the position was restored."""
+    first, second, third = list(dataset())[:3]
+    consumed = ConsumedState()
+    consumed.restore(second.state)
+    for wrong in (first, second):
+        with pytest.raises(MisconfigurationException, match="Step 2 of the documents is due"):
+            consumed.begin(wrong, 2)
+    consumed.begin(third, 2)
 
 
 def test_a_worker_places_its_own_steps_and_those_whose_digest_they_carry(monkeypatch):

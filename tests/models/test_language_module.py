@@ -201,6 +201,13 @@ def test_a_run_goes_on_with_its_own_model_and_position(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             trainer(tmp_path, max_steps=2).fit(module, data, ckpt_path=tmp_path / "a.ckpt")
+    # A state of the user's own, in place of the one that has the position.
+    data.state_dict = lambda: {"mine": 1}
+    fit = trainer(tmp_path, max_steps=1)
+    fit.fit(LanguageModule(config()), data)
+    fit.save_checkpoint(tmp_path / "b.ckpt", weights_only=False)
+    with pytest.raises(ValueError, match=r"your own adds to super\(\).state_dict\(\)"):
+        fit.fit(LanguageModule(config()), data, ckpt_path=tmp_path / "b.ckpt")
 
 
 def test_learning_rate_factor():

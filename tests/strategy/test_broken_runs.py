@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -58,6 +58,7 @@ class Case:
     breaks: tuple[int, ...]
     where: str = "on_train_batch_start"
     max_tokens: int | None = None
+    searches: bool = False  # every attempt begins with a search for a learning rate
 
 
 # The documents last three steps.
@@ -80,6 +81,9 @@ CASES = {
         {"val_check_interval": 2, "check_val_every_n_epoch": None},
         (2,),
         "stop",
+    ),
+    "a search for a learning rate reads before the position is restored": Case(
+        {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (2,), searches=True
     ),
     "max_tokens inside an epoch": Case(
         {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (-1,), max_tokens=300
@@ -112,8 +116,14 @@ def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], li
             watch = Breaks(steps, case.where)
             keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)
             given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
+            search = [LearningRateFinder(num_training_steps=5)] if case.searches else []
             run = trainer(
-                WLBStrategy(), 1, callbacks=[watch, keeper], enable_checkpointing=True, **given
+                WLBStrategy(),
+                1,
+                callbacks=[watch, keeper, *search],
+                enable_checkpointing=True,
+                default_root_dir=folder,
+                **given,
             )
             bound = None if steps is None else case.max_tokens
             documents = data(SMALL, micro_batches=8, validation_documents=2, max_tokens=bound)
