@@ -7,12 +7,8 @@ A save blocks training until it is on the disk, or, with ``async_save``, while t
 copied (:mod:`lightning_wlb.checkpoints.async_saving`). Saves after which the process may end block:
 outside of training, on an exception, and Slurm's before a requeue.
 
-A checkpoint that ModelCheckpoint removes goes when the save before is on the disk. If that save
-fails it stays, since it may be the last good checkpoint. Only checkpoints are removed.
-
 A save that fails fails on all ranks, and ends the run. In the background each rank finds out at
-another moment: so it tells the others in the exchange that ends a step
-(:mod:`lightning_wlb.supervision.signals`), and all act at the next step.
+another moment: so it tells the others in the exchange that ends a step, and all act at the next.
 """
 
 from __future__ import annotations
@@ -184,7 +180,7 @@ class Checkpointer:
             self._not_saved(path, error, interrupted)
 
     def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint once the save before it has succeeded; for rank 0."""
+        """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0."""
         path = local_path(filepath)
         if self._jobs.busy:
             self._jobs.submit(path, partial(self._remove, path))

@@ -11,8 +11,7 @@ to come out by themselves before they are killed, and the launcher says which on
 the launcher's rank waits as long for the others before it kills them, since they may still save.
 
 Cost: the start of the processes, one exchange of a few bytes, and a thread that looks every five
-seconds, as in Lightning. Not for a notebook with several devices: there is no script that could be
-run again.
+seconds, as in Lightning. Not for a notebook with several devices (:func:`.check_script`).
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ class Processes:
         check_process_group(process_group_backend, timeout)
         self.timeout = TIMEOUT if timeout is None else timeout
         self._backend = process_group_backend
-        self._faults = Faults()
+        self.faults = Faults()
 
     def launcher(
         self, environment: ClusterEnvironment, devices: Sequence[torch.device], nodes: int
@@ -225,7 +224,7 @@ class Processes:
         # The Trainer orders its callbacks for every run.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [each for each in callbacks if not isinstance(each, (Faults, EndOnSignal))]
-        callbacks[:] = [self._faults, *others, EndOnSignal()]
+        callbacks[:] = [self.faults, *others, EndOnSignal()]
         for each in others:
             if type(each) is RichProgressBar:
                 each.__class__ = StepsBar
@@ -252,7 +251,7 @@ class Processes:
             if rank > 0 or "EADDRINUSE" not in str(error):
                 raise
             raise _no_rank_0(*where) from error
-        self._faults.begin(rank, environment.world_size(), self.timeout)
+        self.faults.begin(rank, environment.world_size(), self.timeout)
 
     def check_connected(self, world_size: int) -> None:
         """Refuse a collective of all ranks once this rank has left their process group.
@@ -268,17 +267,9 @@ class Processes:
             )
 
     @property
-    def alone(self) -> str | None:
-        """The reason why this rank may wait for no other rank any more; None: it may.
-
-        After an exception that a rank has by itself the others would never answer.
-        """
-        return self._faults.alone
-
-    @property
     def may_wait(self) -> bool:
         """Whether collectives of all ranks are possible."""
-        return dist.is_initialized() and self.alone is None
+        return dist.is_initialized() and self.faults.alone is None
 
     def barrier(self, device: torch.device) -> None:
         """Wait for all ranks, if they can still wait for each other."""
@@ -301,7 +292,7 @@ class Processes:
 
     def end(self) -> None:
         """End the watch; the process group stays for a further run."""
-        self._faults.end()
+        self.faults.end()
         live_on_without_parent()
 
 

@@ -277,11 +277,9 @@ def count_as_unbroken(trainer: pl.Trainer) -> bool:
     A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
     validates by the old number of batches, and trains an epoch more if it is resumed again. With
     ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. It also counts a
-    step that failed before the save on an exception, and validates a step too soon.
-
-    Returns:
-        Whether the run resumes: then what loggers count is to be set when its first step begins.
-        Lightning adds one or not by where the save was.
+    step that failed before the save on an exception, and validates a step too soon. Returns whether
+    the run resumes: then what loggers count is to be set at its first step, since Lightning adds
+    one or not by where the save was.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress

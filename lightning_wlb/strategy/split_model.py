@@ -267,7 +267,8 @@ class StepRunner:
             _refuse_loss(returned, None if ran is None else ran[1])
         batch, loss = ran
         executor.finish()
-        if not executor.left_mesh:
+        # Heterogeneous pipelines sum tied gradients, too.
+        if executor.bucket_lifetimes is executor.parameters:
             place, groups = executor.pipeline.rank, self._split.groups
             add_tied_gradients(executor.model, place, groups.pipeline)
         executor.read()

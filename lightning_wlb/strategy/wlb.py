@@ -363,7 +363,7 @@ class WLBStrategy(ParallelStrategy):
         After an exception on some ranks only, or one before training, nothing is written, and a
         line on stderr says so.
         """
-        if cause := self.processes.alone or self.checkpoints.refusal:
+        if cause := self.processes.faults.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")
             return
         self.processes.check_connected(self.world_size)
@@ -380,7 +380,7 @@ class WLBStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""
-        unsaved = self.processes.alone or self.checkpoints.refusal
+        unsaved = self.processes.faults.alone or self.checkpoints.refusal
         if self.is_global_zero and unsaved is None:
             self.checkpoints.remove(filepath)
 

@@ -270,13 +270,15 @@ class HeartbeatServer(threading.Thread):
         silent, busy = [], []
         for peer in self._peers.values():
             if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size):
-                silent.append(f"rank {peer.rank} gives no sign of life; ")
-            elif peer.place is None and not peer.ended and not peer.waits:
-                busy.append(f"; rank {peer.rank} did not wait for others, at {peer.doing}")
-        over = f"; the run of {names_of_ranks(self._left)} is over" if self._left else ""
-        # Silence comes first, since it is the likelier cause: what others raise is their time-out.
+                # First, since it is the likelier cause: what the others raise is their time-out.
+                silent.append(f"rank {peer.rank} gives no sign of life")
+            elif not (peer.place or peer.ended or peer.waits):
+                busy.append(f"rank {peer.rank} did not wait for others, at {peer.doing}")
         failed = f"rank {self._first.rank} failed, {self._first.text}"
-        return "".join([*silent[:4], failed, *busy[:4], over])
+        return "; ".join([*silent, failed, *busy[:4], *self._over_on()])
+
+    def _over_on(self) -> list[str]:
+        return [f"the run of {names_of_ranks(self._left)} is over"] if self._left else []
 
     def _decide(self, now: float) -> None:
         """Decide whether the ranks that have failed have failed together."""
@@ -313,12 +315,12 @@ class HeartbeatServer(threading.Thread):
         if not silent and together and seconds < patience:
             return
         self._reported = stands
-        over = f" The run of {names_of_ranks(self._left)} is over." if self._left else ""
         self._say(
             f"no rank has got on for {seconds:.0f} s."
             f" {'No sign of life from' if silent else 'Furthest behind:'} {_shown(behind, now)}."
             + (f" The others wait: {_shown(others, now)}." if others else "")
-            + f"{over} The time-out of {self._timeout:g} s ends the run."
+            + "".join(f" But {each}." for each in self._over_on())
+            + f" The time-out of {self._timeout:g} s ends the run."
         )
         for peer in behind[:4]:
             peer.link.send(stack=True)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -79,7 +80,7 @@ class Notices:
         """Forget what all ranks now act on: a later run in this process begins without it."""
         self.mine = self.seen = 0
 
-    def note(self, number: int, bit: int) -> None:
+    def note(self, bit: int, number: int, _: FrameType | None = None) -> None:
         """Handle a signal, in the main thread, between any two instructions."""
         if self._end_wait:
             self._end_wait = False
@@ -117,6 +118,7 @@ class Notices:
 
 NOTICES = Notices()
 """The notices of this process."""
+_requeue, _interrupt = (partial(NOTICES.note, bit) for bit in (REQUEUE, INTERRUPT))
 
 
 class Signals(_SignalConnector):
@@ -129,7 +131,7 @@ class Signals(_SignalConnector):
         before = self._original_handlers[signal.SIGTERM]
 
         def stop(number: int, frame: Any) -> None:
-            NOTICES.note(number, STOP)
+            NOTICES.note(STOP, number)
             if callable(before):
                 before(number, frame)
 
@@ -152,14 +154,6 @@ def heed_requeue(environment: Any) -> None:
     slurm = isinstance(environment, SLURMEnvironment)
     if slurm and threading.current_thread() is threading.main_thread():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number or signal.SIGUSR1])
-
-
-def _requeue(number: int, _: FrameType | None) -> None:
-    NOTICES.note(number, REQUEUE)
-
-
-def _interrupt(number: int, _: FrameType | None) -> None:
-    NOTICES.note(number, INTERRUPT)
 
 
 def _requeue_signal(environment: Any) -> signal.Signals | None:

@@ -176,11 +176,6 @@ class Executor:
         """Wait for the gradients of the last step and set ``.grad`` of the sharded parameters."""
         self.bucket_lifetimes.finish()
 
-    @property
-    def left_mesh(self) -> bool:
-        """Whether the last step ran on heterogeneous pipelines, which also sum tied gradients."""
-        return self.bucket_lifetimes is not self.parameters
-
     def _runtime(self, plan: StepPlan) -> StepRuntime:
         if not plan.schemes:
             groups = self.groups.of_step(plan)

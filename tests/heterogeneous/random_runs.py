@@ -289,7 +289,7 @@ def train(
         )
         losses.append(runner.run(batch, plan.target_tokens).item())
         runner.finish()
-        if not runner.left_mesh:
+        if runner.bucket_lifetimes is runner.parameters:
             add_tied_gradients(model, rank, runner.groups.pipeline)
         runner.read()
         trained = {n: each for n, each in model.named_parameters() if each.requires_grad}

@@ -211,7 +211,7 @@ def test_a_rank_that_has_left_the_run_is_named_to_those_that_wait_for_it(start):
         job.links[0].send(progress=(3, 1), doing="step 2", seconds=9.0)
         time.sleep(0.02)
     assert "rank 0, at step 2" in job.said[0]
-    assert "The run of rank 1 is over." in job.said[0]
+    assert "But the run of rank 1 is over." in job.said[0]
 
 
 def test_nothing_is_said_where_all_do_the_same_between_steps(start):

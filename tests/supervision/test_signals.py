@@ -230,8 +230,7 @@ def early_and_late(folder: Path, mesh) -> int:
     return runner.global_step
 
 
-def test_a_requeue_signal_that_was_blocked_while_a_rank_imported_is_noted(monkeypatch):
-    monkeypatch.setattr(signals, "NOTICES", signals.Notices())
+def test_a_requeue_signal_that_was_blocked_while_a_rank_imported_is_noted():
     before = signal.getsignal(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
