@@ -20,6 +20,7 @@ import socket
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -238,7 +239,9 @@ def own_folder(path: Path, mode: int = 0o700) -> Path:
             exchange it.
     """
     for parent in reversed(path.parents):
-        parent.mkdir(mode, exist_ok=True)  # which a umask of 002 would let the group write to
+        if not os.path.lexists(parent):  # else it is not made, as by root in a user's home
+            check_parents(parent.parent.resolve() / parent.name)
+            parent.mkdir(mode, exist_ok=True)  # which a umask of 002 would let the group write to
     path = path.parent.resolve() / path.name
     check_parents(path)
     if not os.path.lexists(path):
@@ -249,6 +252,21 @@ def own_folder(path: Path, mode: int = 0o700) -> Path:
     if mine and rights & ~mode & 0o077 and not (rights & ~mode & 0o022 and any(path.iterdir())):
         path.chmod(rights & (mode | 0o7700))
     return check_folder(path, mode=mode)
+
+
+def left_behind(mine: Path, names: re.Pattern[str]) -> list[Path]:
+    """The folders of such names beside one that was just made that killed processes have left.
+
+    Nothing was written there for an hour, by the file system's clock. What vanishes meanwhile, or
+    may not be looked into, is none.
+    """
+    now, found = mine.stat().st_mtime, []
+    for other in mine.parent.iterdir():
+        if names.fullmatch(other.name):
+            with suppress(OSError):
+                written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
+                found += [other] if now - written > 3600 else []
+    return found
 
 
 def check_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o755) -> Path:

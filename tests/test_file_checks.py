@@ -247,3 +247,12 @@ def test_the_hub_is_out_of_reach_where_its_name_is_not_known(monkeypatch) -> Non
         assert not file_checks.hub_is_out_of_reach()
     finally:
         file_checks.hub_is_out_of_reach.cache_clear()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to another user")
+def test_root_makes_no_folder_in_the_home_of_a_user(tmp_path: Path) -> None:
+    """Else that user has no ``~/.cache`` any more, after one ``sudo`` that keeps HOME."""
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(ValueError, match=r"who could exchange \S+cache "):
+        file_checks.own_folder(tmp_path / ".cache/lightning_wlb")
+    assert not list(tmp_path.iterdir())

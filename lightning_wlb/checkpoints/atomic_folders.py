@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import my_user
+from lightning_wlb.file_checks import left_behind, my_user
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -54,8 +54,6 @@ POINTS = (
 """The points at which tests end a save; :func:`reached` is called at each."""
 
 _ASIDE, _REPLACED = ".partial", ".old"
-_STALE_SECONDS = 3600
-"""A folder in ``.partial`` to which nothing was written for so long belongs to a dead save."""
 _LATE_SECONDS = 10
 """How long a network file system may take to show what another node has written."""
 _UNFINISHED = re.compile(r".+-[0-9a-f]{32}")
@@ -119,7 +117,10 @@ def begin(path: Path, kind: str) -> PartialFolder:
     except ValueError:
         aside.folder.rmdir()
         raise
-    _remove_leftovers(aside.folder)
+    for other in left_behind(aside.folder, _UNFINISHED):
+        with suppress(OSError):  # its own run is renaming it, or it belongs to another user
+            rank_zero_info(f"Removing {other}: a save that broke off has left it.")
+            _delete(other)
     reached("begun")
     return aside
 
@@ -272,19 +273,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-def _remove_leftovers(mine: Path) -> None:
-    """Remove the stale folders of saves that died; their age is by the file system's clock."""
-    now = mine.stat().st_mtime
-    for other in mine.parent.iterdir():
-        if not _UNFINISHED.fullmatch(other.name):
-            continue
-        with suppress(OSError):  # its own run is renaming it, or it belongs to another user
-            written = max(each.stat().st_mtime for each in (other, *other.rglob("*")))
-            if now - written > _STALE_SECONDS:
-                rank_zero_info(f"Removing {other}: a save that broke off has left it.")
-                _delete(other)
 
 
 def _tidy(path: Path) -> None:

@@ -74,14 +74,18 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         except OSError:
             continue
         aside.chmod(mode)
-        _remove_left(aside)
+        for left in file_checks.left_behind(aside, _UNFINISHED):
+            remove(left)
         break
     else:
         raise OSError(errno.EACCES, f"No folder for {key} can be made, in {root} neither")
     replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
-        files = {path.name: described(_on_disk(path)) for path in aside.iterdir()}
+        for path in aside.iterdir():
+            with path.open("rb") as file:  # after a power cut sizes may be there, and no content
+                os.fsync(file.fileno())
+        files = {path.name: described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         for damaged in replaced:
             with suppress(OSError):
@@ -99,13 +103,6 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             remove(each)
 
 
-def _on_disk(path: Path) -> Path:
-    """A file once it is on the disk: after a power cut a size may be there without the content."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return path
-
-
 def remove(path: Path) -> None:
     """Remove a folder, or a file or link in its place; what cannot be removed stays."""
     with suppress(OSError):
@@ -113,18 +110,6 @@ def remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()  # rmtree would open a FIFO, and wait
-
-
-def _remove_left(aside: Path) -> None:
-    """Remove what killed processes have left half built beside a folder that was just made.
-
-    Nothing was written there for an hour, by the file system's clock.
-    """
-    now = aside.stat().st_mtime
-    for other in filter(lambda path: _UNFINISHED.fullmatch(path.name), aside.parent.iterdir()):
-        with suppress(OSError):  # its own process is renaming it
-            if now - max(each.stat().st_mtime for each in (other, *other.rglob("*"))) > 3600:
-                remove(other)
 
 
 def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:
