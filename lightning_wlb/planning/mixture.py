@@ -107,16 +107,21 @@ class MixedBatches(GlobalBatches):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
+        self._lengths = self._lengths[:0]  # those of the last batch drawn
         super().load_state_dict(state)
         saved = [state["mixture"][share.name] for share in self._shares]
         self._standings = tuple(
             _Standing(*(whole(name, each[name], 0) for name in _Standing._fields)) for each in saved
         )
-        for share, (passes, position, *_) in zip(self._shares, self._standings, strict=True):
+        for share, (passes, position, drawn, _) in zip(self._shares, self._standings, strict=True):
             # A pass that is over is begun anew where the store repeats.
-            if position > share.documents - share.repeat or passes >= 1 << 31:
+            beyond = position > share.documents - share.repeat or passes >= 1 << 31
+            if beyond or (not share.repeat and drawn != position):
                 raise ValueError(f"no run stands at document {position} of {share.name}")
         self._make_orders()
+        offset = self._at.offset
+        if offset and (self.exhausted or offset >= self._drawn(self._standings)[1]):
+            raise ValueError(f"no run stands at token {offset} of the next document")
 
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """The pieces of the global batch at a position, and where it ends.

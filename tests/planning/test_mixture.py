@@ -87,9 +87,28 @@ def test_a_state_is_a_place(stores, cuts, shuffle) -> None:
             assert resumed.state_dict() == mixed.state_dict()
 
 
+def test_a_token_beyond_the_next_document_is_refused_and_no_other() -> None:
+    mixed = batches([([15, 60], 1.0, True)])
+    begun = mixed.state_dict()
+    with pytest.raises(ValueError, match="no run stands at token 90 of the next document"):
+        batches([([15, 60], 1.0, True)]).load_state_dict(begun | {"offset": 90})
+    states = [begun]
+    while mixed.draw(0) is not None:
+        states.append(mixed.state_dict())
+    assert any(state["offset"] for state in states)
+    for state in states:  # whatever was drawn before
+        mixed.load_state_dict(state)
+        assert mixed.state_dict() == state
+
+
 @pytest.mark.parametrize(
     ("repeat", "made_up"),
-    [(True, {"position": 2}), (False, {"position": 3}), (True, {"passes": 1 << 31})],
+    [
+        (True, {"position": 2}),
+        (False, {"position": 3}),
+        (True, {"passes": 1 << 31}),
+        (False, {"position": 2}),  # although none was drawn
+    ],
 )
 def test_a_place_beyond_a_store_is_refused(repeat: bool, made_up: dict[str, int]) -> None:
     mixed = batches([([5, 6], 1.0, repeat)])
