@@ -154,8 +154,14 @@ class Checkpointer:
             # Outside of a fit: nothing to resume from, which "last" passes over.
             checkpoint.pop(resuming.RESUMABLE, None)
             weights_only = True
-        checkpoint.pop("state_dict", None)
-        checkpoint.pop("optimizer_states", None)
+        # The strategy leaves these empty: what is in them a hook has put there.
+        if checkpoint.pop("state_dict", None) or any(checkpoint.pop("optimizer_states", ())):
+            raise MisconfigurationException(
+                "A hook (on_save_checkpoint) has put values into checkpoint['state_dict'] or"
+                " ['optimizer_states'], whose place the shards of the model and the optimizers take"
+                " under WLBStrategy: they would be lost. Keep averages of weights and the like"
+                " under a key of their own, as checkpoint['ema']."
+            )
         _leave_open_epoch(checkpoint)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:
             checkpoint[resuming.JOB] = job

@@ -12,12 +12,14 @@ from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.checkpoints import atomic_folders, writing
 from lightning_wlb.checkpoints.manifest import Damaged
+from lightning_wlb.checkpoints.pickle_checks import load_state
 from lightning_wlb.strategy import checkpointing as saving
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.ranks import run_ranks
@@ -194,6 +196,33 @@ def test_the_newest_that_is_not_damaged_is_resumed_from(results):
                 assert "step=4.ckpt is damaged: the content of __1_0.distcp" in said
                 assert "Going on from" in said
                 assert "step=3.ckpt, the newest" in said
+
+
+class Averages(L.Callback):
+    """Puts averages in the place of weights, as callbacks for other strategies do."""
+
+    key = "state_dict"
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
+        checkpoint[self.key] = {"model.head.norm.weight": torch.ones(1)}
+
+
+def averaging(rank: int, folder: Path) -> tuple[str, bool, Any]:
+    callback = Averages()
+    runner = trainer(WLBStrategy(), 1, max_steps=1, callbacks=[callback])
+    runner.fit(module(SMALL), data(SMALL))
+    with pytest.raises(MisconfigurationException) as error:
+        runner.save_checkpoint(folder / "a.ckpt")
+    callback.key = "ema"
+    runner.save_checkpoint(folder / "b.ckpt")
+    return str(error.value), (folder / "a.ckpt").exists(), load_state(folder / "b.ckpt/meta.pt")
+
+
+def test_weights_that_a_hook_puts_in_place_of_the_models_are_not_dropped(tmp_path):
+    ((said, saved, rest),) = run_ranks(averaging, 1, tmp_path, process_group=False)
+    assert "under a key of their own, as checkpoint['ema']" in said
+    assert not saved
+    assert torch.equal(rest["ema"]["model.head.norm.weight"], torch.ones(1))
 
 
 def test_lightning_says_saved_only_of_what_is_there(tmp_path, caplog):
