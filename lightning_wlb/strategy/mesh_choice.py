@@ -210,6 +210,11 @@ def run_profile(
         searched: whether the run's mesh is searched for.
     """
     given = None if data is None else data.profile
+    if given is not None and given.device_type != devices.device.type:
+        rank_zero_info(
+            f"WLBStrategy: steps run on {devices.device.type}, but are planned by the profile"
+            f" {given.name!r} of {given.device}, with its times and memory."
+        )
     by_work = devices.device.type == "cpu" or (data is not None and data.plans_by_work)
     if given is None and not searched and by_work:
         return None

@@ -320,3 +320,12 @@ def test_runs_on_gpus_and_those_that_search_plan_by_a_profile() -> None:
             assert known(device, searched=searched, profile=own) == replace(own, **four)
     # Nothing is known of what lies between nodes of CPUs.
     assert known("cpu", searched=True, nodes=2) is None
+
+
+def test_a_profile_of_another_kind_of_device_is_said() -> None:
+    with mock.patch.object(searching, "rank_zero_info") as told:
+        for device, name in (("cpu", "cpu"), ("cuda", "h100")):
+            known(device, searched=False, profile=Profile.load(name))
+        assert not told.called
+        known("cuda", searched=False, profile=Profile.load("cpu"))
+    assert "run on cuda, but are planned by the profile 'cpu' of" in told.call_args[0][0]
