@@ -29,6 +29,7 @@ for each.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -311,8 +312,8 @@ def is_checkpoint(path: Path) -> bool:
         return manifest.read(path).kind == manifest.CHECKPOINT
     except (NotADirectoryError, ValueError):
         return False
-    except OSError:
-        return path.suffix == ".ckpt"
+    except OSError as error:
+        return path.suffix == ".ckpt" and error.errno != errno.ELOOP  # a link to itself
 
 
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:

@@ -79,6 +79,7 @@ def test_no_run_begins_anew_beside_what_cannot_be_looked_into(code, tmp_path, mo
 
     monkeypatch.setattr(os, "stat", refuse)
     monkeypatch.setattr(manifest, "read_json", lambda path: (refuse(path), read(path))[1])
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt")
     assert resuming.candidates_in(tmp_path, False) == [closed]
     mine = write(tmp_path / "mine", 4, 1.0)
     with pytest.warns(match=r"step=4\.ckpt/\S+' It is passed over"):
