@@ -119,18 +119,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ValueError: the position is inside a step of other batches, or of another order.
         """
         epoch, batches = (whole(name, state[name], 0) for name in ("epoch", "batches"))
-        steps, rest = divmod(
-            batches, a_step := whole("a_step", state.get("a_step", self._a_step), 1)
-        )
+        a_step = whole("a_step", state.get("a_step", self._a_step), 1)
+        steps, rest = divmod(batches, a_step)
         order, ranks = state.get("order", self._order), state.get("ranks", self.ranks)
-        dealt = a_step, ranks
-        if order != self._order or (rest and dealt != (self._a_step, self.ranks)):
+        if order != self._order or (rest and (a_step, ranks) != (self._a_step, self.ranks)):
             raise ValueError(
                 f"The saved position, {rest} of {a_step} batches of step {steps}, is of the order"
                 f" {order} on {ranks} ranks; here a step has {self._a_step} in {self._order} on"
-                f" {self.ranks}. Sequences would be"
-                " lost or repeated: resume with the same data and settings; others of ranks and"
-                " micro-batches may follow the last batch of a step."
+                f" {self.ranks}. Sequences would be lost or repeated: resume with the same data and"
+                " settings; other ranks and micro-batches may follow the last batch of a step."
             )
         self.epoch, self.batches = epoch, steps * self._a_step + rest
 

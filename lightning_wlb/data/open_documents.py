@@ -24,7 +24,7 @@ from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS, check_no_copies
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
-from lightning_wlb.file_checks import check_once, refuse_closed
+from lightning_wlb.file_checks import refuse_closed
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
@@ -266,11 +266,9 @@ def _with_paths(name: str, source: Any) -> Any:
     """The source with strings turned into paths, and a glob pattern into the list of its files."""
     if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
         _check_open(source)
-        found, seen = sorted(map(Path, glob.glob(source, recursive=True))), dict[str, str]()
+        found = sorted(map(Path, glob.glob(source, recursive=True)))
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
-        for path in found:
-            check_once(path, seen)
         check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":

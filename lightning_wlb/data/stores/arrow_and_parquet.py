@@ -173,9 +173,6 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
             of them, or what ``datasets`` has kept of ``map`` or ``filter`` beside its source.
     """
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
-    seen: dict[str, str] = {}
-    for path in files if any(map(Path.is_symlink, files)) else []:
-        file_checks.check_once(path, seen)
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
     found = [match for path in files if (match := _SHARD.match(path.name))]

@@ -71,14 +71,12 @@ def _checked(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) ->
             f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each"
             " document."
         )
-    arrays = [
-        np.ones(length, bool) if mask is None else np.asarray(mask)
-        for mask, length in zip(masks, lengths.tolist(), strict=True)
-    ]
-    for number, (mask, length) in enumerate(zip(arrays, lengths.tolist(), strict=True)):
-        if mask.shape != (length,):
+    arrays: list[Array] = []
+    for mask, length in zip(masks, lengths.tolist(), strict=True):
+        arrays.append(np.ones(length, bool) if mask is None else np.asarray(mask))
+        if (shape := arrays[-1].shape) != (length,):
             raise ValueError(
-                f"{name}: document {number} has {length} tokens but a mask of shape {mask.shape}."
-                " Give one bool for each token."
+                f"{name}: document {len(arrays) - 1} has {length} tokens but a mask of shape"
+                f" {shape}. Give one bool for each token."
             )
     return arrays

@@ -97,7 +97,7 @@ class Source:
             raise ValueError(
                 f"{path} holds {len(found)} files and none that can be read. Give {known}."
             )
-        check_no_copies(chosen)
+        check_no_copies(chosen, links=False)
         check_one_split(chosen, path)
         left = sorted(set(found) - set(chosen))
         return cls(path, tuple(chosen), tuple(each.relative_to(path).as_posix() for each in left))
@@ -197,15 +197,18 @@ def rows(part: Part) -> Iterator[Row]:
         raise ValueError(f"{part.path} cannot be unpacked: {error}. Compress it again.") from error
 
 
-def check_no_copies(files: Sequence[Path]) -> None:
-    """Refuse files whose documents would come twice, as copies or packed and unpacked.
+def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
+    """Refuse files whose documents would come twice: as copies, packed and unpacked, or by a link.
 
-    They are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
-    ``a.jsonl.gz`` beside ``a.jsonl``.
+    Copies are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
+    ``a.jsonl.gz`` beside ``a.jsonl``. Without ``links`` these have been looked at.
 
     Raises:
         ValueError: naming both.
     """
+    seen: dict[str, str] = {}
+    for path in files if links else ():
+        file_checks.check_once(path, seen)
     names = set(map(str, files))
     for path in files:
         plain = _COPY.sub("", path.name)
