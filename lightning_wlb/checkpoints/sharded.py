@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -97,7 +99,7 @@ def load(
             f"{path} holds weights only, so training cannot resume from it. Pass a checkpoint that"
             f" was saved without save_weights_only; or {_new_run(model, path)}"
         )
-    weights = get_model_state_dict(model, options=_OPTIONS)
+    weights: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS)
     state: dict[str, Any] = {WEIGHTS: weights}
     optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
@@ -118,6 +120,18 @@ def load(
         f"optimizer_{index}.{name}" for index, each in enumerate(optimizer_states) for name in each
     )
     _check_names(path, model, weights, kept if optimizers else None, names, ranks)
+    rounded = [
+        name
+        for name, value in weights.items()
+        if isinstance(there := names.get(f"{WEIGHTS}.{name}"), TensorStorageMetadata)
+        and there.properties.dtype.itemsize > value.dtype.itemsize
+    ]
+    if optimizers and rounded:
+        rank_zero_warn(
+            f"{path} holds weights in a wider dtype than they have here, and they are rounded to"
+            f" it; {in_words({weights[rounded[0]].dtype: rounded})}. To go on exactly, resume with"
+            " the precision of the run that saved it."
+        )
     fill(state, path, stored, ranks, listed)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
@@ -198,7 +212,7 @@ def _check_names(
         )
 
 
-def in_words(found: Mapping[str, Sequence[str]]) -> str:
+def in_words(found: Mapping[Any, Sequence[str]]) -> str:
     """Names by what is wrong with them, the first of each; empty where nothing is."""
     return "; ".join(
         f"{what}: {', '.join(each[:3])}{f' and {len(each) - 3} more' if len(each) > 3 else ''}"

@@ -1,6 +1,7 @@
 """Resume: 3 steps, save, resume, 3 more equal 6 steps without a break, on this or another mesh."""
 
 import multiprocessing
+import warnings
 from collections import OrderedDict
 from functools import cache
 from pathlib import Path
@@ -392,6 +393,19 @@ def test_state_that_no_optimizer_keeps_is_not_left_out(tmp_path):
     frozen.step()
     writing.write(tmp_path / "b", sharded.collect(other, [frozen], {}, {}))
     sharded.load(tmp_path / "b", other, [frozen], {})
+
+
+def test_weights_that_are_rounded_when_a_run_resumes_are_said(tmp_path):
+    layers, optimizer = small_model(1 / 3)
+    writing.write(tmp_path / "a", sharded.collect(layers, [optimizer], {}, {}))
+    narrow = small_model(2.0)[0].bfloat16()
+    other = torch.optim.AdamW(narrow.parameters())
+    with pytest.warns(UserWarning, match=r"rounded to it; torch\.bfloat16: 0\.weight, 0\.bias, 1"):
+        sharded.load(tmp_path / "a", narrow, [other], {})
+    with warnings.catch_warnings():  # a wider dtype holds all values
+        warnings.simplefilter("error", UserWarning)
+        wide = small_model(2.0)[0].double()
+        sharded.load(tmp_path / "a", wide, [torch.optim.AdamW(wide.parameters())], {})
 
 
 def test_a_models_state_is_a_plain_dictionary(monkeypatch):
