@@ -180,13 +180,11 @@ def tokenise(
         TimeoutError: another process has this folder and does not get on.
     """
     out = Path(out)
-    if out.exists():
-        _check_mine(out)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     workers = whole("workers", cores if workers is None else workers, 1)
     identity = folders.as_made(out, request.identity(), request.files)
     if (made := folders.finished(out, identity)) is not None:
-        _check_mine(out)  # it may have come since
+        _check_mine(out)
         return made
     folders.check_free(out)
     out.mkdir(parents=True, exist_ok=True)

@@ -240,5 +240,8 @@ def _aside(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which it is
+        raise
     finally:
         aside.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The result knows neither the number of processes nor the moments at which a run was ended."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -331,6 +332,15 @@ def test_documents_that_the_disk_has_no_room_for_are_refused(request_, tmp_path,
     usage = shutil.disk_usage(tmp_path)._replace(free=99)
     monkeypatch.setattr(arrow_and_parquet.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(ValueError, match=r"unpacks to [\d,]+ bytes, and .* are 99 left"):
+        tokenise(request_, tmp_path / "out", workers=1)
+
+
+def test_a_disk_that_fills_up_is_named(request_, tmp_path, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: \S+/out/lightning_wlb\.partial"):
         tokenise(request_, tmp_path / "out", workers=1)
 
 
