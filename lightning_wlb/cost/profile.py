@@ -144,14 +144,13 @@ class Profile:
     slowed_beside: float
 
     def __post_init__(self) -> None:
-        sizes = ("peak_flops", "memory_bytes", "devices_per_node")
-        for name in (*sizes, "element_bytes_per_second", "eager_factor", "sustained"):
+        for name in ("peak_flops", "element_bytes_per_second", "eager_factor"):
             check_positive(name, [getattr(self, name)])
         number("device profile: slowed_beside", self.slowed_beside, 1)
-        number("device profile: sustained", self.sustained, 0, 1)
+        number("device profile: sustained", self.sustained, 0, 1, above=True)
         choice("device profile: device_type", self.device_type, ("cpu", "cuda"))
         for name in ("memory_bytes", "devices_per_node"):
-            whole(f"device profile: {name}", getattr(self, name))
+            whole(f"device profile: {name}", getattr(self, name), 1)
         known = {field.name for field in fields(ModelShape)}
         if self.shape and not {"dim"} <= self.shape.keys() <= known:
             raise ValueError(
