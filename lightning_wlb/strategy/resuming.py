@@ -319,8 +319,9 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     """The checkpoints in a folder, and those that a save which died was about to replace.
 
-    A link to another one of them is left out, and so is, with a warning, what another user has put
-    into a folder that everybody may write to.
+    A link to another one of them is left out, so is what a search for a learning rate that died has
+    left of its beginning, and, with a warning, what another user has put into a folder that
+    everybody may write to.
 
     Raises:
         OSError: the folder is there, and cannot be looked into.
@@ -330,6 +331,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     with suppress(FileNotFoundError, NotADirectoryError):
         # Not by glob, to which a folder that cannot be looked into is empty: one would begin anew.
         there = sorted(each for each in folder.iterdir() if each.match(pattern)) + there
+    there = [each for each in there if not each.name.startswith(".lr_find_")]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
     strange = atomic_folders.strangers(there, folder)
     for path in there:

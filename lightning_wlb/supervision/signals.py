@@ -15,8 +15,8 @@ place,
   1. A second one ends this process at once.
 
 Outside of fit the requeue signal is only reported; it must not end a process, so a handler is set
-when the Trainer is made, and stays after the run. SIGTERM before the first step and after the last
-one ends the process, as ever.
+when the Trainer is made, and stays after the run. SIGTERM before the first step ends the process,
+as ever; after the last one, as in its save, it ends the process's next run at its first batch.
 
 A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
 there were no more data. Lightning has taken one batch ahead, whose step then is the last one.

@@ -51,6 +51,8 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_last_is_the_newest_of_any_name(places):
     runner, paths = places
+    # Of no search for a learning rate that died: initial values, by which a run would begin anew.
+    write(paths["last.ckpt"].with_name(".lr_find_0.ckpt"), 0, 99.0, lr_schedulers=[])
     assert names(resuming.candidates(runner, "last", True)) == ["step=9.ckpt", "last.ckpt"]
     # To evaluate, weights are enough.
     assert names(resuming.candidates(runner, "last", False))[0] == "weights.ckpt"
