@@ -18,50 +18,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
 
-    from lightning_wlb.adapters.plan_step import plan_step
-    from lightning_wlb.callbacks.monitor import ImbalanceMonitor
-    from lightning_wlb.cli.train import WLBCLI
-    from lightning_wlb.data.datamodule import WLBDataModule
-    from lightning_wlb.data.loader import StepDataset, StepLoader
-    from lightning_wlb.data.open_documents import documents
-    from lightning_wlb.data.stores.document_store import DocumentStore
-    from lightning_wlb.data.stores.in_memory import InMemoryDocuments
-    from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-    from lightning_wlb.models.config import TransformerConfig
-    from lightning_wlb.models.decoder import Decoder
-    from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
-    from lightning_wlb.models.language_module import LanguageModule
-    from lightning_wlb.models.transformer import Transformer
-    from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
-    from lightning_wlb.planning import DataSettings
-    from lightning_wlb.planning.balanced_step import BalancedStep
-    from lightning_wlb.strategy.wlb import WLBStrategy
-
-__all__ = [
-    "WLBCLI",
-    "BalancedStep",
-    "DataSettings",
-    "Decoder",
-    "DocumentStore",
-    "HuggingFaceModule",
-    "ImbalanceMonitor",
-    "InMemoryDocuments",
-    "LanguageModule",
-    "MicroBatch",
-    "Piece",
-    "ReplicaPlan",
-    "Slice",
-    "StdlibDocuments",
-    "StepDataset",
-    "StepLoader",
-    "StepPlan",
-    "Transformer",
-    "TransformerConfig",
-    "WLBDataModule",
-    "WLBStrategy",
-    "documents",
-    "plan_step",
-]
+    from lightning_wlb.adapters.plan_step import plan_step as plan_step
+    from lightning_wlb.callbacks.monitor import ImbalanceMonitor as ImbalanceMonitor
+    from lightning_wlb.cli.train import WLBCLI as WLBCLI
+    from lightning_wlb.data.datamodule import WLBDataModule as WLBDataModule
+    from lightning_wlb.data.loader import StepDataset as StepDataset
+    from lightning_wlb.data.loader import StepLoader as StepLoader
+    from lightning_wlb.data.open_documents import documents as documents
+    from lightning_wlb.data.stores.document_store import DocumentStore as DocumentStore
+    from lightning_wlb.data.stores.in_memory import InMemoryDocuments as InMemoryDocuments
+    from lightning_wlb.data.stores.python_stdlib import StdlibDocuments as StdlibDocuments
+    from lightning_wlb.models.config import TransformerConfig as TransformerConfig
+    from lightning_wlb.models.decoder import Decoder as Decoder
+    from lightning_wlb.models.huggingface.huggingface_module import (
+        HuggingFaceModule as HuggingFaceModule,
+    )
+    from lightning_wlb.models.language_module import LanguageModule as LanguageModule
+    from lightning_wlb.models.transformer import Transformer as Transformer
+    from lightning_wlb.plan import MicroBatch as MicroBatch
+    from lightning_wlb.plan import Piece as Piece
+    from lightning_wlb.plan import ReplicaPlan as ReplicaPlan
+    from lightning_wlb.plan import Slice as Slice
+    from lightning_wlb.plan import StepPlan as StepPlan
+    from lightning_wlb.planning import DataSettings as DataSettings
+    from lightning_wlb.planning.balanced_step import BalancedStep as BalancedStep
+    from lightning_wlb.strategy.wlb import WLBStrategy as WLBStrategy
 
 _HOMES = {
     "adapters.plan_step": ["plan_step"],
@@ -84,6 +65,8 @@ _HOMES = {
     "strategy.wlb": ["WLBStrategy"],
 }
 """The names that each module gives the package."""
+
+__all__ = [name for names in _HOMES.values() for name in names]
 
 _EXTRAS = {"transformers": "hf", "safetensors": "hf", "peft": "hf", "datasets": "hf"}
 _STRATEGIES = "lightning.pytorch.strategies"

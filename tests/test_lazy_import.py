@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +90,15 @@ def test_the_strategy_is_registered_whichever_comes_first(first: str) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    homes = [name for names in lightning_wlb._HOMES.values() for name in names]
-    assert sorted(homes) == sorted(lightning_wlb.__all__)
+    typed = [
+        (str(node.module).removeprefix("lightning_wlb."), each.name)
+        for node in ast.walk(ast.parse(Path(lightning_wlb.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.asname == each.name
+    ]
+    homes = [(home, name) for home, names in lightning_wlb._HOMES.items() for name in names]
+    assert sorted(typed) == sorted(homes)
     assert set(lightning_wlb.__all__) <= set(dir(lightning_wlb))
     for name in lightning_wlb.__all__:
         assert getattr(lightning_wlb, name).__name__ == name

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lightning_wlb.distributed.collectives import all_gather_into
+from lightning_wlb.distributed.collectives import all_gather
 from lightning_wlb.mesh import AXES, Mesh, Rank
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
@@ -348,6 +348,4 @@ def gather_from_all_ranks(mine: Tensor) -> Tensor:
     """
     if not dist.is_initialized():
         return mine[None]
-    everyone = mine.new_empty(dist.get_world_size() * len(mine))
-    all_gather_into(everyone, mine)
-    return everyone.view(-1, len(mine))
+    return all_gather(mine, None).view(-1, len(mine))

@@ -84,15 +84,23 @@ def layout(
     choice("sharding", sharding, SHARDINGS)
     sizes = np.array(lengths, dtype=np.int64).reshape(-1)
     assert sizes.min(initial=1) >= 1, "a plan has no empty pieces"
-    ranks = context_parallel_size
-    if ranks == 1 or len(sizes) == 0:
-        number = np.arange(len(sizes))
-        table = np.stack((0 * number, number, 0 * number, sizes), axis=1)
-    else:
-        table = merged(SHARDINGS[sharding]([sizes], ranks), sizes)
-    table, first, rows, shared = _ordered(table, len(sizes), ranks)
-    rows = -(-rows // tensor_parallel_size) * tensor_parallel_size
-    return Layout(tuple(sizes.tolist()), rows, shared, table, first)
+    table, first = chunks_of_each(sharding, [sizes], context_parallel_size)
+    rank, document, start, stop = table.T
+    # The last assignment to an element stands, so these are the highest and the lowest rank.
+    highest, lowest = np.zeros((2, len(sizes)), dtype=np.int64)
+    highest[document] = rank
+    lowest[document[::-1]] = rank[::-1]
+    whole = (highest == lowest)[document]
+    length = stop - start
+    rows = int(np.diff(offsets(length)[first]).max())
+    return Layout(
+        lengths=tuple(sizes.tolist()),
+        rows=-(-rows // tensor_parallel_size) * tensor_parallel_size,
+        shared=int(np.diff(offsets(length * ~whole)[first]).max()),
+        # Pieces on several ranks first.
+        table=table[np.argsort(2 * rank + whole, kind="stable")],
+        first=first,
+    )
 
 
 def chunks_of_each(
@@ -102,7 +110,7 @@ def chunks_of_each(
 
     Args:
         sharding: a name in :data:`SHARDINGS`.
-        lengths: tokens of the pieces of each micro-batch, at least one.
+        lengths: tokens of the pieces of each micro-batch; a single one may have none.
         ranks: of the context-parallel group of each.
 
     Returns:
@@ -110,7 +118,7 @@ def chunks_of_each(
         chunks of each of these ranks begin, then their number.
     """
     every = np.concatenate(lengths)
-    if ranks == 1:
+    if ranks == 1 or not len(every):
         number = np.repeat(np.arange(len(lengths)), list(map(len, lengths)))
         table = np.stack((number, np.arange(len(every)), 0 * every, every), axis=1)
     else:
@@ -136,19 +144,3 @@ def merged(table: Integers, lengths: Integers) -> Integers:
     joined[:-1, 3] = stop[kept[1:] - 1]
     joined[-1:, 3] = stop[-1:]
     return joined
-
-
-def _ordered(table: Integers, documents: int, ranks: int) -> tuple[Integers, Integers, int, int]:
-    """The table with pieces on several ranks first; and a layout's first, rows and shared."""
-    rank, document, start, stop = table.T
-    # The last assignment to an element stands, so these are the highest and the lowest rank.
-    highest, lowest = np.zeros((2, documents), dtype=np.int64)
-    highest[document] = rank
-    lowest[document[::-1]] = rank[::-1]
-    whole = (highest == lowest)[document]
-    order = np.argsort(2 * rank + whole, kind="stable")
-    first = np.searchsorted(rank, np.arange(ranks + 1))
-    rows = stop - start
-    most = np.diff(offsets(rows)[first]).max()
-    shared = np.diff(offsets(rows * ~whole)[first]).max()
-    return table[order], first, int(most), int(shared)

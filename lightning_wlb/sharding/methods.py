@@ -20,7 +20,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from itertools import islice
 
 import numpy as np
 
@@ -98,7 +97,8 @@ def per_document(lengths: Integers, ranks: int) -> Integers:
     return np.concatenate((_pairs(size, ranks), single))
 
 
-def per_document_contiguous(lengths: Sequence[Integers], ranks: int) -> Integers:
+@one_by_one
+def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; its remainder goes as one chunk to the rank with the fewest rows.
 
     Where that would give the rank more than its share of all remainders, the chunk is cut there, so
@@ -106,39 +106,22 @@ def per_document_contiguous(lengths: Sequence[Integers], ranks: int) -> Integers
     the fewest attention pairs, so that it is not always the same ranks that have more work; then to
     the lowest.
     """
-    every = np.concatenate(lengths)
-    size = every // (2 * ranks)
-    pairs = _pairs(size, ranks)
-    counts = list(map(len, lengths))
-    pairs[:, 0] += ranks * np.repeat(np.arange(len(lengths)), counts)[pairs[:, 1]]
-    rest = zip((2 * ranks * size).tolist(), every.tolist(), strict=True)
-    remainders: list[tuple[int, int, int, int]] = []
-    piece = 0
-    for number, count in enumerate(counts):
-        _deal_remainders(remainders, list(islice(rest, count)), ranks, ranks * number, piece)
-        piece += count
-    return np.concatenate((pairs, np.array(remainders, dtype=np.int64).reshape(-1, 4)))
-
-
-def _deal_remainders(
-    dealt: list[tuple[int, int, int, int]],
-    rest: list[tuple[int, int]],
-    ranks: int,
-    first_rank: int,
-    first_piece: int,
-) -> None:
-    """Append the chunks of a micro-batch's remainders, each from its start to its stop."""
+    size = lengths // (2 * ranks)
+    paired = 2 * ranks * size
     # The paired part gives every rank the same, so only remainders are counted.
-    most = -(-sum(stop - start for start, stop in rest) // ranks)
-    ranked = [(0, 0, rank) for rank in range(first_rank, first_rank + ranks)]
-    for piece, (at, stop) in enumerate(rest, first_piece):
+    most = -(-int((lengths - paired).sum()) // ranks)
+    ranked = [(0, 0, rank) for rank in range(ranks)]
+    remainders = []
+    for piece, (at, stop) in enumerate(zip(paired.tolist(), lengths.tolist(), strict=True)):
         while at < stop:
             rows, pairs, rank = ranked[0]
             end = min(stop, at + most - rows)
-            dealt.append((rank, piece, at, end))
+            remainders.append((rank, piece, at, end))
             pairs += (end * (end + 1) - at * (at + 1)) // 2
             heapq.heapreplace(ranked, (rows + end - at, pairs, rank))
             at = end
+    chunks = np.array(remainders, dtype=np.int64).reshape(-1, 4)
+    return np.concatenate((_pairs(size, ranks), chunks))
 
 
 def _pairs(size: Integers, ranks: int) -> Integers:
