@@ -38,7 +38,6 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ReplicaPlan, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
-from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.plan_scoring import PlanScore, PlanScorer, ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 
@@ -135,7 +134,7 @@ class Case(NamedTuple):
         if profile is None:
             mesh = Mesh(self.data, self.pipeline)
             rules = DataSettings(self.window, self.micro_batches).rules(lengths, REFERENCE_WORK)
-            return REFERENCE_WORK, mesh, AutoPacker(rules).work_scorer(mesh)
+            return REFERENCE_WORK, mesh, rules.work_scorer(mesh)
         mean_context = mean_context_of(lengths, self.window)
         stages = tuple(model_stages(SHAPE, self.pipeline, mean_context))
         for tensor in (1, 2, 4, 8):

@@ -43,6 +43,7 @@ from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning import Planner
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
+from lightning_wlb.planning.step_chooser import fastest
 
 MANY = 20
 """Meshes that are planned at most."""
@@ -108,8 +109,8 @@ class Sample:
         """Time of steps on the mesh over that where each may leave it."""
         on_mesh = chosen = 0
         for plan, verdict in zip(plans, self.verdicts(plans), strict=True):
-            given = self.planner.rules, self.request.data.packer, verdict, self.scorer.limit
-            elected = pool.choose(plan.pieces, *given)
+            planned = pool.arranged(plan.pieces, self.planner.rules, self.request.data.packer)
+            elected = fastest(planned, verdict, self.scorer.limit)
             on_mesh += verdict.time
             chosen += elected.time_ns if elected else verdict.time
         return on_mesh / chosen

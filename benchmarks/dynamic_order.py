@@ -53,6 +53,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.plan import Scheme, Schemes, StepPlan
+from lightning_wlb.planning import planner
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.profiling.device_profile import measure
@@ -85,9 +86,9 @@ SETTINGS: dict[str, tuple[Mesh, tuple[Schemes, ...]]] = {
 }
 
 
-def always(self: Pool, pieces: Any, rules: Any, packer: Any, *mesh: Any) -> PlannedStep:
-    """In place of :meth:`.Pool.choose`: the only strategy, whatever is simulated."""
-    (arranged,) = self.arranged(pieces, rules, packer)
+def always(steps: Sequence[PlannedStep], *mesh: Any) -> PlannedStep:
+    """In place of :func:`.fastest`: the only strategy, whatever is simulated."""
+    (arranged,) = steps
     return arranged
 
 
@@ -95,7 +96,7 @@ def train_rank(
     rank: int, mesh: Mesh, ways: Sequence[Schemes], profile: Profile, options: dict[str, int]
 ) -> list[list[list[RankStep]]]:
     """[ways][turns][steps] on this rank; a way without a strategy is the mesh."""
-    Pool.choose = always
+    planner.fastest = always
     turns: dict[int, list[list[RankStep]]] = defaultdict(list)
     order = list(range(len(ways)))
     for number in (order + order[::-1]) * options["rounds"]:

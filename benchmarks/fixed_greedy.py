@@ -20,14 +20,7 @@ from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import longest_first
 from lightning_wlb.planning.global_batches import GlobalBatches
-from lightning_wlb.planning.packing.base import (
-    MicroBatches,
-    Packer,
-    PackingOptions,
-    Rules,
-    as_lists,
-    as_pieces,
-)
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions, Rules
 
 
 @dataclass(frozen=True)
@@ -89,13 +82,13 @@ class FixedGreedyPacker(Packer):
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces, and the steps that are packed but not yet run."""
-        ready = [list(map(as_lists, step)) for step in self._ready]
+        ready = [[list(map(list, own)) for own in step] for step in self._ready]
         return {**super().state_dict(), "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
-        self._ready = [list(map(as_pieces, step)) for step in state["ready"]]
+        self._ready = [[list(map(Piece._make, own)) for own in step] for step in state["ready"]]
 
     def _steps(self, micro_batches: MicroBatches, batches: int) -> list[MicroBatches]:
         """Group micro-batches of like work into at most ``batches`` steps, none empty."""

@@ -53,6 +53,7 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
     packer = data.packer(data.rules(lengths, REFERENCE_WORK))
     stream = Stream(data.nominal_tokens, data.context_window, packer.cuts_stream, 0, False)
     arrivals = GlobalBatches(lengths, stream)
+    place = Placement(mesh, "per_sequence", packer.rules.work_scorer(mesh))
     number = 0
     while True:
         begin = time.process_time()
@@ -60,7 +61,7 @@ def run(lengths: np.ndarray, data: DataSettings, mesh: Mesh) -> Iterator[Step]:
         # The last global batch of an epoch is short.
         if drain or not any(groups) or arrivals.exhausted:
             return
-        replicas = packer.replicas(groups, Placement(mesh, "per_sequence"))
+        replicas = packer.replicas(groups, place)
         seconds = time.process_time() - begin
         yield Step(number, [piece for group in groups for piece in group], replicas, seconds)
         number += 1

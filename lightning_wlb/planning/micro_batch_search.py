@@ -92,8 +92,7 @@ class MicroBatchSearch:
         nominal: number of micro-batches whose halves and multiples are tried, at least 1.
         cap: most tokens of a micro-batch.
         work: work of a piece or slice, forward and backward together.
-        place: where the pieces run.
-        scorer: scores plans, which are compared by it.
+        place: where the pieces run, with the scorer by which plans are compared.
     """
 
     pieces: list[Piece]
@@ -101,7 +100,6 @@ class MicroBatchSearch:
     cap: int
     work: PassWork
     place: Placement
-    scorer: PlanScorer
     _packs: dict[Candidate, Packs] = field(default_factory=dict, init=False)
     _scores: dict[Candidate, Score] = field(default_factory=dict, init=False)
 
@@ -116,7 +114,7 @@ class MicroBatchSearch:
         if candidate not in self._scores:
             packs = self.packs(candidate)
             self._scores[candidate] = (
-                score_of([replica_plan(packs, 0, self.place.sharding)], self.scorer)
+                score_of([replica_plan(packs, 0, self.place.sharding)], self.place.scorer)
                 if packs
                 else Score(sys.maxsize, sys.maxsize)
             )
@@ -127,7 +125,7 @@ class MicroBatchSearch:
 
         ``begin`` is the index in ``HALVES`` at which the search begins; None: ``START``.
         """
-        mesh, known = self.place.mesh, bool(self.scorer.longest)
+        mesh, known = self.place.mesh, bool(self.place.scorer.longest)
         fewest = FEWEST if self.packs(FEWEST) else Candidate("sliced", 0)
         if mesh.pipeline == 1:
             return self._best_on_one_stage(fewest) if known else fewest
@@ -165,7 +163,7 @@ class MicroBatchSearch:
         self._walk("whole", 1)
         best = min((fewest, *self._scores), key=self.score)
         most = max(sum(part.tokens for part in pack) for pack in self.packs(best))
-        if self.score(best).excess > 0 or most > self.scorer.longest[0]:
+        if self.score(best).excess > 0 or most > self.place.scorer.longest[0]:
             # More micro-batches may need less recomputation.
             self._walk("whole", START)
             self._walk("apart", START)

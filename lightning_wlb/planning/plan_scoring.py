@@ -29,12 +29,7 @@ from lightning_wlb.planning.tuning import CLEARLY_PERCENT
 from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
-from lightning_wlb.prediction.step_totals import (
-    ReplicaTotals,
-    StepTimes,
-    StepTotals,
-    has_totals,
-)
+from lightning_wlb.prediction.step_totals import ReplicaTotals, StepTimes, StepTotals, has_totals
 from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.schedule.fast_simulator import Pipeline, members_of, step_ends
 from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_warm_up
@@ -67,12 +62,12 @@ class Placement(NamedTuple):
     Attributes:
         mesh: the ranks that the step runs on.
         sharding: the sharding that the user asked for; see :func:`.replica_plan`.
-        scorer: compares the plans of methods that try several; None: by exact work.
+        scorer: compares the plans of methods that try several.
     """
 
     mesh: Mesh
     sharding: str
-    scorer: PlanScorer | None = None
+    scorer: PlanScorer
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class WorkScorer:
 
     @cached_property
     def _scores(self) -> dict[object, PlanScore]:
-        """Scores found so far, by replica; ``auto`` makes a new scorer for each step."""
+        """Scores found so far, by replica; the planner makes a new scorer for each step."""
         return {}
 
     def _together(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:

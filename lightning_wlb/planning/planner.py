@@ -27,14 +27,14 @@ from lightning_wlb.argument_checks import choice, whole, wholes
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, ReplicaPlan, Schemes, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Piece, Schemes, StepPlan
 from lightning_wlb.planning.global_batches import GlobalBatches, Stream
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
 from lightning_wlb.planning.packing.base import MicroBatches, Rules
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
-from lightning_wlb.planning.step_chooser import StepChooser, check_packing
+from lightning_wlb.planning.step_chooser import StepChooser, check_packing, fastest
 from lightning_wlb.prediction.recompute import recomputing
 from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
@@ -113,7 +113,7 @@ class Planner:
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         self._checkpointing = activation_checkpointing
-        self._place = Placement(mesh, self._sharding, scorer)
+        self._scorer = scorer
         if step_chooser is not None and scorer is None:
             raise ValueError("a step chooser needs a device profile to choose by: give scorer.")
         self._step_chooser = step_chooser
@@ -189,19 +189,24 @@ class Planner:
     def place(self, release: Release) -> StepPlan:
         """The plan of a step with these pieces."""
         pieces = tuple(sorted(piece for packed in release.micro_batches for piece in packed))
+        scorer = self._scorer or self.rules.work_scorer(self._mesh)
+        place = Placement(self._mesh, self._sharding, scorer)
         replicas = laid_out(
-            self._packer.replicas(release.micro_batches, self._place),
+            self._packer.replicas(release.micro_batches, place),
             self._mesh,
             self._sharding,
             self._kernel_cost,
         )
-        settled = tuple(self._settled(replicas))
-        cap = self._packer.cap(self._place)
+        settled = tuple(
+            scorer.settled(replicas)
+            if self._checkpointing == "auto"
+            else recomputing(replicas, self._checkpointing)
+        )
+        cap = self._packer.cap(place)
         schemes: Schemes = ()
-        scorer = self._place.scorer
-        if self._step_chooser is not None and scorer is not None:
-            given = self.rules, self._data.packer, scorer(settled), scorer.limit
-            if (chosen := self._step_chooser.choose(pieces, *given)) is not None:
+        if self._step_chooser is not None:
+            arranged = self._step_chooser.arranged(pieces, self.rules, self._data.packer)
+            if (chosen := fastest(arranged, scorer(settled), scorer.limit)) is not None:
                 schemes, _, _, settled, cap = chosen
         return StepPlan(
             step=release.step,
@@ -280,13 +285,6 @@ class Planner:
                 raise ValueError(f"the piece {tuple(piece)} waits twice")
             before = piece
 
-    def _settled(self, replicas: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
-        """The same replicas, with what their micro-batches compute again in backward."""
-        if self._checkpointing != "auto":
-            return recomputing(replicas, self._checkpointing)
-        scorer = self._place.scorer
-        return replicas if scorer is None else scorer.settled(replicas)
-
     def _targets_in_document(self, document: int, start: int, stop: int) -> int:
         length = int(self._store_lengths[document % len(self._store_lengths)])
         return max(min(stop, length - 1) - start, 0)
@@ -309,12 +307,7 @@ class Planner:
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,
-            "work": [
-                total.per_token,
-                total.per_pair,
-                total.window,
-                *map(list, total.narrower),
-            ],
+            "work": [total.per_token, total.per_pair, total.window, *map(list, total.narrower)],
             **({"mixture": [list(share) for share in self._mixture]} if self._mixture else {}),
             **data.packing_choice.options.fingerprint,
         }

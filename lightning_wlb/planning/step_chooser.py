@@ -1,8 +1,8 @@
 """The interface through which a step may get other pipelines than the mesh's.
 
-A planner plans each step on the mesh. If it has a :class:`StepChooser`, it then asks whether other
-pipelines are faster, and takes their plan if so. The package's chooser is in ``heterogeneous/``,
-which the planner does not import.
+A planner plans each step on the mesh. If it has a :class:`StepChooser`, it then asks for plans on
+other pipelines, and takes the :func:`fastest` of these if it is worth it. The package's chooser is
+in ``heterogeneous/``, which the planner does not import.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 from lightning_wlb.plan import Piece, ReplicaPlan, Schemes
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.plan_scoring import PlanScore
+
+WORTH_PER_MILLE = 5
+"""Simulated gain for which a step leaves the mesh."""
 
 
 class PlannedStep(NamedTuple):
@@ -34,25 +37,34 @@ class PlannedStep(NamedTuple):
 
 
 class StepChooser(Protocol):
-    """Chooses the pipelines of a step and plans it there."""
+    """Chooses pipelines that a step may take, and plans it there."""
 
-    def choose(
-        self,
-        pieces: Sequence[Piece],
-        rules: Rules,
-        packer: Callable[[Rules], Packer],
-        on_mesh: PlanScore,
-        limit: int,
-    ) -> PlannedStep | None:
-        """The step on other pipelines; None: it stays on the mesh.
+    def arranged(
+        self, pieces: Sequence[Piece], rules: Rules, packer: Callable[[Rules], Packer]
+    ) -> Sequence[PlannedStep]:
+        """The step on other pipelines; none where it must stay on the mesh.
 
         Args:
             pieces: all pieces of the step.
             rules: the run's data settings, resolved.
             packer: makes the run's packing.
-            on_mesh: the score of the step on the mesh.
-            limit: bytes of a device that may be filled.
         """
+
+
+def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> PlannedStep | None:
+    """The first of the fastest steps, if it is worth leaving the mesh for.
+
+    Args:
+        steps: one step, planned on several choices of pipelines.
+        on_mesh: the score of the step on the mesh.
+        limit: bytes of a device that may be filled.
+    """
+    best: PlannedStep | None = None
+    least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
+    for each in steps:
+        if (each.excess, each.time_ns) < least:
+            least, best = (each.excess, each.time_ns), each
+    return best
 
 
 def check_packing(packer: Packer | type[Packer]) -> None:

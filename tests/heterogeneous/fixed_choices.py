@@ -30,13 +30,13 @@ def take_in_turn(turns: Sequence[Schemes]) -> list[int]:
     """
     times: list[int] = []
 
-    def choose(self: Pool, pieces, rules, packer, on_mesh, limit) -> PlannedStep | None:
+    def arranged(self: Pool, pieces, rules, packer) -> list[PlannedStep]:
         strategy = turns[pieces[0].arrival % len(turns)]
         if not strategy:
-            return None
+            return []
         made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
         times.append(made.time_ns)
-        return made
+        return [made._replace(excess=-1)]  # it is taken however long it takes
 
-    Pool.choose = choose  # type: ignore[method-assign]
+    Pool.arranged = arranged  # type: ignore[method-assign]
     return times

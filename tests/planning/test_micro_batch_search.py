@@ -37,8 +37,9 @@ def candidates(lengths, stages=4, virtual=1, overhead=SMALL, nominal=4, **limits
         nominal=nominal,
         cap=WINDOW,
         work=TOTAL,
-        scorer=WorkScorer(LLAMA2_7B_LAYER, mesh, overhead, **limits),
-        place=Placement(mesh, "per_sequence"),
+        place=Placement(
+            mesh, "per_sequence", WorkScorer(LLAMA2_7B_LAYER, mesh, overhead, **limits)
+        ),
     )
 
 
@@ -109,7 +110,7 @@ def test_a_shared_micro_batch_comes_first_and_those_of_others_not_at_all():
     )
     assert [micro_batch.replicas for micro_batch in plan.forward] == [(0, 1), (1,)]
     assert Score(0, 2) < Score(1, 1) < Score(2, 0)
-    assert score_of([], tried.scorer) == (0, 0)
+    assert score_of([], tried.place.scorer) == (0, 0)
 
 
 @pytest.mark.parametrize("pieces", [11, 12])
@@ -142,7 +143,7 @@ def test_full_micro_batches_and_a_small_last_one_are_tried_where_a_device_is_kno
     lengths = [half] * 5 + [third] * 2 + [quarter] * 3 + [ninth]
     unknown = candidates(lengths, stages=2, overhead=FORWARD(WINDOW))
     scorer = KnownDevice(LLAMA2_7B_LAYER, unknown.place.mesh, FORWARD(WINDOW))
-    known = replace(unknown, scorer=scorer)
+    known = replace(unknown, place=unknown.place._replace(scorer=scorer))
     assert [sum(piece.tokens for piece in pack) for pack in known.packs(FILLED)] == [
         *(2 * half, 2 * half, half + third + ninth, third + 2 * quarter, quarter)
     ]

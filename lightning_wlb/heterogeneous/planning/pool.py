@@ -1,7 +1,7 @@
 """A few choices of pipelines, of which each step takes the one that is simulated to be fastest.
 
 A step leaves the mesh's own pipelines only where others are simulated to be faster by
-:data:`WORTH_PER_MILLE`, or fit in memory where the mesh does not. So no step is predicted to take
+:data:`.WORTH_PER_MILLE`, or fit in memory where the mesh does not. So no step is predicted to take
 longer than on the mesh. The simulated times include the exchange of parameters and gradients
 (:mod:`.exchange_times`), as far as actions do not hide it.
 
@@ -29,14 +29,10 @@ from lightning_wlb.plan import (
     schemes_of,
 )
 from lightning_wlb.planning.packing.base import Packer, Rules
-from lightning_wlb.planning.plan_scoring import PlanScore
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.sharding import ADAPTIVE
-
-WORTH_PER_MILLE = 5
-"""Simulated gain for which a step leaves the mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +85,7 @@ class Pool:
         return Pool(made)
 
     def arranged(
-        self,
-        pieces: Sequence[Piece],
-        rules: Rules,
-        packer: Callable[[Rules], Packer],
+        self, pieces: Sequence[Piece], rules: Rules, packer: Callable[[Rules], Packer]
     ) -> list[PlannedStep]:
         """A step on each choice that can hold its longest piece."""
         longest, packing = max(piece.tokens for piece in pieces), packer(rules)
@@ -101,17 +94,6 @@ class Pool:
             for schemes, kinds in self.kinds.items()
             if max(each.longest_shared(packing) for each in kinds.values()) >= longest
         ]
-
-    def choose(
-        self,
-        pieces: Sequence[Piece],
-        rules: Rules,
-        packer: Callable[[Rules], Packer],
-        on_mesh: PlanScore,
-        limit: int,
-    ) -> PlannedStep | None:
-        """See :meth:`.StepChooser.choose`."""
-        return fastest(self.arranged(pieces, rules, packer), on_mesh, limit)
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
         """The simulated step of a plan on one of the choices; ``base`` predicts those on the mesh.
@@ -131,22 +113,6 @@ class Pool:
         costs, simulations = map(list, every)
         step = SimulatedReplicas(costs, simulations, peak)
         return StepPrediction.of(plan, step, base.latency)
-
-
-def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> PlannedStep | None:
-    """The first of the fastest steps, if it is worth leaving the mesh for.
-
-    Args:
-        steps: one step, planned on several choices of pipelines.
-        on_mesh: the score of the step on the mesh.
-        limit: bytes of a device that may be filled.
-    """
-    best: PlannedStep | None = None
-    least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
-    for each in steps:
-        if (each.excess, each.time_ns) < least:
-            least, best = (each.excess, each.time_ns), each
-    return best
 
 
 def _check(schemes: Schemes, base: Predictor) -> None:

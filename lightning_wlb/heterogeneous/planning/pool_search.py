@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from lightning_wlb.heterogeneous.planning.candidates import candidate_schemes
-from lightning_wlb.heterogeneous.planning.pool import Pool, fastest
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -35,7 +35,7 @@ from lightning_wlb.mesh_search.search import Progress
 from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Planner, Release
-from lightning_wlb.planning.step_chooser import PlannedStep
+from lightning_wlb.planning.step_chooser import PlannedStep, fastest
 
 WORTH = 1.02
 """Time on the mesh over that with the pool, above which it is worth having."""

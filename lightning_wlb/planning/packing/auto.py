@@ -43,7 +43,6 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from lightning_wlb.cost.flops import PassWork
-from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dp_merge import (
     Merged,
@@ -60,11 +59,10 @@ from lightning_wlb.planning.micro_batch_search import (
     score_of,
 )
 from lightning_wlb.planning.packing.base import MicroBatches, Packer
-from lightning_wlb.planning.plan_scoring import Placement, PlanScorer, WorkScorer
+from lightning_wlb.planning.plan_scoring import Placement
 from lightning_wlb.planning.replica_plans import Shared, replica_plan
 from lightning_wlb.planning.slicing import share_packs
 from lightning_wlb.planning.tuning import (
-    ACTION_OVERHEAD,
     DEALT_AGAIN,
     EVENED,
     HALVES,
@@ -86,37 +84,36 @@ class AutoPacker(Packer):
 
     def cap(self, place: Placement) -> int:
         """The user's cap or C; on one stage, without a cap of the user's, what memory holds."""
-        scorer, cap = place.scorer, self.rules.cap
-        if scorer is None or place.mesh.pipeline > 1 or self.rules.cap_is_given:
+        cap = self.rules.cap
+        if place.mesh.pipeline > 1 or self.rules.cap_is_given:
             return cap
-        return max(cap, *scorer.longest, 0)
+        return max(cap, *place.scorer.longest, 0)
 
     def replicas(self, micro_batches: MicroBatches, place: Placement) -> list[ReplicaPlan]:
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
-        scorer = place.scorer or self.work_scorer(place.mesh)
         (pieces,) = micro_batches
         work, mesh = self.rules.work, place.mesh
         first = _Dealing(pieces, mesh.data, work.total, sharers=most_sharers(work, mesh))
         # Virtual stages cannot run shared pieces.
         if mesh.virtual_stages > 1:
-            return self._evened(self._made(first, place, scorer), place, scorer).plans
-        first = replace(first, most_tokens=max(scorer.longest, default=sys.maxsize))
-        begun = self._refined(self._made(first, place, scorer), place, scorer)
+            return self._evened(self._made(first, place), place).plans
+        first = replace(first, most_tokens=max(place.scorer.longest, default=sys.maxsize))
+        begun = self._refined(self._made(first, place), place)
         found = [begun] + [
-            self._refined(self._made(each, place, scorer), place, scorer)
-            for each in self._sharing(begun, place, scorer)
+            self._refined(self._made(each, place), place) for each in self._sharing(begun, place)
         ]
         found.sort(key=lambda made: made.score)
         best = found[0]
         for at, each in enumerate(found):
             # Which of them evens out best is not known before.
-            if at < EVENED or self._evened_at_best(each, scorer) < best.score:
-                best = min(best, self._evened(each, place, scorer), key=lambda made: made.score)
+            if at < EVENED or self._evened_at_best(each, place) < best.score:
+                best = min(best, self._evened(each, place), key=lambda made: made.score)
         return best.plans
 
-    def _evened_at_best(self, made: _Made, scorer: PlanScorer) -> Score:
+    def _evened_at_best(self, made: _Made, place: Placement) -> Score:
         """The score if replicas ended at the mean, or with what they share and a longest piece."""
-        ends, merged, work = scorer.ends(made.plans), made.dealing.merged, self.rules.work.total
+        ends = place.scorer.ends(made.plans)
+        merged, work = made.dealing.merged, self.rules.work.total
         if not ends:
             return made.score
         least = [sum(ends) // len(ends)]
@@ -125,29 +122,21 @@ class AutoPacker(Packer):
             least.append(end * (load - sum(works) + max(works, default=0)) // max(load, 1))
         return made.score._replace(time=max(least))
 
-    def _evened(self, best: _Made, place: Placement, scorer: PlanScorer) -> _Made:
+    def _evened(self, best: _Made, place: Placement) -> _Made:
         """Dealt again with less for replicas that end late, while the step gets shorter."""
         for _ in range(DEALT_AGAIN):
-            ends = scorer.ends(best.plans)
+            ends = place.scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
                 break
-            again = self._made(best.dealing.again(ends), place, scorer, best.own)
+            again = self._made(best.dealing.again(ends), place, best.own)
             if again.score >= best.score:
                 break
             best = again
         return best
 
-    def work_scorer(self, mesh: Mesh) -> WorkScorer:
-        """The scorer by exact work, for planners without a device profile."""
-        work, stages, each = self.rules.work, mesh.pipeline, mesh.virtual_stages
-        # Passes that are open on the first rank in 1F1B, plain or interleaved.
-        most_open = stages if each == 1 else (each + 1) * stages - 1
-        overhead = work.forward(max(self.rules.window // ACTION_OVERHEAD, 1))
-        return WorkScorer(work, mesh, overhead, most_open * self.rules.cap)
-
-    def _sharing(self, first: _Made, place: Placement, scorer: PlanScorer) -> Iterator[_Dealing]:
+    def _sharing(self, first: _Made, place: Placement) -> Iterator[_Dealing]:
         """Dealings that share more pieces than the first, where that leaves some replica behind."""
-        mesh, fewest = place.mesh, first.dealing
+        mesh, scorer, fewest = place.mesh, place.scorer, first.dealing
         loads, ends = fewest.merged.loads, scorer.ends(first.plans)
         longest = max((piece.tokens for piece in fewest.pieces), default=0)
         by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in scorer.longest)
@@ -170,25 +159,21 @@ class AutoPacker(Packer):
                     yield dealing
 
     def _made(
-        self,
-        dealing: _Dealing,
-        place: Placement,
-        scorer: PlanScorer,
-        before: Sequence[Chosen | None] = (),
+        self, dealing: _Dealing, place: Placement, before: Sequence[Chosen | None] = ()
     ) -> _Made:
         """The plans of a dealing, with the best of several ways to slice what is shared."""
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
         # A replica without a micro-batch for each stage cannot fill its pipeline.
         count = max(self.rules.micro_batches, stages * place.mesh.data)
-        own = self._own(merged, count, place, scorer, before)
+        own = self._own(merged, count, place, before)
         made = []
         for multiple in SHARED_MULTIPLES if stages > 1 and merged.shared else (0,):
             shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
             plans = _plans(own, shared, place.sharding)
-            made.append(_Made(score_of(plans, scorer), dealing, own, shared, plans))
+            made.append(_Made(score_of(plans, place.scorer), dealing, own, shared, plans))
         return min(made, key=lambda each: each.score)
 
-    def _refined(self, made: _Made, place: Placement, scorer: PlanScorer) -> _Made:
+    def _refined(self, made: _Made, place: Placement) -> _Made:
         """The same plans with fewer or more unshared micro-batches, while the step gets shorter."""
         if not made.shared or place.mesh.pipeline == 1:
             return made
@@ -196,19 +181,14 @@ class AutoPacker(Packer):
             while True:
                 own = [chosen and chosen.neighbour(stride) for chosen in made.own]
                 plans = _plans(own, made.shared, place.sharding)
-                score = score_of(plans, scorer)
+                score = score_of(plans, place.scorer)
                 if score >= made.score:
                     break
                 made = made._replace(score=score, own=own, plans=plans)
         return made
 
     def _own(
-        self,
-        merged: Merged,
-        count: int,
-        place: Placement,
-        scorer: PlanScorer,
-        before: Sequence[Chosen | None],
+        self, merged: Merged, count: int, place: Placement, before: Sequence[Chosen | None]
     ) -> list[Chosen | None]:
         """The micro-batches of each replica's own pieces; ``count`` is the nominal number over all.
 
@@ -218,9 +198,9 @@ class AutoPacker(Packer):
         work = self.rules.work.total
         loads = own_work(merged, work)
         nominal = share_packs(loads, count, sum(merged.loads))
-        given = self.cap(place), work, place, scorer
+        cap = self.cap(place)
         searches = {
-            number: MicroBatchSearch(own, nominal[number], *given)
+            number: MicroBatchSearch(own, nominal[number], cap, work, place)
             for number, own in enumerate(merged.own)
             if own
         }

@@ -24,11 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_wlb.cost.flops import Work
+from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan
 from lightning_wlb.planning.dealing import Deal, heaviest_first
 from lightning_wlb.planning.global_batches import GlobalBatches
-from lightning_wlb.planning.plan_scoring import Placement
+from lightning_wlb.planning.plan_scoring import Placement, WorkScorer
 from lightning_wlb.planning.replica_plans import replica_plan, whole_slice
+from lightning_wlb.planning.tuning import ACTION_OVERHEAD
 
 MicroBatches = list[list[Piece]]
 """The pieces of each micro-batch."""
@@ -69,6 +71,14 @@ class Rules:
     work: Work
     options: Any
     cap_is_given: bool = True
+
+    def work_scorer(self, mesh: Mesh) -> WorkScorer:
+        """The scorer by exact work, for planners without a device profile."""
+        stages, each = mesh.pipeline, mesh.virtual_stages
+        # Passes that are open on the first rank in 1F1B, plain or interleaved.
+        most_open = stages if each == 1 else (each + 1) * stages - 1
+        overhead = self.work.forward(max(self.window // ACTION_OVERHEAD, 1))
+        return WorkScorer(self.work, mesh, overhead, most_open * self.cap)
 
 
 class Packer:
@@ -150,11 +160,11 @@ class Packer:
 
     def state_dict(self) -> dict[str, Any]:
         """The pieces that wait, in plain types."""
-        return {"carried": as_lists(self.carried)}
+        return {"carried": list(map(list, self.carried))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
-        self.carried = as_pieces(state["carried"])
+        self.carried = list(map(Piece._make, state["carried"]))
 
     def _pack_in_time(
         self, pieces: list[Piece], step: int, bins: int, max_age: int
@@ -188,13 +198,3 @@ def oldest_first(held: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[
         if taken > tokens and index:
             return order[:index], order[index:]
     return order, []
-
-
-def as_lists(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Pieces in plain types."""
-    return [list(piece) for piece in pieces]
-
-
-def as_pieces(lists: Sequence[Sequence[int]]) -> list[Piece]:
-    """Pieces from what :func:`as_lists` made."""
-    return [Piece(*fields) for fields in lists]

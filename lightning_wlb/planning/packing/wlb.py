@@ -31,14 +31,7 @@ from numpy.typing import NDArray
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import Piece, piece_counts
 from lightning_wlb.planning.dealing import deal_capped
-from lightning_wlb.planning.packing.base import (
-    MicroBatches,
-    Packer,
-    PackingOptions,
-    Rules,
-    as_lists,
-    as_pieces,
-)
+from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions, Rules
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,9 @@ class WlbPacker(Packer):
     def admit(self, batch: list[Piece], step: int) -> list[Piece]:
         """The pieces that do not wait, and those that the queues let through."""
         released, queues = release(batch, self._queues, self.thresholds, self.rules.micro_batches)
-        late, self._queues = overdue(queues, step - self.max_age)
+        latest = step - self.max_age
+        late = [piece for queue in queues for piece in queue if piece.arrival <= latest]
+        self._queues = [[piece for piece in queue if piece.arrival > latest] for queue in queues]
         return released + late
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
@@ -100,13 +95,14 @@ class WlbPacker(Packer):
 
     def state_dict(self) -> dict[str, Any]:
         """Carried pieces and queues."""
-        return {**super().state_dict(), "queues": [as_lists(queue) for queue in self._queues]}
+        queues = [list(map(list, queue)) for queue in self._queues]
+        return {**super().state_dict(), "queues": queues}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
         queues = zip(state["queues"], self.thresholds, strict=True)
-        self._queues = [as_pieces(queue) for queue, _ in queues]
+        self._queues = [list(map(Piece._make, queue)) for queue, _ in queues]
 
 
 def thresholds_from_lengths(
@@ -172,12 +168,3 @@ def release(
             released.extend(queue[:count])
             del queue[:count]
     return released, held
-
-
-def overdue(
-    queues: Sequence[Sequence[Piece]], latest: int
-) -> tuple[list[Piece], list[list[Piece]]]:
-    """Split waiting pieces by arrival: those of step ``latest`` or before, and the queues left."""
-    late = [piece for queue in queues for piece in queue if piece.arrival <= latest]
-    left = [[piece for piece in queue if piece.arrival > latest] for queue in queues]
-    return late, left
