@@ -49,7 +49,7 @@ from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
-from lightning_wlb.prediction.step_totals import orders_of, step_times
+from lightning_wlb.prediction.step_totals import ReplicaTotals, StepTotals
 
 K = 1024
 RESULTS = Path(__file__).with_name("results") / "planning_scale.json"
@@ -167,8 +167,11 @@ def planned(case: Case, steps: int, by: str, lengths: np.ndarray) -> dict[str, A
     counted = rows[1:] or rows
     row = {name: min(each[name] for each in counted) for name in rows[0]}
     row["plan_ms_of_the_first"] = rows[0]["plan_ms"]
-    costs = [predictor.costs(each, estimated=True) for each in plan.replicas]
-    times = step_times(predictor, plan.replicas, costs, orders_of(plan.replicas))
+    totals = [
+        ReplicaTotals(predictor, each, predictor.costs(each, estimated=True))
+        for each in plan.replicas
+    ]
+    times = StepTotals(predictor, totals).times
     row["predicted_step_ms"] = times.total_ns / 1e6
     return {"case": str(case), "ranks": case.mesh.devices, "by": by, "steps": steps, **row}
 

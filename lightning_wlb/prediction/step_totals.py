@@ -63,7 +63,7 @@ class Ends(NamedTuple):
 
 
 def has_totals(predictor: Predictor) -> bool:
-    """Whether :func:`step_times` and :func:`peak_bytes` know the predictor's schedule."""
+    """Whether :class:`StepTotals` knows the predictor's schedule."""
     return predictor.schedule == "1f1b" and predictor.latency.mesh.virtual_stages == 1
 
 
@@ -75,43 +75,26 @@ def orders_of(replicas: Sequence[ReplicaPlan]) -> list[ActionOrder]:
     ]
 
 
-def step_times(
-    predictor: Predictor,
-    replicas: Sequence[ReplicaPlan],
-    costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[ActionOrder],
-) -> StepTimes:
-    """The times of the step of replicas that share micro-batches with each other only.
+def rank_ends(replicas: Sequence[ReplicaTotals], orders: Sequence[ActionOrder]) -> list[Ends]:
+    """When the ranks of each replica end.
 
     Args:
-        predictor: one that :func:`has_totals`.
-        replicas: shared micro-batches come first on all that share them.
-        costs: [replicas][micro-batches].
-        orders: :func:`orders_of` the replicas.
+        replicas: as for :class:`StepTotals`.
+        orders: the order of each.
     """
-    return total_times(predictor, rank_ends(predictor, replicas, costs, orders))
-
-
-def rank_ends(
-    predictor: Predictor,
-    replicas: Sequence[ReplicaPlan],
-    costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[ActionOrder],
-) -> list[Ends]:
-    """When the ranks of each replica end; the arguments are those of :func:`step_times`."""
-    traffic = predictor.traffic
     pipelines = []
-    for replica, of_replica, order in zip(replicas, costs, orders, strict=True):
-        forward, backward = predictor.stage_durations(of_replica)
+    for each, order in zip(replicas, orders, strict=True):
+        traffic = each.predictor.traffic
+        forward, backward = each.predictor.stage_durations(each.costs)
         pipeline = Pipeline(
             forward,
             backward,
-            _message_times(predictor, of_replica),
+            _message_times(each.predictor, each.costs),
             order.order,
             order.planned,
-            members_of(replica),
-            [traffic.begins(rank, each[0]) for rank, each in enumerate(forward)]
-            if of_replica
+            members_of(each.replica),
+            [traffic.begins(rank, times[0]) for rank, times in enumerate(forward)]
+            if each.costs
             else (),
         )
         pipelines.append(pipeline)
@@ -119,18 +102,6 @@ def rank_ends(
         Ends(ends, [each[pipeline.order[-1]] for each in pipeline.backward if pipeline.order])
         for pipeline, ends in zip(pipelines, step_ends(pipelines), strict=True)
     ]
-
-
-def total_times(predictor: Predictor, every: Sequence[Ends]) -> StepTimes:
-    """The times of a step, from when the ranks of each of its replicas end."""
-    traffic = predictor.traffic
-    last: dict[int, list[tuple[int, int]]] = {}
-    for of_replica in every:
-        for rank, of_rank in enumerate(zip(*of_replica, strict=False)):
-            last.setdefault(rank, []).append(of_rank)
-    ends = tuple(max(each.ends) for each in every)
-    end = max(max(ends, default=0), traffic.ends(last))
-    return StepTimes(end + traffic.optimise, ends)
 
 
 def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
@@ -142,24 +113,6 @@ def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> lis
         for link in set(links)
     }
     return [of_links[links[rank - 1]] for rank in range(latency.mesh.pipeline)]
-
-
-def peak_bytes(
-    predictor: Predictor,
-    costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[ActionOrder],
-) -> int:
-    """Most bytes that a rank holds, state included; arguments are those of :func:`step_times`."""
-    memory = predictor.memory
-    constant = memory.constant(costs)
-    return max(
-        (
-            int((constant + peaks_besides(memory, *each)).max())
-            for each in zip(costs, orders, strict=True)
-            if each[0]
-        ),
-        default=0,
-    )
 
 
 def peaks_besides(
@@ -210,7 +163,7 @@ class ReplicaTotals:
     @cached_property
     def ends(self) -> Ends:
         """The times at which the replica's ranks end."""
-        return rank_ends(self.predictor, [self.replica], [self.costs], [self.order])[0]
+        return rank_ends([self], [self.order])[0]
 
     @cached_property
     def inputs(self) -> list[int]:
@@ -228,23 +181,23 @@ class StepTotals:
 
     Args:
         predictor: one that :func:`has_totals`.
-        replicas: all of a step, or some that share micro-batches with each other only.
+        replicas: all of a step, or some that share micro-batches with each other only; these come
+            first on all that share them.
 
     Attributes:
-        costs: [replicas][micro-batches].
         shares: whether any micro-batch is shared.
     """
 
     def __init__(self, predictor: Predictor, replicas: Sequence[ReplicaTotals]) -> None:
         self._predictor, self._replicas = predictor, replicas
-        self._plans = [each.replica for each in replicas]
         self.shares = any(each.shares for each in replicas)
-        self.costs = [each.costs for each in replicas]
 
     @cached_property
     def orders(self) -> list[ActionOrder]:
         """:func:`orders_of` the replicas."""
-        return orders_of(self._plans) if self.shares else [each.order for each in self._replicas]
+        if self.shares:
+            return orders_of([each.replica for each in self._replicas])
+        return [each.order for each in self._replicas]
 
     @cached_property
     def constant(self) -> list[int]:
@@ -255,16 +208,27 @@ class StepTotals:
     def times(self) -> StepTimes:
         """The times at which the step and each of its replicas end."""
         if self.shares:
-            return step_times(self._predictor, self._plans, self.costs, self.orders)
-        return total_times(self._predictor, [each.ends for each in self._replicas])
+            every = rank_ends(self._replicas, self.orders)
+        else:
+            every = [each.ends for each in self._replicas]
+        traffic = self._predictor.traffic
+        last: dict[int, list[tuple[int, int]]] = {}
+        for of_replica in every:
+            for rank, of_rank in enumerate(zip(*of_replica, strict=False)):
+                last.setdefault(rank, []).append(of_rank)
+        ends = tuple(max(each.ends) for each in every)
+        end = max(max(ends, default=0), traffic.ends(last))
+        return StepTimes(end + traffic.optimise, ends)
 
     @cached_property
     def peak(self) -> int:
         """Most bytes that a rank holds."""
-        if self.shares:
-            return peak_bytes(self._predictor, self.costs, self.orders)
-        constant = np.array(self.constant)
-        peaks = [each.peaks for each in self._replicas if each.costs]
+        constant, memory = np.array(self.constant), self._predictor.memory
+        peaks = [
+            peaks_besides(memory, each.costs, order) if self.shares else each.peaks
+            for each, order in zip(self._replicas, self.orders, strict=True)
+            if each.costs
+        ]
         return max((int((constant + each).max()) for each in peaks), default=0)
 
 

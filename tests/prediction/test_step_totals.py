@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.micro_batch import MODES
-from lightning_wlb.prediction.step_totals import has_totals, orders_of, peak_bytes, step_times
+from lightning_wlb.prediction.step_totals import ReplicaTotals, StepTotals, has_totals
 from tests.prediction.test_predictor import SHAPE, predictor
 
 
@@ -55,11 +56,11 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
         )
     ]
     step = model.run(replicas, costs)
-    orders = orders_of(replicas)
-    times = step_times(model, replicas, costs, orders)
+    totals = StepTotals(model, list(map(partial(ReplicaTotals, model), replicas, costs)))
+    times = totals.times
     assert times.total_ns == step.simulations[0].total_ns
     assert max(times.ends_ns) == step.simulations[0].compute_ns
-    assert peak_bytes(model, costs, orders) == step.peak_bytes
+    assert totals.peak == step.peak_bytes
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 2), ("interleaved", 1)])
