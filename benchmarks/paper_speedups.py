@@ -200,7 +200,7 @@ def sharded(plan: StepPlan, predictor: Predictor, sharding: str) -> StepPlan:
         pieces = replica.slices_of(group)
         return min(
             PAPER_SHARDINGS,
-            key=lambda each: sum(predictor.micro_batch(pieces, each).attention_ns),
+            key=lambda each: sum(predictor.micro_batch(pieces, each).times.attention_ns),
         )
 
     def changed(replica: ReplicaPlan) -> ReplicaPlan:

@@ -168,7 +168,7 @@ def _figures(config: TransformerConfig, profile: Profile, step: RankStep) -> dic
         "micro_batches": len(plan.replicas[0].forward),
         "seconds": step.wall,
         "tokens_per_second": plan.tokens / step.wall,
-        "mfu": predicted.flops / step.wall / predicted.peak_flops,
+        "mfu": predicted.flops / step.wall / predicted.latency.profile.peak_flops,
         "peak_bytes": step.peak_bytes,
         "seconds_per_predicted": step.wall / seconds,
         "seconds_predicted": seconds,

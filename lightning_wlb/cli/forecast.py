@@ -87,7 +87,7 @@ class Forecast:
         The two differ if the packings cut documents differently: a document that is cut at a
         window's end costs less attention.
         """
-        row, base, first = self.row, baseline.row, self.steps[0]
+        row, base, profile = self.row, baseline.row, self.steps[0].latency.profile
         plans = [step.plan for step in self.steps]
         levels = [predicted_imbalance(step) for step in self.steps]
         times = np.array([step.total_ns for step in self.steps]) / 1e6
@@ -109,7 +109,7 @@ class Forecast:
             "step_ms_mean": float(times.mean()),
             "step_ms_p99": float(np.percentile(times, 99)),
             "tokens_per_second": row.tokens_per_second,
-            "model_flop_utilisation": row.flops_per_second / first.devices / first.peak_flops,
+            "model_flop_utilisation": row.flops_per_second / row.mesh.devices / profile.peak_flops,
             "peak_gigabytes": row.peak_bytes / 1e9,
             "recomputed": row.recomputed,
             "hidden_messages": self.hidden,

@@ -283,5 +283,5 @@ def _shares(predictor: Predictor, steps: Iterable[StepPrediction]) -> dict[str, 
             attention = layers * sum(least.attention_ns)
             spent["attention imbalance"] += attention - layers * sum(least.mean_attention_ns)
             spent["exchange of keys"] += of_layers(least.layer_ns) - rows - attention
-            spent["recomputation"] += of_layers(cost.layer_ns) - of_layers(least.layer_ns)
+            spent["recomputation"] += of_layers(cost.times.layer_ns) - of_layers(least.layer_ns)
     return {name: spent[name] / whole for name in LOSSES}

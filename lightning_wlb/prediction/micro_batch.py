@@ -78,22 +78,8 @@ class MicroBatchCost(NamedTuple):
     ranks: int = 1
 
     @property
-    def attention_ns(self) -> tuple[int, int]:
-        """See :class:`.PassTimes`."""
-        return self._times.attention_ns
-
-    @property
-    def mean_attention_ns(self) -> tuple[float, float]:
-        """See :class:`.PassTimes`."""
-        return self._times.mean_attention_ns
-
-    @property
-    def layer_ns(self) -> tuple[tuple[int, int], ...]:
-        """See :class:`.PassTimes`."""
-        return self._times.layer_ns
-
-    @property
-    def _times(self) -> PassTimes:
+    def times(self) -> PassTimes:
+        """Times with the recomputation of the plan."""
         return self.by_mode[MODES.index(self.recompute)]
 
 

@@ -49,11 +49,7 @@ from lightning_wlb.prediction.step_memory import StepMemory, most_open
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.layer_split import split_stages
 from lightning_wlb.schedule.packflow import backward_orders
-from lightning_wlb.schedule.programs import (
-    check_stages,
-    make_programs,
-    program_of,
-)
+from lightning_wlb.schedule.programs import check_stages, make_programs, program_of
 from lightning_wlb.schedule.simulator import simulate_replicas
 from lightning_wlb.sharding import ADAPTIVE, layout
 
@@ -181,7 +177,7 @@ class Predictor:
         """Forward and backward of one micro-batch on one stage."""
         parts = self.memory.parts[stage]
         forward, backward = self._rest_ns(parts, cost.rows)
-        for count, (of_forward, of_backward) in zip(parts.layers, cost.layer_ns, strict=True):
+        for count, (of_forward, of_backward) in zip(parts.layers, cost.times.layer_ns, strict=True):
             forward += count * of_forward
             backward += count * of_backward
         return forward, backward
@@ -203,7 +199,7 @@ class Predictor:
             raise ValueError(
                 f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
             )
-        return StepPrediction.of(plan, self.simulate(plan.replicas), self.latency)
+        return StepPrediction(plan, self.latency, *self.simulate(plan.replicas))
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
         """The step of replicas that share micro-batches with each other only."""
@@ -270,7 +266,7 @@ class Predictor:
         self, costs: Sequence[MicroBatchCost]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Forward and backward times in ns, each [stages][micro-batches in forward order]."""
-        layers = np.array([cost.layer_ns for cost in costs], dtype=np.int64)
+        layers = np.array([cost.times.layer_ns for cost in costs], dtype=np.int64)
         layers = layers.reshape(len(costs), len(self.latency.shape.kinds), 2)
         like: dict[StageParts, list[list[int]]] = {}
         for parts in self.memory.parts:

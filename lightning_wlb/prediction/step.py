@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,47 +39,41 @@ class StepPrediction:
 
     Args:
         plan: what was simulated.
-        simulations: one for each replica.
+        latency: the latency model on the run's mesh.
         costs: [replicas][micro-batches in forward order].
-        work_ns: int64 [replicas, micro-batches], forward + backward of each over all stages,
-            on its slowest context rank; 0 where a replica has fewer.
+        simulations: one for each replica.
         peak_bytes: on the fullest rank, state included.
-        flops: model FLOPs of the step, recomputation left out.
-        devices: number of devices of the mesh.
-        peak_flops: FLOP/s of one device's data sheet.
-        waited_ns: see :func:`~lightning_wlb.cost.overlap.waited_ns`.
     """
 
     plan: StepPlan
-    simulations: tuple[Simulation, ...]
-    costs: tuple[tuple[MicroBatchCost, ...], ...]
-    work_ns: npt.NDArray[np.int64]
+    latency: LatencyModel
+    costs: Sequence[Sequence[MicroBatchCost]]
+    simulations: Sequence[Simulation]
     peak_bytes: int
-    flops: int
-    devices: int
-    peak_flops: float
-    waited_ns: tuple[int, int]
 
-    @staticmethod
-    def of(plan: StepPlan, step: SimulatedReplicas, latency: LatencyModel) -> StepPrediction:
-        """Sum up the simulation of all replicas of a plan, of the model on the run's mesh."""
-        most = max(map(len, step.costs), default=0)
-        work = np.zeros((len(step.costs), most), dtype=np.int64)
-        for number, simulation in enumerate(step.simulations):
+    @cached_property
+    def work_ns(self) -> npt.NDArray[np.int64]:
+        """Forward + backward of each micro-batch over all stages, on its slowest context rank.
+
+        int64 [replicas, micro-batches]; 0 where a replica has fewer.
+        """
+        most = max(map(len, self.costs), default=0)
+        work = np.zeros((len(self.costs), most), dtype=np.int64)
+        for number, simulation in enumerate(self.simulations):
             for action, begin, end in chain.from_iterable(simulation.spans):
                 work[number, action.micro_batch] += end - begin
-        total = Work.of(latency.shape).total
-        return StepPrediction(
-            plan=plan,
-            simulations=tuple(step.simulations),
-            costs=tuple(map(tuple, step.costs)),
-            work_ns=work,
-            peak_bytes=step.peak_bytes,
-            flops=sum(total(piece.tokens) for piece in plan.pieces),
-            devices=latency.mesh.devices,
-            peak_flops=latency.profile.peak_flops,
-            waited_ns=waited_ns(latency, (cost.rows for of in step.costs for cost in of)),
-        )
+        return work
+
+    @cached_property
+    def flops(self) -> int:
+        """Model FLOPs of the step, recomputation left out."""
+        total = Work.of(self.latency.shape).total
+        return sum(total(piece.tokens) for piece in self.plan.pieces)
+
+    @cached_property
+    def waited_ns(self) -> tuple[int, int]:
+        """See :func:`~lightning_wlb.cost.overlap.waited_ns`."""
+        return waited_ns(self.latency, (cost.rows for of in self.costs for cost in of))
 
     @property
     def total_ns(self) -> int:
@@ -89,9 +85,8 @@ class StepPrediction:
         """For each replica, the ranks that work side by side on a stage: context × tensor."""
         if self.plan.schemes:
             return tuple(scheme.context * scheme.tensor for scheme in self.plan.schemes)
-        pipeline = len(self.simulations[0].spans)
-        count = len(self.simulations)
-        return (self.devices // pipeline // count,) * count
+        mesh = self.latency.mesh
+        return (mesh.context * mesh.tensor,) * len(self.simulations)
 
     @property
     def bubble(self) -> float:
@@ -114,6 +109,6 @@ class StepPrediction:
             for cost in of_replica
         ]
         return (
-            float(sum(ranks * sum(cost.attention_ns) for ranks, cost in every)),
-            sum(ranks * sum(cost.mean_attention_ns) for ranks, cost in every),
+            float(sum(ranks * sum(cost.times.attention_ns) for ranks, cost in every)),
+            sum(ranks * sum(cost.times.mean_attention_ns) for ranks, cost in every),
         )

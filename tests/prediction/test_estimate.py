@@ -14,7 +14,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.replica_plans import laid_out, replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.planning.synthetic_lengths import generator_a
-from lightning_wlb.prediction.step_totals import orders_of, peak_bytes
+from lightning_wlb.prediction.step_totals import ReplicaTotals, StepTotals
 from lightning_wlb.sharding import ADAPTIVE
 from tests.prediction.test_predictor import SHAPE, predictor
 
@@ -72,14 +72,14 @@ def test_long_context_steps_are_estimated_within_four_percent(context, packs):
     lengths = generator_a(200, 131_072, seed=context)
     model, open_plan, final = plans_of(lengths, packs, Mesh(context=context))
     times = [
-        np.array([sum(cost.layer_ns[0]) for cost in model.costs(replica)])
+        np.array([sum(cost.times.layer_ns[0]) for cost in model.costs(replica)])
         for replica in (open_plan, final)
     ]
     guess, exact = (float(each.sum()) for each in times)
     assert 0.96 * exact <= guess <= 1.04 * exact
     # A planner counts exactly from 90 % of the memory on.
     guess, exact = (
-        peak_bytes(model, [model.costs(replica)], orders_of([replica]))
+        StepTotals(model, [ReplicaTotals(model, replica, model.costs(replica))]).peak
         for replica in (open_plan, final)
     )
     assert 0.97 * exact <= guess <= 1.03 * exact

@@ -70,7 +70,7 @@ def test_equal_micro_batches_take_the_closed_form_of_1f1b(pipeline: int, count: 
     prediction = model.predict(plan_of([[[4096, 2000]] * count]))
     cost = prediction.costs[0][0]
     forward, backward = model.action_ns(0, cost)
-    assert (forward, backward) == tuple(8 // pipeline * time for time in cost.layer_ns[0])
+    assert (forward, backward) == tuple(8 // pipeline * time for time in cost.times.layer_ns[0])
     message = model.latency.pipeline_ns(cost.rows, 0)
     lower = (pipeline - 1 + count) * (forward + backward)
     compute = prediction.simulations[0].compute_ns
@@ -88,9 +88,11 @@ def test_an_action_is_the_sum_of_its_parts() -> None:
     assert cost.rows == cost.keys == rows
     for backward in (False, True):
         attention = latency.attention_ns(queries, keys)[backward]
-        assert cost.attention_ns[backward] == cost.mean_attention_ns[backward] == attention
+        assert (
+            cost.times.attention_ns[backward] == cost.times.mean_attention_ns[backward] == attention
+        )
         layer = attention + latency.linear_ns(rows, backward=backward)
-        assert cost.layer_ns[0][backward] == layer
+        assert cost.times.layer_ns[0][backward] == layer
         overhead = latency.action_ns(rows, 0, backward=backward)
         first, last = len(model.stages[0]), len(model.stages[1])
         assert first + last == 8
@@ -139,16 +141,18 @@ def test_recomputation_adds_a_forward_to_the_backward(mesh: Mesh) -> None:
     model = predictor(mesh, profile=BUSY)
     latency = model.latency
     later = model.micro_batch([Slice(0, 0, 4096, 5120)], "per_document_contiguous")
-    (none,), (selective,), (full,) = (later._replace(recompute=how).layer_ns for how in MODES)
+    (none,), (selective,), (full,) = (later._replace(recompute=how).times.layer_ns for how in MODES)
     rows = later.rows
     assert selective == (none[0], none[1] + latency.again_ns(rows, "selective"))
     # Without it backward puts the keys together again, with it the forward in backward does.
     rest = latency.again_ns(rows, "full")
     # The ranks of a group differ by nanoseconds in which pass is the slower one.
     assert full[0] == none[0]
-    assert full[1] == pytest.approx(none[1] + later.attention_ns[0] + rest, abs=2)
-    kernel = later._replace(recompute="full").attention_ns
-    assert kernel == pytest.approx((later.attention_ns[0], sum(later.attention_ns)), abs=1)
+    assert full[1] == pytest.approx(none[1] + later.times.attention_ns[0] + rest, abs=2)
+    kernel = later._replace(recompute="full").times.attention_ns
+    assert kernel == pytest.approx(
+        (later.times.attention_ns[0], sum(later.times.attention_ns)), abs=1
+    )
 
 
 def test_of_messages_of_keys_what_is_waited_for_counts() -> None:
@@ -163,7 +167,9 @@ def test_of_messages_of_keys_what_is_waited_for_counts() -> None:
     assert again < fetched < there
     assert summed < back
     for mode, in_backward in zip(MODES, (again, again, fetched), strict=True):
-        before, now = (each._replace(recompute=mode).layer_ns[0] for each in (open_cost, cost))
+        before, now = (
+            each._replace(recompute=mode).times.layer_ns[0] for each in (open_cost, cost)
+        )
         assert before[0] - now[0] == there - fetched
         assert before[1] - now[1] == (back - summed) + (there - in_backward)
 
@@ -176,8 +182,8 @@ def test_keys_outside_of_a_sliding_window_are_neither_sent_nor_put_in_order() ->
     # the last one, and before the middle, 99 keys are in sight.
     assert cost.keys == cost.indexed == 4096 + 99
     exchange = model.latency.exchange_keys_ns(99, cost.keys, backward=False)
-    assert cost.layer_ns[0][0] == (
-        cost.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
+    assert cost.times.layer_ns[0][0] == (
+        cost.times.attention_ns[0] + exchange + model.latency.linear_ns(4096, backward=False)
     )
     later = predictor(Mesh(), shape=shape).micro_batch([Slice(0, 0, 4096, 5120)], "per_sequence")
     assert later.keys == 1024 + 99
@@ -189,8 +195,10 @@ def test_a_context_group_is_as_slow_as_its_slowest_rank() -> None:
     pieces = [Slice(0, 0, 0, 8192), *(Slice(number, 0, 0, 512) for number in range(1, 17))]
     one = model.micro_batch(pieces, "per_sequence")
     even = model.micro_batch(pieces, "per_document_contiguous")
-    assert sum(one.attention_ns) > 1.2 * sum(one.mean_attention_ns)
-    assert sum(even.attention_ns) == pytest.approx(sum(even.mean_attention_ns), rel=0.01)
+    assert sum(one.times.attention_ns) > 1.2 * sum(one.times.mean_attention_ns)
+    assert sum(even.times.attention_ns) == pytest.approx(
+        sum(even.times.mean_attention_ns), rel=0.01
+    )
     assert one.rows == even.rows == 8192
 
 
@@ -218,7 +226,8 @@ def test_figures_of_a_step() -> None:
     prediction = predictor(Mesh(pipeline=2)).predict(plan)
     assert prediction.flops == sum(map(Work.of(SHAPE).total, (8192, 4096, 100)))
     seconds = prediction.total_ns / 1e9
-    assert (prediction.devices, prediction.peak_flops) == (2, 989.4e12)
+    latency = prediction.latency
+    assert (latency.mesh.devices, latency.profile.peak_flops) == (2, 989.4e12)
     assert 0 < prediction.flops / seconds / 2 / 989.4e12 < 0.7
     simulation = prediction.simulations[0]
     assert prediction.bubble == pytest.approx(
@@ -317,11 +326,11 @@ def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
         )
         for window in (512, None)
     ]
-    assert cost.layer_ns == tuple(each.layer_ns[0] for each in alike)
+    assert cost.times.layer_ns == tuple(each.times.layer_ns[0] for each in alike)
     for backward in (False, True):
-        near_ns, full_ns = (each.attention_ns[backward] for each in alike)
-        assert cost.attention_ns[backward] == round((6 * near_ns + 4 * full_ns) / 10)
-        near_ns, full_ns = (each.layer_ns[0][backward] for each in alike)
+        near_ns, full_ns = (each.times.attention_ns[backward] for each in alike)
+        assert cost.times.attention_ns[backward] == round((6 * near_ns + 4 * full_ns) / 10)
+        near_ns, full_ns = (each.times.layer_ns[0][backward] for each in alike)
         overhead = model.latency.action_ns(cost.rows, 0, backward=backward)
         embedding = model.latency.embedding_ns(cost.rows, backward=backward)
         first, second = (model.action_ns(stage, cost)[backward] for stage in (0, 1))

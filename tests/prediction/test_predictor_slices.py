@@ -16,7 +16,7 @@ def test_a_later_slice_attends_to_the_earlier_ones() -> None:
     model = predictor(Mesh())
     cost = model.micro_batch([Slice(0, 100, 4196, 5220)], "per_sequence")
     expected = model.latency.attention_ns(np.array([1024]), np.array([5120]))[False]
-    assert cost.attention_ns[0] == expected
+    assert cost.times.attention_ns[0] == expected
     assert cost.keys == 5120
 
 
@@ -28,11 +28,13 @@ def test_keys_of_slices_are_put_together_and_again_in_backward() -> None:
     read = round(5120 * width * 2 / rate)
     added = round(5120 * width // 2 * (2 + 2 * 4) / rate)
     for backward, copies in ((False, read), (True, read + added)):
-        rest = later.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
-        assert later.layer_ns[0][backward] - rest == copies
+        rest = later.times.attention_ns[backward] + latency.linear_ns(1024, backward=backward)
+        assert later.times.layer_ns[0][backward] - rest == copies
     # A first slice reads what it has.
     whole = model.micro_batch([Slice(0, 0, 0, 1024)], "per_sequence", going_on=1)
-    assert whole.layer_ns[0][0] == whole.attention_ns[0] + latency.linear_ns(1024, backward=False)
+    assert whole.times.layer_ns[0][0] == whole.times.attention_ns[0] + latency.linear_ns(
+        1024, backward=False
+    )
 
 
 def test_earlier_keys_travel_in_both_passes() -> None:
@@ -45,13 +47,13 @@ def test_earlier_keys_travel_in_both_passes() -> None:
         return latency.exchange_keys_ns(rows, keys, backward=backward)
 
     for backward in (False, True):
-        expected = whole.layer_ns[0][backward] - whole.attention_ns[backward]
-        expected += later.attention_ns[backward]
+        expected = whole.times.layer_ns[0][backward] - whole.times.attention_ns[backward]
+        expected += later.times.attention_ns[backward]
         expected += gather(512 + 1500, later.keys, backward) - gather(512, whole.keys, backward)
         if backward:  # which reads them once more
             expected += gather(512 + 1500, later.keys, False) - gather(512, whole.keys, False)
         # The slowest rank may be the one that reads fewer keys.
-        assert later.layer_ns[0][backward] == pytest.approx(expected, rel=0.005)
+        assert later.times.layer_ns[0][backward] == pytest.approx(expected, rel=0.005)
 
 
 def shared_plan(tokens: int) -> StepPlan:
@@ -71,7 +73,7 @@ def test_replicas_that_share_a_micro_batch_are_one_context_group() -> None:
     assert cost == prediction.costs[1][0]
     by_context = predictor(Mesh(context=2)).micro_batch([Slice(0, 0, 0, 8192)], "per_sequence")
     assert cost.rows == by_context.rows == 4096
-    assert cost.attention_ns == by_context.attention_ns
+    assert cost.times.attention_ns == by_context.times.attention_ns
     first, second = prediction.simulations
     assert first.spans[0] == second.spans[0][:2]
     with pytest.raises(ValueError, match="one stage per pipeline rank, not 2"):

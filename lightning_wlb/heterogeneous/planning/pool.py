@@ -31,7 +31,7 @@ from lightning_wlb.plan import (
 from lightning_wlb.planning.packing.base import Packer, Rules
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
-from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
+from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.sharding import ADAPTIVE
 
 
@@ -111,8 +111,7 @@ class Pool:
             peak = max(peak, step.peak_bytes)
         every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)
         costs, simulations = map(list, every)
-        step = SimulatedReplicas(costs, simulations, peak)
-        return StepPrediction.of(plan, step, base.latency)
+        return StepPrediction(plan, base.latency, costs, simulations, peak)
 
 
 def _check(schemes: Schemes, base: Predictor) -> None:

@@ -142,7 +142,7 @@ def test_a_step_takes_what_the_pool_has_chosen_it_by() -> None:
         plan = replace(own.next_step(), schemes=made.schemes, replicas=made.replicas, pieces=pieces)
         step = pool.predict(plan, base())
         assert step.total_ns == made.time_ns
-        assert step.devices == 4
+        assert step.latency.mesh.devices == 4
         assert len(step.simulations) == len(made.schemes)
         # Nothing waits for another context rank; a stage's idle time is that of its ranks.
         assert predicted_imbalance(step).context.degree == pytest.approx(1.0)
