@@ -98,17 +98,10 @@ class _CpuAttention(torch.autograd.Function):
             if before:
                 prefix = slice(first_key, first_key + before)
                 other, other_lse = _forward(
-                    query,
-                    keys[:, :, prefix],
-                    values[:, :, prefix],
-                    0.0,
-                    False,
-                    scale=scale,
+                    query, keys[:, :, prefix], values[:, :, prefix], 0.0, False, scale=scale
                 )
-                merged = torch.logaddexp(part_lse, other_lse)
-                part = part * (part_lse - merged).exp_().unsqueeze(-1)
-                part += other * (other_lse - merged).exp_().unsqueeze(-1)
-                part_lse = merged
+                part, part_lse = with_sinks(part, part_lse, other_lse)
+                part += other * (other_lse - part_lse).exp_().unsqueeze(-1)
             if extra is not None:
                 part, part_lse = with_sinks(part, part_lse, extra.squeeze(-1))
             outs.narrow(2, first_query, count).copy_(part)

@@ -44,7 +44,8 @@ def exact_attention(
     blocks = [
         block for segment in segments_of(metadata) for block in blocks_of(segment, BLOCK, window)
     ]
-    return _attend(q, k, v, options.sinks, blocks, replace(options, sinks=None))
+    inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    return _attend(blocks, replace(options, sinks=None), *inputs)
 
 
 def _one_block(
@@ -81,30 +82,23 @@ def _places(block: Segment) -> tuple[slice, slice, slice, slice]:
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        blocks: list[Segment],
-        options: AttentionOptions,
+        ctx: Any, blocks: list[Segment], options: AttentionOptions, *inputs: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, sinks)
+        ctx.save_for_backward(*inputs)
         ctx.blocks, ctx.options = blocks, options
-        out, dtype = torch.empty_like(q), sum_dtype(q.dtype)
-        inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+        out = torch.empty_like(inputs[0])
         for block in blocks:
             places = _places(block)[: len(inputs)]
-            wide = [x[place].to(dtype) for x, place in zip(inputs, places, strict=True)]
-            out[places[0]] = _one_block(block, options, *wide).to(q.dtype)
+            pairs = zip(inputs, places, strict=True)
+            wide = [x[place].to(sum_dtype(out.dtype)) for x, place in pairs]
+            out[places[0]] = _one_block(block, options, *wide).to(out.dtype)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks = ctx.saved_tensors
-        inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
-        dtype = sum_dtype(q.dtype)
+        inputs = ctx.saved_tensors
+        dtype = sum_dtype(inputs[0].dtype)
         totals = [torch.zeros_like(x, dtype=dtype) for x in inputs]
         for block in ctx.blocks:
             places = _places(block)[: len(inputs)]
@@ -118,7 +112,7 @@ class _ExactAttention(torch.autograd.Function):
             for total, place, share in zip(totals, places, found, strict=True):
                 total[place] += share
         gradients = [total.to(x.dtype) for total, x in zip(totals, inputs, strict=True)]
-        return *gradients, *([None] * (6 - len(gradients)))
+        return None, None, *gradients
 
 
 _attend: Callable[..., Tensor] = _ExactAttention.apply

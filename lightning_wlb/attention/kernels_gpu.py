@@ -165,21 +165,8 @@ class _AttentionWithSinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *bounds, rng, unused = ctx.saved_tensors
-        gradients = _backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *bounds,
-            *ctx.most,
-            0.0,
-            ctx.causal,
-            rng,
-            unused,
-            **ctx.rest,
-        )
+        tensors = grad_out, q, k, v, out, lse, *bounds
+        gradients = _backward(*tensors, *ctx.most, 0.0, ctx.causal, rng, unused, **ctx.rest)
         return *gradients, gradient_of_sinks(grad_out, out, lse.T, sinks), None, None, None
 
 

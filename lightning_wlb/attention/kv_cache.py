@@ -173,16 +173,11 @@ class RecurrentStates:
 
         In backward the gradient that the next slice left for the state joins that of ``out``.
         """
-        if not torch.is_grad_enabled():
-            self.held[key] = state
-            return out
         kept: Tensor = _Left.apply(out, self, key, *state)
         return kept
 
     def take(self, key: Any, anchor: Tensor) -> State:
         """The state that the slice before has left, put into the autograd graph of ``anchor``."""
-        if not torch.is_grad_enabled():
-            return self.held[key]
         taken: State = _Taken.apply(anchor, self, key)
         return taken
 

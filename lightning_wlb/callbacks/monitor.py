@@ -48,6 +48,7 @@ from lightning_wlb.profiling.device import peak_flops
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.strategy.wlb import WLBStrategy
 from lightning_wlb.training.executor import Executor
+from lightning_wlb.training.precision import name_of
 
 
 class ImbalanceMonitor(L.Callback):
@@ -127,8 +128,7 @@ class ImbalanceMonitor(L.Callback):
         data = data_module_of(trainer)
         if self.profile is not None and data is not None:
             self.profile.check(
-                device_type=strategy.root_device.type,
-                dtype=str(executor.pipeline.dtype).removeprefix("torch."),
+                device_type=strategy.root_device.type, dtype=name_of(executor.pipeline.dtype)
             )
             assert isinstance(pl_module, LanguageModule)
             self._predictor = replace(
@@ -157,13 +157,12 @@ class ImbalanceMonitor(L.Callback):
         plan = batch.plan
         shapes = imbalance.shapes_of(plan, self._mesh)
         counts = [len(replica.forward) for replica in plan.replicas]
-        elapsed, wait, everyone = _all_gather(
-            time.perf_counter() - self._begin,
-            batch.wait_seconds,
-            imbalance.rank_timings(_executor(trainer).timings(), max(counts)),
-            trainer.strategy.root_device,
-        )
-        timings = imbalance.in_pipelines(everyone, shapes)
+        elapsed = time.perf_counter() - self._begin
+        own = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
+        mine = torch.tensor([elapsed, batch.wait_seconds, *own.ravel()], dtype=torch.float64)
+        everyone = gather_from_all_ranks(mine.to(trainer.strategy.root_device)).cpu().numpy()
+        elapsed, wait = everyone[:, :2].max(axis=0).tolist()
+        timings = imbalance.in_pipelines(everyone[:, 2:].reshape(-1, *own.shape), shapes)
         work = Work.of(pl_module.model_shape)  # type: ignore[arg-type]
         step = self._predicted(plan)
         record = StepRecord(
@@ -302,13 +301,3 @@ def _executor(trainer: L.Trainer) -> Executor:
     assert isinstance(trainer.strategy, WLBStrategy)
     assert trainer.strategy.executor is not None
     return trainer.strategy.executor
-
-
-def _all_gather(
-    elapsed: float, wait: float, timings: np.ndarray, device: torch.device
-) -> tuple[float, float, np.ndarray]:
-    """The longest ``elapsed`` and ``wait`` of all ranks, and their timings [ranks, ...]."""
-    mine = torch.tensor([elapsed, wait, *timings.ravel()], dtype=torch.float64, device=device)
-    rows = gather_from_all_ranks(mine).cpu().numpy()
-    longest = rows[:, :2].max(axis=0)
-    return float(longest[0]), float(longest[1]), rows[:, 2:].reshape(-1, *timings.shape)

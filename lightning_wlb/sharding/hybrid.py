@@ -101,14 +101,13 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
     # Most micro-batches are of a few pieces, too few for numpy to pay.
     sizes = lengths.tolist()
     costs = list(map(_segment_cost, sizes, sizes))
-    best: _Deal | None = None
+    deals = []
     for share in WHOLE_SHARES:
         deal = _dealt(sizes, costs, ranks, share)
-        if best is None or max(deal.cost) < max(best.cost):
-            best = deal
+        deals.append(deal)
         if 1000 * ranks * max(deal.cost) <= (1000 + GOOD_PERMILLE) * sum(deal.cost):
             break
-    assert best is not None
+    best = min(deals, key=lambda each: max(each.cost))
     return np.array(best.chunks, dtype=np.int64)
 
 

@@ -41,17 +41,14 @@ def prepare_cuda(ranks: int) -> None:
             f" fewer queues than there are process groups, or for ever. Leave it out;"
             f" {MOST_CONNECTIONS} is taken then."
         )
-    if not wanted:
-        return
-    if torch.cuda.is_initialized():
-        if ranks > 1:
-            settings = " ".join(f"{name}={value}" for name, value in wanted.items())
-            rank_zero_warn(
-                "CUDA was used before the Trainer was made, too early for WLBStrategy to set"
-                f" {settings}. Make the Trainer first, or set them where the program is started."
-            )
-        return
-    given.update(wanted)
+    if not torch.cuda.is_initialized():
+        given.update(wanted)
+    elif wanted and ranks > 1:
+        settings = " ".join(f"{name}={value}" for name, value in wanted.items())
+        rank_zero_warn(
+            "CUDA was used before the Trainer was made, too early for WLBStrategy to set"
+            f" {settings}. Make the Trainer first, or set them where the program is started."
+        )
 
 
 def has_expandable_segments() -> bool:

@@ -16,12 +16,12 @@ of many backwards in one step does not have. On CPU Lightning itself turns ``16-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
@@ -65,15 +65,9 @@ class WLBPrecision(Precision):
         """The dtype in which gradients accumulate and are reduced."""
         return torch.promote_types(self.compute_dtype, torch.float32)
 
-    @contextmanager
-    def tensor_init_context(self) -> Iterator[None]:
+    def tensor_init_context(self) -> _DtypeContextManager:
         """Make new tensors, and a module's parameters, in the dtype of initialisation."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.initial_dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        return _DtypeContextManager(self.initial_dtype)
 
     module_init_context = tensor_init_context
 
