@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -236,17 +236,4 @@ def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
                 f"{name}: {place} is a {type(module).__name__} of p={module.p:g}. Its random"
                 " numbers would be others on every mesh and after a resume, so a run could not be"
                 " repeated or resumed exactly. Set p=0."
-            )
-
-
-def check_micro_batches(
-    micro_batches: Iterable[MicroBatchTensors], planned: ActivationCheckpointing
-) -> None:
-    """Refuse micro-batches of a plan that was made with other checkpointing than ``planned``."""
-    for micro_batch in micro_batches:
-        if planned not in ("auto", micro_batch.recompute):
-            raise ValueError(
-                f"the plan has a micro-batch that recomputes {micro_batch.recompute!r}, but plans"
-                f" for this module and its model have activation_checkpointing={planned!r}. Give"
-                " StepDataset.for_model activation_checkpointing=module.planned_checkpointing."
             )

@@ -36,7 +36,6 @@ from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import (
     Decoder,
     check_decoder,
-    check_micro_batches,
     check_size,
     names_and_shapes,
 )
@@ -305,7 +304,15 @@ class LanguageModule(LoadsCheckpoints):
                 " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
                 "))."
             )
-        check_micro_batches(batch.micro_batches, self.planned_checkpointing)
+        planned = self.planned_checkpointing
+        for micro_batch in batch.micro_batches:
+            if planned not in ("auto", micro_batch.recompute):
+                raise ValueError(
+                    f"the plan has a micro-batch that recomputes {micro_batch.recompute!r}, but"
+                    " plans for this module and its model have"
+                    f" activation_checkpointing={planned!r}. Give StepDataset.for_model"
+                    " activation_checkpointing=module.planned_checkpointing."
+                )
 
     def log(self, *args: Any, **options: Any) -> None:
         """Lightning's method, with batch size 1 by default: it would find no samples in a batch."""

@@ -144,18 +144,18 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Plac
             and get a wrong gradient under a right loss), or whose sharded dimension the mesh does
             not divide.
     """
-    placements: dict[Tensor, Placement] = {}
+    replaced: dict[Tensor, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        placements[parameter] = placement_of(name, plan)
-        _check_divides(name, parameter, placements[parameter], mesh)
-    replaced = {
-        parameter: nn.Parameter(
-            # src_data_rank=None: each rank cuts its own copy, nothing is sent.
-            distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None),
-            requires_grad=parameter.requires_grad,
-        )
-        for parameter, placement in placements.items()
-    }
+        placement = placement_of(name, plan)
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+            raise ValueError(
+                f"tensor parallelism: dimension {placement.dim} of parameter {name!r}, of shape"
+                f" {tuple(parameter.shape)}, does not divide by tensor_parallel_size={mesh.size()}."
+                " Choose a size that divides it, or Replicate() in tensor_parallel_plan()."
+            )
+        # src_data_rank=None: each rank cuts its own copy, nothing is sent.
+        shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        replaced[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for attribute, own in module._parameters.items():
             if own is not None:
@@ -177,15 +177,6 @@ def placement_of(name: str, plan: Mapping[str, Placement]) -> Placement:
         " for matrices that are split, Replicate() for norms. A parameter left out would get a"
         " wrong gradient although the loss is right."
     )
-
-
-def _check_divides(name: str, parameter: Tensor, placement: Placement, mesh: DeviceMesh) -> None:
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
-        raise ValueError(
-            f"tensor parallelism: dimension {placement.dim} of parameter {name!r}, of shape"
-            f" {tuple(parameter.shape)}, does not divide by tensor_parallel_size={mesh.size()}."
-            " Choose a size that divides it, or Replicate() in tensor_parallel_plan()."
-        )
 
 
 class _MoveRows(torch.autograd.Function):

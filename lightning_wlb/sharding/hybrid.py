@@ -74,12 +74,6 @@ class _Long:
         """Tokens of tiles [first, last)."""
         return self.head + TILE * first, self.head + TILE * last
 
-    def cost(self, first: int, last: int) -> int:
-        """:func:`_segment_cost` of tiles [first, last), in fewer operations."""
-        count = last - first
-        read = count * (1 - (-self.head // TILE)) + (first + last - 1) * count // 2
-        return UNITS * OVERHEAD * count + (UNITS + (count == 1)) * read
-
 
 @dataclass(slots=True)
 class _Deal:
@@ -89,10 +83,10 @@ class _Deal:
     cost: list[int]
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def add(self, rank: int, document: int, rows: _Rows, cost: int) -> None:
-        self.chunks.append((rank, document, *rows))
-        self.room[rank] -= rows[1] - rows[0]
-        self.cost[rank] += cost
+    def add(self, rank: int, document: int, start: int, stop: int) -> None:
+        self.chunks.append((rank, document, start, stop))
+        self.room[rank] -= stop - start
+        self.cost[rank] += _cost(start, stop)
 
 
 @one_by_one
@@ -100,7 +94,7 @@ def hybrid(lengths: Integers, ranks: int) -> Integers:
     """Cut long pieces at tile boundaries, keep short ones whole, equalise rows and work."""
     # Most micro-batches are of a few pieces, too few for numpy to pay.
     sizes = lengths.tolist()
-    costs = list(map(_segment_cost, sizes, sizes))
+    costs = [_cost(0, size) for size in sizes]
     deals = []
     for share in WHOLE_SHARES:
         deal = _dealt(sizes, costs, ranks, share)
@@ -127,7 +121,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
             shares.append(_Share(-cost, document, length, ((0, length),)))
             continue
         if head:
-            shares.append(_Share(-_segment_cost(head, head), document, head, ((0, head),)))
+            shares.append(_Share(-_cost(0, head), document, head, ((0, head),)))
         long = _Long(tiles, document, head)
         if tiles >= LEAST_TILES * ranks:
             longs.append(long)
@@ -142,12 +136,12 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
     return deal
 
 
-def _segment_cost(queries: int, keys: int) -> int:
-    """What :func:`.reference_kernel_cost` says of one segment, in fewer operations."""
-    tiles = -(-queries // TILE)
-    before = -(-(keys - queries) // TILE)
-    read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)
-    return UNITS * OVERHEAD * tiles + (UNITS + (queries <= TILE)) * read
+def _cost(start: int, stop: int) -> int:
+    """What :func:`.reference_kernel_cost` says of one chunk, in fewer operations."""
+    tiles = -(-(stop - start) // TILE)
+    before = -(-start // TILE)
+    read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-stop // TILE)
+    return UNITS * OVERHEAD * tiles + (UNITS + (tiles == 1)) * read
 
 
 def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
@@ -157,8 +151,8 @@ def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
         tiles = (back - front) // left
         first, last = front + tiles // 2, back - (tiles - tiles // 2)
         ends = ((front, first), (last, back)) if left > 1 else ((front, back),)
-        cost = sum(long.cost(*each) for each in ends)
         chunks = tuple(long.rows(*each) for each in ends)
+        cost = sum(_cost(*each) for each in chunks)
         shares.append(_Share(-cost, long.document, TILE * tiles, chunks))
         front, back = first, last
 
@@ -223,14 +217,14 @@ def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
             unfit.append((document, start, stop))
             continue
         rank = min(fitting, key=deal.cost.__getitem__)
-        deal.add(rank, document, (start, stop), _segment_cost(stop - start, stop))
+        deal.add(rank, document, start, stop)
         needs[rank] -= stop - start
     # Pieces that fit nowhere whole go round the ranks and are cut where one is full.
     for rank in sorted(ranks, key=lambda rank: (-needs[rank], rank)):
         while needs[rank]:
             document, start, stop = unfit.pop()
             end = min(stop, start + needs[rank])
-            deal.add(rank, document, (start, end), _segment_cost(end - start, end))
+            deal.add(rank, document, start, end)
             needs[rank] -= end - start
             if end < stop:
                 unfit.append((document, end, stop))
@@ -241,7 +235,7 @@ def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
 def _deal_longs(deal: _Deal, longs: list[_Long], tiles_of: list[int]) -> None:
     """Give every rank its missing tiles, so that its work comes to the mean."""
     ranks = range(len(deal.room))
-    costs = [long.cost(0, long.tiles) for long in longs]
+    costs = [_cost(*long.rows(0, long.tiles)) for long in longs]
     mean = (sum(deal.cost) + sum(costs)) // len(ranks)
     later_cost, later_tiles = sum(costs), sum(tiles_of)
     for long, cost in zip(longs, costs, strict=True):
@@ -266,8 +260,7 @@ def _deal_longs(deal: _Deal, longs: list[_Long], tiles_of: list[int]) -> None:
             early = _front_tiles(long, front, back, count, wanted[rank])
             for first, last in ((front, front + early), (back - (count - early), back)):
                 if first < last:
-                    rows = long.rows(first, last)
-                    deal.add(rank, long.document, rows, long.cost(first, last))
+                    deal.add(rank, long.document, *long.rows(first, last))
             front += early
             back -= count - early
 
@@ -287,7 +280,7 @@ def _front_tiles(long: _Long, front: int, back: int, count: int, wanted: int) ->
     if back - front == count:
         return count
     step = UNITS * (back - front - count)
-    early = (2 * (long.cost(back - count, back) - wanted) + step) // (2 * step)
+    early = (2 * (_cost(*long.rows(back - count, back)) - wanted) + step) // (2 * step)
     early = min(max(early, 0), count)
     # A segment of one tile costs more: none or two instead.
     if count >= LEAST_TILES:

@@ -129,8 +129,10 @@ def _pairs(size: Integers, ranks: int) -> Integers:
     document = np.flatnonzero(size)
     size = size[document, None]
     start = np.arange(2 * ranks) * size
-    columns = (_owners(ranks), document[:, None], start, start + size)
-    return np.stack(np.broadcast_arrays(*columns), axis=2).reshape(-1, 4)
+    chunks = np.empty((*start.shape, 4), dtype=np.int64)
+    for column, values in enumerate((_owners(ranks), document[:, None], start, start + size)):
+        chunks[..., column] = values
+    return chunks.reshape(-1, 4)
 
 
 def ptrr(lengths: Sequence[Integers], ranks: int) -> Integers:

@@ -270,7 +270,7 @@ class Step:
         training = torch.is_grad_enabled()
         hidden = None
         if action.stage > 0:
-            hidden = self._receive(action, action.stage - 1, micro_batch)
+            hidden = self.messages.receive(action, action.stage - 1, self._shape(micro_batch))
             hidden.requires_grad_(training)
         with self._timed(action):
             output = self.model(
@@ -292,7 +292,7 @@ class Step:
         if action.stage == self.last_stage:
             gradient = torch.full_like(output, 1.0 / self.denominator)
         else:
-            gradient = self._receive(action, action.stage + 1, micro_batch)
+            gradient = self.messages.receive(action, action.stage + 1, self._shape(micro_batch))
         with self._timed(action):
             if output.requires_grad:  # not of a first stage whose parameters are all frozen
                 torch.autograd.backward(output, gradient)
@@ -315,9 +315,6 @@ class Step:
         assert tensor.shape == wanted, (action, tensor.shape, wanted)
         assert tensor.dtype == self.pipeline.dtype, (action, tensor.dtype, self.pipeline.dtype)
         self.messages.send(action, stage, tensor)
-
-    def _receive(self, action: Action, stage: int, micro_batch: MicroBatchTensors) -> Tensor:
-        return self.messages.receive(action, stage, self._shape(micro_batch))
 
 
 def check_digests(digests: list[int], what: str) -> None:
