@@ -90,8 +90,7 @@ class AttentionTable:
             + inverse[:, at, next_column] * (1.0 - column_weight)
             for at in (row, next_row)
         )
-        result: _Floats = low * row_weight + high * (1.0 - row_weight)
-        return result
+        return low * row_weight + high * (1.0 - row_weight)
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,7 @@ def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
 @lru_cache(maxsize=64)
 def _inverse(*tables: tuple[tuple[float, ...], ...]) -> _Floats:
     """1/rate of tables with equal axes, float64 [tables, ...]."""
-    inverse: _Floats = 1.0 / np.array(tables, dtype=np.float64)
-    return inverse
+    return 1.0 / np.array(tables, dtype=np.float64)
 
 
 @lru_cache(maxsize=64)

@@ -142,34 +142,28 @@ class ReplicaPlan:
         and values receive gradients from every later slice (SlimPack §4.1).
         """
         last = self._last
-        return (
-            tuple(
+        return tuple(
+            [
                 max([last[index] for index in each.slices], default=place) + 1
                 for place, each in enumerate(self.forward)
-            )
-            if last
-            else tuple(range(1, len(self.forward) + 1))
+            ]
         )
 
     @cached_property
     def going_on(self) -> tuple[int, ...]:
         """For each micro-batch, the number of its pieces that have slices in later ones."""
         last = self._last
-        return (
-            tuple(
+        return tuple(
+            [
                 len({self.slices[index][:2] for index in each.slices if last[index] > place})
                 for place, each in enumerate(self.forward)
-            )
-            if last
-            else (0,) * len(self.forward)
+            ]
         )
 
     @cached_property
     def _last(self) -> list[int]:
-        """For each slice the micro-batch with the last slice of its piece; empty without slices."""
+        """For each slice the micro-batch with the last slice of its piece."""
         pieces = [part[:2] for part in self.slices]
-        if len(set(pieces)) == len(pieces):
-            return []  # every piece is whole
         last = {
             pieces[index]: place
             for place, micro_batch in enumerate(self.forward)

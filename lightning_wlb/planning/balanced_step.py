@@ -173,9 +173,7 @@ def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list
     """``ranks * count`` micro-batches of all items, dealt by rows of like work."""
     bins = ranks * count
     home = partition(items.works, bins)
-    loads, tokens = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    np.add.at(loads, home, items.works)
-    np.add.at(tokens, home, items.tokens)
+    loads, tokens = (_loads(each, home, bins) for each in (items.works, items.tokens))
     if cap is not None and int(tokens.max()) > cap:
         return None
     owner, taken = np.empty((count, ranks), np.int64), np.zeros(ranks, np.int64)
@@ -241,9 +239,8 @@ def _fewest(tokens: Integers, home: Integers, ranks: int, room: int) -> int:
     order = np.lexsort((-tokens, home))
     sizes = np.bincount(home, minlength=ranks)
     place = np.arange(len(home)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    totals = np.zeros(ranks, np.int64)
-    np.add.at(totals, home, tokens)
-    return max(-(-int(totals.max()) // room), 1 + int((place // (room // tokens[order])).max()))
+    most = int(_loads(tokens, home, ranks).max())
+    return max(-(-most // room), 1 + int((place // (room // tokens[order])).max()))
 
 
 def _grouped(home: Integers, groups: int) -> list[list[int]]:

@@ -185,8 +185,7 @@ class _Slices:
         """Values of each slice added up per micro-batch, int64 [values, micro-batches]."""
         sums = np.zeros((len(values), len(self.tokens) + 1), dtype=np.int64)
         np.cumsum(values, axis=1, out=sums[:, 1:])
-        result: Integers = np.diff(sums[:, self._first])
-        return result
+        return np.diff(sums[:, self._first])
 
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
         """What the mean rank of each micro-batch has, int64 [..., micro-batches].
@@ -196,8 +195,7 @@ class _Slices:
             far: what the second chunk of each slice has, int64 [..., slices].
         """
         both = np.where(self.parts > 1, near + far, near)
-        mean: Integers = self.sums_of(*(both * self.parts)) // self.ranks
-        return mean
+        return self.sums_of(*(both * self.parts)) // self.ranks
 
     def attention_ns(self, kind: LatencyModel) -> Integers:
         """A layer's attention kernel on the mean rank, int64 [2 (pass), micro-batches]."""
@@ -208,8 +206,7 @@ class _Slices:
             np.array((np.append(self.far, 0), np.append(self.queries, 0))), self._first[:-1], axis=1
         )
         times = kind.calls_ns(queries, keys, longest, lambda each: self._of_chunks(each, cut))
-        filled: Integers = times * (np.diff(self._first) > 0)
-        return filled
+        return times * (np.diff(self._first) > 0)
 
     def _of_chunks(self, values: Integers, cut: npt.NDArray[np.bool_]) -> Integers:
         """:meth:`on_a_rank` of int64 [2, chunks]: of all first chunks, then the second ones."""

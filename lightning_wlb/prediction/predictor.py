@@ -154,15 +154,11 @@ class Predictor:
         """
         mesh = self.latency.mesh
         programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
-        limits = []
-        for parts, program in zip(self.memory.rank_parts, programs, strict=True):
-            most = most_open(program, mesh.virtual_stages)
-            limits.append(
-                self.memory.model.longest_micro_batch(
-                    parts, most, self.usable_bytes, micro_batches, recompute
-                )
-            )
-        return min(limits)
+        longest, given = self.memory.model.longest_micro_batch, (micro_batches, recompute)
+        return min(
+            longest(parts, most_open(program, mesh.virtual_stages), self.usable_bytes, *given)
+            for parts, program in zip(self.memory.rank_parts, programs, strict=True)
+        )
 
     def micro_batch(
         self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, going_on: int = 0

@@ -326,8 +326,7 @@ class _Account:
 
     def held_with(self, number: int, mode: int) -> Integers:
         """Bytes held with another mode of a micro-batch, [ranks, backwards of its window]."""
-        held: Integers = self._held[:, self._windows[number]] + self._added(number, mode)
-        return held
+        return self._held[:, self._windows[number]] + self._added(number, mode)
 
     def change(self, number: int, mode: int, held: Integers) -> None:
         """Give a micro-batch another mode, with what is :meth:`held_with` it."""

@@ -139,8 +139,7 @@ class StepMemory:
             return 0
         pieces = np.array([(cost.going_on, cost.ranks) for cost in costs], dtype=np.int64)
         count, ranks = pieces.reshape(-1, 2, 1).swapaxes(0, 1)
-        states: Integers = count * self._piece_bytes // ranks
-        return states
+        return count * self._piece_bytes // ranks
 
     @cached_property
     def _piece_bytes(self) -> Integers:

@@ -176,8 +176,10 @@ class DeviceBench:
         """Layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
         models = one, three, self._stage(layers=0, head=True)
-        measured = [self._linear_seconds(models, _short_documents(rows)) for rows in self.rows]
-        single, triple, end = np.array(measured).swapaxes(0, 1)
+        batches = map(_short_documents, self.rows)
+        measured = [[self._stage_seconds(model, each) for model in models] for each in batches]
+        whole, attention = np.moveaxis(measured, -1, 0)
+        single, triple, end = (whole - attention).swapaxes(0, 1)
         layer = np.maximum((triple - single) / 2, 0.1 * single)
         overhead = np.maximum(single - layer, 0.0)
         head = np.maximum(end - overhead, 0.1 * end)
@@ -270,13 +272,6 @@ class DeviceBench:
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         return model
-
-    def _linear_seconds(
-        self, models: Sequence[Transformer], lengths: Sequence[int]
-    ) -> list[np.ndarray]:
-        """Seconds [2] of a micro-batch without attention, on each of some stages."""
-        seconds = (self._stage_seconds(model, lengths) for model in models)
-        return [whole - attention for whole, attention in (each.T for each in seconds)]
 
     def _stage_seconds(self, model: Transformer, lengths: Sequence[int]) -> np.ndarray:
         """Seconds [2, 2 (whole, attention)] of a micro-batch."""

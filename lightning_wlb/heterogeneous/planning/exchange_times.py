@@ -53,8 +53,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
     width = DTYPE_BYTES[profile.dtype]
 
     def took(link: Link, ranks: int, elements: Floats, size: int) -> Floats:
-        times: Floats = ranks * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
-        return times
+        return ranks * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
 
     def ends_ns(size: int) -> list[int]:
         """When 0, 1, 2, ... turns have ended, which run one after another."""
