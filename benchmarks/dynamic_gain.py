@@ -109,7 +109,7 @@ class Sample:
         """Time of steps on the mesh over that where each may leave it."""
         on_mesh = chosen = 0
         for plan, verdict in zip(plans, self.verdicts(plans), strict=True):
-            planned = pool.arranged(plan.pieces, self.planner.rules, self.request.data.packer)
+            planned = pool.arranged(plan.pieces, self.planner.packer)
             elected = fastest(planned, verdict, self.scorer.limit)
             on_mesh += verdict.time
             chosen += elected.time_ns if elected else verdict.time

@@ -216,7 +216,7 @@ class StepDataset(IterableDataset[StepBatch]):
         if isinstance(self.store, MixedDocuments):
             yield self.store.describe() + "."
         lengths, planner, data = np.asarray(self.store.lengths), self.planner(), self.data
-        queues = ", ".join(map(str, planner.thresholds))
+        queues = ", ".join(map(str, planner.packer.thresholds))
         queues = f", outlier queues from {queues} tokens" if queues else ""
         beyond = np.count_nonzero(lengths > data.context_window)
         longer = f"; longer than the window: {beyond:,}" if beyond else ""

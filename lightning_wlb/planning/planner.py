@@ -27,10 +27,10 @@ from lightning_wlb.argument_checks import choice, whole, wholes
 from lightning_wlb.cost.attention_tiles import SegmentCost, reference_kernel_cost
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import ONE_DEVICE, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Piece, Schemes, StepPlan
+from lightning_wlb.plan import ActivationCheckpointing, Schemes, StepPlan
 from lightning_wlb.planning.global_batches import GlobalBatches, Stream
 from lightning_wlb.planning.mixture import MixedBatches, StoreShare
-from lightning_wlb.planning.packing.base import MicroBatches, Rules
+from lightning_wlb.planning.packing.base import MicroBatches
 from lightning_wlb.planning.plan_scoring import Placement, PlanScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
@@ -80,6 +80,9 @@ class Planner:
             where there is one store (:mod:`lightning_wlb.planning.mixture`).
         step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
 
+    Attributes:
+        packer: the packing of the run, with the pieces that have arrived and wait.
+
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
             ``long_documents="error"``, a step chooser without a scorer or with a packing that
@@ -123,29 +126,14 @@ class Planner:
         self._lengths = self._store_lengths
         if data.long_documents == "truncate":
             self._lengths = np.minimum(self._store_lengths, data.context_window)
-        self._packer = data.packer(data.rules(self._lengths, work))
+        self.packer = data.packer(data.rules(self._lengths, work))
         if step_chooser is not None:
-            check_packing(self._packer)
+            check_packing(self.packer)
         self._mixture = tuple(mixture)
         self._arrivals = arrivals_of(self._lengths, data, self._mixture)
         self._settings = self._fingerprint()
         self._step = 0  # steps planned
         self._tokens = 0  # tokens of these steps
-
-    @property
-    def thresholds(self) -> tuple[int, ...]:
-        """Least tokens of a piece of each outlier queue; empty where there are none."""
-        return self._packer.thresholds
-
-    @property
-    def rules(self) -> Rules:
-        """The data settings, resolved, as the packing sees them."""
-        return self._packer.rules
-
-    @property
-    def held(self) -> list[Piece]:
-        """Every piece that has arrived and not yet entered a step."""
-        return self._packer.held
 
     @property
     def dropped_tokens(self) -> int:
@@ -174,12 +162,12 @@ class Planner:
             None where :meth:`next_step` returns it.
         """
         # A run that ends with its epoch stands in the next one.
-        if self.finished and (self.held or not self._arrivals.exhausted):
+        if self.finished and (self.packer.held or not self._arrivals.exhausted):
             return None
-        micro_batches, drain = self._packer.next_step(self._arrivals, self._step)
+        micro_batches, drain = self.packer.next_step(self._arrivals, self._step)
         if not any(micro_batches):
             self._arrivals.start_epoch(self._arrivals.epoch + 1)
-            self._packer.reset()
+            self.packer.reset()
             return None
         release = Release(self._step, self._arrivals.epoch, micro_batches, drain)
         self._step += 1
@@ -189,10 +177,10 @@ class Planner:
     def place(self, release: Release) -> StepPlan:
         """The plan of a step with these pieces."""
         pieces = tuple(sorted(piece for packed in release.micro_batches for piece in packed))
-        scorer = self._scorer or self.rules.work_scorer(self._mesh)
+        scorer = self._scorer or self.packer.rules.work_scorer(self._mesh)
         place = Placement(self._mesh, self._sharding, scorer)
         replicas = laid_out(
-            self._packer.replicas(release.micro_batches, place),
+            self.packer.replicas(release.micro_batches, place),
             self._mesh,
             self._sharding,
             self._kernel_cost,
@@ -202,10 +190,10 @@ class Planner:
             if self._checkpointing == "auto"
             else recomputing(replicas, self._checkpointing)
         )
-        cap = self._packer.cap(place)
+        cap = self.packer.cap(place)
         schemes: Schemes = ()
         if self._step_chooser is not None:
-            arranged = self._step_chooser.arranged(pieces, self.rules, self._data.packer)
+            arranged = self._step_chooser.arranged(pieces, self.packer)
             if (chosen := fastest(arranged, scorer(settled), scorer.limit)) is not None:
                 schemes, _, _, settled, cap = chosen
         return StepPlan(
@@ -233,7 +221,7 @@ class Planner:
             **self._arrivals.state_dict(),
             "step": self._step,
             "tokens": self._tokens,
-            "packer": self._packer.state_dict(),
+            "packer": self.packer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,7 +250,7 @@ class Planner:
             self._step = whole("step", state["step"], 0)
             self._tokens = whole("tokens", state["tokens"], 0)
             self._arrivals.load_state_dict(state)
-            self._packer.load_state_dict(state["packer"])
+            self.packer.load_state_dict(state["packer"])
             self._check_held()
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise ValueError(
@@ -274,7 +262,7 @@ class Planner:
     def _check_held(self) -> None:
         """Refuse pieces that wait and are no part of a document, or are there twice."""
         before = None
-        for piece in sorted(self.held):
+        for piece in sorted(self.packer.held):
             document, origin, stop, arrival = wholes("a piece that waits", piece, 0)
             number = document % len(self._lengths) if self._mixture else document
             length = self._lengths[number]
@@ -303,7 +291,7 @@ class Planner:
             "packing": data.packing_choice.method,
             "cap": data.token_cap,
             "global_batches": "nearest pieces",  # 0.1.0 took whole documents
-            "thresholds": list(self._packer.thresholds),
+            "thresholds": list(self.packer.thresholds),
             "long_documents": data.long_documents,
             "seed": data.seed,
             "shuffle": data.shuffle,

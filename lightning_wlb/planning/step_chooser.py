@@ -7,11 +7,11 @@ in ``heterogeneous/``, which the planner does not import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from lightning_wlb.plan import Piece, ReplicaPlan, Schemes
-from lightning_wlb.planning.packing.base import Packer, Rules
+from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.plan_scoring import PlanScore
 
 WORTH_PER_MILLE = 5
@@ -39,15 +39,12 @@ class PlannedStep(NamedTuple):
 class StepChooser(Protocol):
     """Chooses pipelines that a step may take, and plans it there."""
 
-    def arranged(
-        self, pieces: Sequence[Piece], rules: Rules, packer: Callable[[Rules], Packer]
-    ) -> Sequence[PlannedStep]:
+    def arranged(self, pieces: Sequence[Piece], packer: Packer) -> Sequence[PlannedStep]:
         """The step on other pipelines; none where it must stay on the mesh.
 
         Args:
             pieces: all pieces of the step.
-            rules: the run's data settings, resolved.
-            packer: makes the run's packing.
+            packer: the packing of the run.
         """
 
 

@@ -30,11 +30,11 @@ def take_in_turn(turns: Sequence[Schemes]) -> list[int]:
     """
     times: list[int] = []
 
-    def arranged(self: Pool, pieces, rules, packer) -> list[PlannedStep]:
+    def arranged(self: Pool, pieces, packer) -> list[PlannedStep]:
         strategy = turns[pieces[0].arrival % len(turns)]
         if not strategy:
             return []
-        made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
+        made = arrange(pieces, strategy, self.kinds[strategy], packer)
         times.append(made.time_ns)
         return [made._replace(excess=-1)]  # it is taken however long it takes
 

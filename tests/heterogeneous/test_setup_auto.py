@@ -34,12 +34,12 @@ APART, STAGES = (Scheme(0, (2,)), Scheme(1, (2,))), (Scheme(0, (1, 1)),)
 MEASURED = replace(Profile.load("cpu"), name="of here", kernel="cpu", dtype="float64")
 
 
-def by_pieces(self: Pool, pieces, rules, packer) -> list[PlannedStep]:
+def by_pieces(self: Pool, pieces, packer) -> list[PlannedStep]:
     """The mesh or one of two strategies: the same again for the same pieces."""
     strategy = [*self.kinds, None][sum(piece.document for piece in pieces) % 3]
     if strategy is None:
         return []
-    made = arrange(pieces, strategy, self.kinds[strategy], rules, packer)
+    made = arrange(pieces, strategy, self.kinds[strategy], packer)
     return [made._replace(excess=-1)]  # it is taken however long it takes
 
 

@@ -120,7 +120,7 @@ def test_every_token_exactly_once_per_epoch(lengths, data, mesh) -> None:
         assert targets == sum(min(k, n - 1) for k, n in zip(kept, lengths, strict=True))
         state = planner.state_dict()
         assert (state["epoch"], state["position"], state["offset"]) == (number + 1, 0, 0)
-        assert not planner.held
+        assert not planner.packer.held
 
 
 @settings(max_examples=40)

@@ -36,7 +36,7 @@ from lightning_wlb.plan import (
     alike,
 )
 from lightning_wlb.planning.dealing import deal_greedily, longest_first
-from lightning_wlb.planning.packing.base import Packer, Rules
+from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.step_chooser import PlannedStep, check_packing
@@ -144,31 +144,25 @@ Kinds = Mapping[Shape, PipelineKind]
 """The kinds of a step's pipelines, by shape."""
 
 
-def arrange(
-    pieces: Sequence[Piece],
-    schemes: Schemes,
-    kinds: Kinds,
-    rules: Rules,
-    packer: Callable[[Rules], Packer],
-) -> PlannedStep:
+def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Packer) -> PlannedStep:
     """Deal the pieces of a step to kinds of pipelines and pack those of each kind.
 
     Args:
-        rules: settings of the run; each kind gets micro-batches in proportion to its ranks.
-        packer: makes the packing that arranges the pieces of a kind.
+        packer: the packing of the run; each kind has one like it, which makes micro-batches in
+            proportion to its ranks.
 
     Raises:
         ValueError: a piece is too long for every kind, or the packing makes micro-batches for all
             pipelines at once.
     """
-    check_packing(packer(rules))
+    check_packing(packer)
     numbers = alike(schemes)
     own_kinds = [kinds[shape] for shape in numbers]
     ranks = sum(scheme.size for scheme in schemes)
     packers = []
     for each in own_kinds:
-        share = rules.micro_batches * each.count * each.scheme.size // ranks
-        packers.append(packer(replace(rules, micro_batches=max(share, 1))))
+        share = packer.rules.micro_batches * each.count * each.scheme.size // ranks
+        packers.append(type(packer)(replace(packer.rules, micro_batches=max(share, 1))))
     dealt = _dealt(longest_first(pieces), own_kinds, packers)
     excess = time_ns = 0
     replicas: dict[int, ReplicaPlan] = {}

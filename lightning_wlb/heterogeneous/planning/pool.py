@@ -13,7 +13,7 @@ Cost: :func:`.arrange` for each choice, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_wlb.plan import (
     alike,
     schemes_of,
 )
-from lightning_wlb.planning.packing.base import Packer, Rules
+from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -84,15 +84,13 @@ class Pool:
             made[schemes] = kinds
         return Pool(made)
 
-    def arranged(
-        self, pieces: Sequence[Piece], rules: Rules, packer: Callable[[Rules], Packer]
-    ) -> list[PlannedStep]:
+    def arranged(self, pieces: Sequence[Piece], packer: Packer) -> list[PlannedStep]:
         """A step on each choice that can hold its longest piece."""
-        longest, packing = max(piece.tokens for piece in pieces), packer(rules)
+        longest = max(piece.tokens for piece in pieces)
         return [
-            arrange(pieces, schemes, kinds, rules, packer)
+            arrange(pieces, schemes, kinds, packer)
             for schemes, kinds in self.kinds.items()
-            if max(each.longest_shared(packing) for each in kinds.values()) >= longest
+            if max(each.longest_shared(packer) for each in kinds.values()) >= longest
         ]
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:

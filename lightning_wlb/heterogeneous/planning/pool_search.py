@@ -184,7 +184,7 @@ def choose_pool(
             if progress is not None:
                 progress("simulating pipelines", list(plans).index(release.step), len(plans))
             plan = plans[release.step]
-            arranged = pool.arranged(plan.pieces, planner.rules, request.data.packer)
+            arranged = pool.arranged(plan.pieces, planner.packer)
             steps.append(_SampledStep(scorer(plan.replicas), arranged))
         return steps
 

@@ -52,7 +52,7 @@ def arranged(
         shape: receiver(strategy[numbers[0]], gigabytes, len(numbers))
         for shape, numbers in alike(strategy).items()
     }
-    made = arrange(own, strategy, kinds, data.rules(None, Work.of(SHAPE)), data.packer)
+    made = arrange(own, strategy, kinds, data.packer(data.rules(None, Work.of(SHAPE))))
     plan = StepPlan(
         0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, schemes=strategy
     ).validate()

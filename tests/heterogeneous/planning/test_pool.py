@@ -138,7 +138,7 @@ def test_a_step_takes_what_the_pool_has_chosen_it_by() -> None:
     own = planner(UNEVEN, ALONE)
     pool = Pool.of([UNEVEN, ALONE], base())
     pieces = own.next_step().pieces
-    for made in pool.arranged(pieces, own.rules, DATA.packer):
+    for made in pool.arranged(pieces, own.packer):
         plan = replace(own.next_step(), schemes=made.schemes, replicas=made.replicas, pieces=pieces)
         step = pool.predict(plan, base())
         assert step.total_ns == made.time_ns

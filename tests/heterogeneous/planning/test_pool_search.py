@@ -59,7 +59,7 @@ def test_what_is_promised_is_what_the_planner_plans() -> None:
     chosen, _ = plans(pool)
     total = 0
     for plain, plan in zip(on_mesh, chosen, strict=True):
-        arranged = pool.arranged(plan.pieces, planner.rules, given.data.packer)
+        arranged = pool.arranged(plan.pieces, planner.packer)
         own = {each.schemes: each for each in arranged}
         on, off = scorer(plain.replicas).time, own.get(plan.schemes)
         total += off.time_ns if off else on
