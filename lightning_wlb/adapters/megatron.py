@@ -26,10 +26,10 @@ from typing import Any
 from lightning_wlb.adapters.plan_step import plan_step, shape_of
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.dp_merge import Merged, merge_pieces
+from lightning_wlb.planning.dp_merge import Dealing, Merged
 
 SHARED_ABOVE = (0, 1, 2, 4, 8)
-"""Values tried for ``per_capacity`` of :func:`.merge_pieces`; 0 shares no piece for its work."""
+"""Values tried for ``per_capacity`` of :class:`.Dealing`; 0 shares no piece for its work."""
 
 Samples = Sequence[tuple[int, int]]  # (number, tokens)
 
@@ -118,7 +118,7 @@ class PlannedContextParallel:
         pieces = [Piece(number, 0, tokens, 0) for number, tokens in sample_id_seqlens]
         found: list[Merged] = []
         for threshold in SHARED_ABOVE:
-            merged = merge_pieces(pieces, ranks, self.work, threshold, cap)
+            merged = Dealing(pieces, ranks, self.work, threshold, cap).merged
             if all(merged.loads):
                 found.append(merged)
         if not found:

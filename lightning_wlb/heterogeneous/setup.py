@@ -26,7 +26,7 @@ and profile. Not for an evaluation, which runs on the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -180,6 +180,7 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
     return Weights(shapes, split, frozenset(model.tied.values()), frozen)
 
 
+@dataclass(frozen=True, eq=False)
 class HeterogeneousPipelines:
     """Says what a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``.
 
@@ -188,27 +189,24 @@ class HeterogeneousPipelines:
         redistribute: makes this rank's exchanges with the pipelines of a step.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        build: Callable[[], Decoder],
-        redistribute: Callable[[Schemes], Redistribution],
-        group: dist.ProcessGroup,
-        timeout: timedelta | None,
-    ) -> None:
-        self._executor, self._build, self._redistribute = executor, build, redistribute
-        self._group, self._timeout = group, timeout
-        self._made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = {}
+    executor: Executor
+    build: Callable[[], Decoder]
+    redistribute: Callable[[Schemes], Redistribution]
+    group: dist.ProcessGroup
+    timeout: timedelta | None
+    _made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = field(
+        default_factory=dict, init=False
+    )
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
         """What a step runs on; collective over all ranks where its pipelines are new, or where
         more of them than ever before share a micro-batch.
         """
         if plan.schemes not in self._made:
-            mine, links = self._executor, self._redistribute(plan.schemes)
-            stage = HeterogeneousStage(links, self._build, mine.pipeline, self._timeout)
+            mine, links = self.executor, self.redistribute(plan.schemes)
+            stage = HeterogeneousStage(links, self.build, mine.pipeline, self.timeout)
             wide = mine.parameters.sum_dtype
-            own = ExchangedParameters(stage, mine.model, self._group, wide)
+            own = ExchangedParameters(stage, mine.model, self.group, wide)
             self._made[plan.schemes] = stage, own
         stage, own = self._made[plan.schemes]
         return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)

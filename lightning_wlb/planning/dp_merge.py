@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from lightning_wlb.cost.flops import PassWork, Work
@@ -49,16 +51,9 @@ class Merged(NamedTuple):
     loads: list[int]
 
 
-def merge_pieces(
-    pieces: Sequence[Piece],
-    replicas: int,
-    work: Callable[[int], int],
-    per_capacity: int,
-    most_tokens: int = sys.maxsize,
-    begun: Sequence[int] = (),
-    sharers: int = sys.maxsize,
-) -> Merged:
-    """Deal pieces to replicas, and those of too much work or too many tokens to several at once.
+@dataclass(frozen=True)
+class Dealing:
+    """A way to deal pieces to replicas, those of too much work or tokens to several at once.
 
     Equal pieces go by (document, origin), equal replicas and sets by number.
 
@@ -73,41 +68,72 @@ def merge_pieces(
             share.
         sharers: most replicas that may share a piece (:func:`most_sharers`).
     """
-    order = longest_first(pieces)
-    works = [work(piece.tokens) for piece in order]
-    total = sum(works)
-    sizes = [
-        min(_size(-(-piece.tokens // most_tokens), each, total, replicas, per_capacity), sharers)
-        for piece, each in zip(order, works, strict=True)
-    ]
-    sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
-    sized.sort(key=lambda entry: -entry[0])
-    loads = [0] * replicas
-    shared: list[tuple[Piece, Members]] = []
-    for size, piece, piece_work in sized:
-        sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
-        members = min(sets, key=lambda each: max(loads[replica] for replica in each))
-        part = shared_work(piece_work, size)
-        for replica in members:
-            loads[replica] += part
-        shared.append((piece, tuple(members)))
-    own: list[list[Piece]] = [[] for _ in range(replicas)]
-    alone = [at for at, size in enumerate(sizes) if size == 1]
-    receivers = deal([works[at] for at in alone], list(loads))
-    if begun:
-        taken = [load + before for load, before in zip(loads, begun, strict=True)]
-        share = (sum(taken) + sum(works[at] for at in alone)) // replicas
-        stay = 0
+
+    pieces: Sequence[Piece]
+    replicas: int
+    work: Callable[[int], int]
+    per_capacity: int = 0
+    most_tokens: int = sys.maxsize
+    begun: Sequence[int] = ()
+    sharers: int = sys.maxsize
+
+    def again(self, ends: Sequence[int]) -> Dealing:
+        """A new dealing that gives less work to the replicas that ended late."""
+        loads = self.merged.loads
+        late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
+        return replace(self, begun=late)
+
+    @cached_property
+    def merged(self) -> Merged:
+        """The pieces that each replica has, alone and with others."""
+        order = longest_first(self.pieces)
+        works, replicas = [self.work(piece.tokens) for piece in order], self.replicas
+        total = sum(works)
+        sizes = [
+            self._size(piece.tokens, each, total) for piece, each in zip(order, works, strict=True)
+        ]
+        sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
+        sized.sort(key=lambda entry: -entry[0])
+        loads = [0] * replicas
+        shared: list[tuple[Piece, Members]] = []
+        for size, piece, piece_work in sized:
+            sets = [range(first, first + size) for first in range(0, replicas - size + 1, size)]
+            members = min(sets, key=lambda each: max(loads[replica] for replica in each))
+            part = shared_work(piece_work, size)
+            for replica in members:
+                loads[replica] += part
+            shared.append((piece, tuple(members)))
+        own: list[list[Piece]] = [[] for _ in range(replicas)]
+        alone = [at for at, size in enumerate(sizes) if size == 1]
+        receivers = deal([works[at] for at in alone], list(loads))
+        if self.begun:
+            taken = [load + before for load, before in zip(loads, self.begun, strict=True)]
+            share = (sum(taken) + sum(works[at] for at in alone)) // replicas
+            stay = 0
+            for at, replica in zip(alone, receivers, strict=True):
+                if taken[replica] + works[at] > share:
+                    break
+                taken[replica] += works[at]
+                stay += 1
+            receivers[stay:] = deal([works[at] for at in alone[stay:]], taken)
         for at, replica in zip(alone, receivers, strict=True):
-            if taken[replica] + works[at] > share:
-                break
-            taken[replica] += works[at]
-            stay += 1
-        receivers[stay:] = deal([works[at] for at in alone[stay:]], taken)
-    for at, replica in zip(alone, receivers, strict=True):
-        own[replica].append(order[at])
-        loads[replica] += works[at]
-    return Merged(shared, own, loads)
+            own[replica].append(order[at])
+            loads[replica] += works[at]
+        return Merged(shared, own, loads)
+
+    def _size(self, tokens: int, work: int, total: int) -> int:
+        """Number of replicas that share a piece: the least power of two that holds it within alpha.
+
+        ``work`` is the piece's, ``total`` that of all pieces.
+        """
+        holders, shares = -(-tokens // self.most_tokens), self.per_capacity * self.replicas
+        if holders == 1 and work * shares <= total:
+            return 1
+        parts = work * (100 + SHARING_OVERHEAD_PERCENT) * shares
+        size = 2
+        while 2 * size <= self.replicas and (size < holders or parts > 100 * size * total):
+            size *= 2
+        return min(size, self.sharers) if size <= self.replicas else 1
 
 
 def most_sharers(work: Work, mesh: Mesh) -> int:
@@ -135,17 +161,3 @@ def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[S
         (count,) = share_packs([part], packs, sum(merged.loads))
         shared += [(pack, members) for pack in slice_pieces([piece], count, cap, work)]
     return shared
-
-
-def _size(holders: int, piece_work: int, total: int, replicas: int, per_capacity: int) -> int:
-    """Number of replicas that share a piece: the least power of two that holds it within alpha.
-
-    ``holders`` is how many replicas hold it together.
-    """
-    if holders == 1 and piece_work * per_capacity * replicas <= total:
-        return 1
-    parts = piece_work * (100 + SHARING_OVERHEAD_PERCENT) * per_capacity * replicas
-    size = 2
-    while 2 * size <= replicas and (size < holders or parts > 100 * size * total):
-        size *= 2
-    return size if size <= replicas else 1

@@ -1,7 +1,7 @@
 """Pieces cut into slices, so that many small micro-batches have equal work (SlimPack §4.1).
 
 Phase 1 of SlimPack deals whole pieces to replicas, by work
-(:func:`~lightning_wlb.planning.dp_merge.merge_pieces`). Phase 2, :func:`slice_pieces`, fills the M
+(:class:`~lightning_wlb.planning.dp_merge.Dealing`). Phase 2, :func:`slice_pieces`, fills the M
 MicroPacks of each replica one after another, each to the work that is left divided by the packs
 that are left:
 

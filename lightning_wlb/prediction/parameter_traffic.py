@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.prediction.step_memory import StepMemory
-
-LastBackward = tuple[int, int]
-"""When a replica's last backward on a stage ends, and how long it takes, in ns."""
+from lightning_wlb.schedule.simulator import LastBackward
 
 
 @dataclass(frozen=True)

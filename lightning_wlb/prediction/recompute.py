@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -140,6 +140,7 @@ def _alike(replicas: Sequence[ReplicaPlan], group: Sequence[int]) -> dict[Place,
     return {place: places for places in found.values() for place in places}
 
 
+@dataclass(frozen=True, eq=False)
 class _Search:
     """Looks for the modes of replicas that share micro-batches with each other only.
 
@@ -148,22 +149,19 @@ class _Search:
         alike: for each micro-batch those with the same mode.
     """
 
-    def __init__(
-        self, accounts: dict[int, _Account], alike: Mapping[Place, Sequence[Place]]
-    ) -> None:
-        self._accounts = accounts
-        self._alike = alike
+    accounts: dict[int, _Account]
+    alike: Mapping[Place, Sequence[Place]]
 
     @property
     def excess(self) -> int:
         """Bytes by which the fullest rank is above what may be filled; negative where it is not."""
-        return max(account.excess for account in self._accounts.values())
+        return max(account.excess for account in self.accounts.values())
 
     def run(self) -> None:
         """Give all micro-batches the modes of the best of four results."""
         results = []
         for mode in range(len(MODES)):
-            for account in self._accounts.values():
+            for account in self.accounts.values():
                 account.give([mode] * len(account.modes))
             results.append(self._lowered())
             if mode == 0:
@@ -171,36 +169,36 @@ class _Search:
                 results.append(self._lowered())
         _, best = min(results, key=lambda result: result[0])
         for at, modes in best.items():
-            self._accounts[at].give(modes)
+            self.accounts[at].give(modes)
 
     def _lowered(self) -> tuple[tuple[bool, int], dict[int, list[int]]]:
         """Lower modes as far as all still fits; returns a score (less is better) and the modes."""
         excess = self.excess
         if excess <= 0:
             self._lower()
-        slowest = max(account.step_ns for account in self._accounts.values())
+        slowest = max(account.step_ns for account in self.accounts.values())
         score = excess > 0, excess if excess > 0 else slowest
-        return score, {at: [*each.modes] for at, each in self._accounts.items()}
+        return score, {at: [*each.modes] for at, each in self.accounts.items()}
 
     def _raise(self) -> None:
         """Raise modes until every replica fits, or nothing more helps its fullest rank."""
-        for at, account in self._accounts.items():
+        for at, account in self.accounts.items():
             while account.excess > 0 and (found := account.best()) is not None:
                 number, mode = found
-                for other, _ in self._alike[at, number]:
-                    changed = self._accounts[other]
+                for other, _ in self.alike[at, number]:
+                    changed = self.accounts[other]
                     changed.change(number, mode, changed.held_with(number, mode))
 
     def _lower(self) -> None:
         """Lower modes as far as all still fits, the dearest first."""
-        spent = {at: account.spent_ns for at, account in self._accounts.items()}
-        first = sorted({places[0] for places in self._alike.values()})
+        spent = {at: account.spent_ns for at, account in self.accounts.items()}
+        first = sorted({places[0] for places in self.alike.values()})
         first.sort(key=lambda place: -spent[place[0]][place[1]])
         for place in first:
             at, number = place
-            places = self._alike[place]
-            for mode in range(self._accounts[at].modes[number]):
-                accounts = [self._accounts[at] for at, _ in places]
+            places = self.alike[place]
+            for mode in range(self.accounts[at].modes[number]):
+                accounts = [self.accounts[at] for at, _ in places]
                 held = [account.held_with(number, mode) for account in accounts]
                 if all(account.fits(each) for account, each in zip(accounts, held, strict=True)):
                     for account, each in zip(accounts, held, strict=True):

@@ -178,7 +178,7 @@ class DeviceBench:
         models = one, three, self._stage(layers=0, head=True)
         batches = map(_short_documents, self.rows)
         measured = [[self._stage_seconds(model, each) for model in models] for each in batches]
-        whole, attention = np.moveaxis(measured, -1, 0)
+        whole, attention = np.moveaxis(np.array(measured), -1, 0)
         single, triple, end = (whole - attention).swapaxes(0, 1)
         layer = np.maximum((triple - single) / 2, 0.1 * single)
         overhead = np.maximum(single - layer, 0.0)

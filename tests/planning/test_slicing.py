@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.plan import Piece, Slice, StepPlan
-from lightning_wlb.planning.dp_merge import merge_pieces
+from lightning_wlb.planning.dp_merge import Dealing
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import cut_apart, pack_shares, share_packs, slice_pieces
 
@@ -133,7 +133,7 @@ def test_a_long_piece_starts_in_a_fresh_pack():
 def test_every_plan_is_valid(lengths, packs, replicas, cap, grain, work):
     tile, least = grain
     pieces = pieces_of(lengths)
-    dealt = merge_pieces(pieces, replicas, work, 0).own
+    dealt = Dealing(pieces, replicas, work, 0).merged.own
     made = [slice_pieces(own, packs, cap, work, tile=tile, least=least) for own in dealt]
     plan_of(pieces, made, cap).validate()
     for own, of_replica in zip(dealt, made, strict=True):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece
-from lightning_wlb.planning.dp_merge import merge_pieces, slice_shared
+from lightning_wlb.planning.dp_merge import Dealing, slice_shared
 from lightning_wlb.planning.replica_plans import replica_plan
 from lightning_wlb.planning.slicing import slice_pieces
 from lightning_wlb.prediction.micro_batch import MODES
@@ -31,7 +31,7 @@ def test_totals_are_those_of_the_simulation(lengths, packs, sizes, modes):
     mesh = Mesh(*sizes)
     work = Work.of(SHAPE).total
     pieces = [Piece(number, 0, tokens, 0) for number, tokens in enumerate(lengths)]
-    merged = merge_pieces(pieces, mesh.data, work, per_capacity=2)
+    merged = Dealing(pieces, mesh.data, work, per_capacity=2).merged
     shared = slice_shared(merged, packs, 4096, work)
     replicas = [
         replica_plan(

@@ -38,15 +38,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from lightning_wlb.cost.flops import PassWork
-from lightning_wlb.plan import Piece, ReplicaPlan
+from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.planning.dp_merge import (
+    Dealing,
     Merged,
-    merge_pieces,
     most_sharers,
     own_work,
     slice_shared,
@@ -93,7 +91,7 @@ class AutoPacker(Packer):
         """The dealing, with or without shared pieces, whose simulated step is shortest."""
         (pieces,) = micro_batches
         work, mesh = self.rules.work, place.mesh
-        first = _Dealing(pieces, mesh.data, work.total, sharers=most_sharers(work, mesh))
+        first = Dealing(pieces, mesh.data, work.total, sharers=most_sharers(work, mesh))
         # Virtual stages cannot run shared pieces.
         if mesh.virtual_stages > 1:
             return self._evened(self._made(first, place), place).plans
@@ -134,7 +132,7 @@ class AutoPacker(Packer):
             best = again
         return best
 
-    def _sharing(self, first: _Made, place: Placement) -> Iterator[_Dealing]:
+    def _sharing(self, first: _Made, place: Placement) -> Iterator[Dealing]:
         """Dealings that share more pieces than the first, where that leaves some replica behind."""
         mesh, scorer, fewest = place.mesh, place.scorer, first.dealing
         loads, ends = fewest.merged.loads, scorer.ends(first.plans)
@@ -159,7 +157,7 @@ class AutoPacker(Packer):
                     yield dealing
 
     def _made(
-        self, dealing: _Dealing, place: Placement, before: Sequence[Chosen | None] = ()
+        self, dealing: Dealing, place: Placement, before: Sequence[Chosen | None] = ()
     ) -> _Made:
         """The plans of a dealing, with the best of several ways to slice what is shared."""
         merged, cap, stages = dealing.merged, self.cap(place), place.mesh.pipeline
@@ -239,35 +237,11 @@ class AutoPacker(Packer):
         return [chosen.get(number) for number in range(len(loads))]
 
 
-@dataclass(frozen=True)
-class _Dealing:
-    """Pieces dealt to replicas; the arguments are those of :func:`.merge_pieces`."""
-
-    pieces: list[Piece]
-    replicas: int
-    work: PassWork
-    per_capacity: int = 0
-    most_tokens: int = sys.maxsize
-    begun: Sequence[int] = ()
-    sharers: int = sys.maxsize
-
-    @cached_property
-    def merged(self) -> Merged:
-        given = self.pieces, self.replicas, self.work, self.per_capacity
-        return merge_pieces(*given, self.most_tokens, self.begun, self.sharers)
-
-    def again(self, ends: Sequence[int]) -> _Dealing:
-        """A new dealing that gives less work to the replicas that ended late."""
-        loads = self.merged.loads
-        late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
-        return replace(self, begun=late)
-
-
 class _Made(NamedTuple):
     """The plans made of a dealing, and their score."""
 
     score: Score
-    dealing: _Dealing
+    dealing: Dealing
     own: list[Chosen | None]
     shared: list[Shared]
     plans: list[ReplicaPlan]

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.planning.dp_merge import merge_pieces, most_sharers, own_work, slice_shared
+from lightning_wlb.planning.dp_merge import Dealing, most_sharers, own_work, slice_shared
 from lightning_wlb.planning.packing.base import MicroBatches, Packer, PackingOptions
 from lightning_wlb.planning.plan_scoring import Placement
 from lightning_wlb.planning.replica_plans import replica_plan
@@ -56,7 +56,7 @@ class SlimPacker(Packer):
         (pieces,) = micro_batches
         # Virtual stages cannot run shared pieces.
         per_capacity, sharers = int(mesh.virtual_stages == 1), most_sharers(rules.work, mesh)
-        merged = merge_pieces(pieces, mesh.data, work, per_capacity, sharers=sharers)
+        merged = Dealing(pieces, mesh.data, work, per_capacity, sharers=sharers).merged
         packs = rules.options.micro_packs * rules.micro_batches
         counts = share_packs(own_work(merged, work), packs, sum(merged.loads))
         shared = slice_shared(merged, packs, rules.cap, work)
