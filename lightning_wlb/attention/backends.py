@@ -258,4 +258,10 @@ def _check_options(options: AttentionOptions, q: Tensor, metadata: AttentionMeta
             " ModelShape that the data module goes by (model_shape); ModelShape.of_layers takes the"
             " window of each layer."
         )
-    options.check_sinks(q)
+    sinks = options.sinks
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)} on"
+            f" {q.device}: there is one sink for each query head, on the same device. Under"
+            " tensor parallelism give those of this rank's heads."
+        )

@@ -65,16 +65,6 @@ class AttentionOptions:
                 " for no cap."
             )
 
-    def check_sinks(self, q: Tensor) -> None:
-        """Refuse sinks that are not those of the heads of ``q``, [queries, heads, head_dim]."""
-        sinks = self.sinks
-        if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
-            raise ValueError(
-                f"sinks {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)} on"
-                f" {q.device}: there is one sink for each query head, on the same device. Under"
-                " tensor parallelism give those of this rank's heads."
-            )
-
 
 PLAIN = AttentionOptions()
 """Every key in sight, the usual scale, no cap and no sinks."""

@@ -36,7 +36,6 @@ from lightning_wlb.distributed.collectives import (
     reduce_dtype,
     reduce_scatter_into,
     sum_dtype,
-    summed_by_row,
 )
 from lightning_wlb.distributed.process_groups import group_size
 from lightning_wlb.sharding.sliced_indices import OWN
@@ -119,9 +118,12 @@ class KeyMessages:
             self._shares = gradients
             return
         own = metadata.rows if metadata.slices is None else 0
-        total = summed_by_row(self._arriving + own, metadata.key_index, *gradients)
+        like, dtype = gradients[0], sum_dtype(gradients[0].dtype)
+        total = like.new_zeros(self._arriving + own, 2, *like.shape[1:], dtype=dtype)
+        for number, each in enumerate(gradients):
+            total[:, number].index_add_(0, metadata.key_index, each.to(dtype))
         self._buffer = total[self._arriving :]
-        arriving = total[: self._arriving].to(reduce_dtype(gradients[0].dtype))
+        arriving = total[: self._arriving].to(reduce_dtype(like.dtype))
         if self._gathered:
             back = arriving.new_empty(self._gathered, *total.shape[1:])
             self._work = reduce_scatter_into(back, arriving, group=self._group, async_op=True)

@@ -63,19 +63,6 @@ def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, _least)
 
 
-def summed_by_row(rows: int, key_index: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
-    """Sum gradients of keys and values by the row of a buffer that each was read from.
-
-    Both are [keys, kv_heads, head_dim], ``key_index`` is int64 [keys], and the result is [rows, 2,
-    kv_heads, head_dim] in :func:`sum_dtype`.
-    """
-    dtype = sum_dtype(grad_keys.dtype)
-    total = grad_keys.new_zeros(rows, 2, *grad_keys.shape[1:], dtype=dtype)
-    total[:, 0].index_add_(0, key_index, grad_keys.to(dtype))
-    total[:, 1].index_add_(0, key_index, grad_values.to(dtype))
-    return total
-
-
 def padded(x: Tensor, rows: int) -> Tensor:
     """[queries, heads, head_dim] with zero rows appended, [rows, heads, head_dim]."""
     padding = rows - x.shape[0]

@@ -112,53 +112,6 @@ class GatheredRows:
             del self._token
         return products
 
-    def _multiplied(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The products, and the rows that backward needs."""
-        arriving, own = self._arriving, self._own
-        assert arriving is not None
-        assert own is not None
-        rows = arriving.rows
-        if not self._left:
-            self._left = {
-                number: own.new_empty(*rows.shape[:2], len(weight))
-                for number, weight in enumerate(self._weights)
-            }
-        later = [number for number in self._left if number not in numbers]
-        for last, part in arriving.parts():
-            for number in (*numbers, *([] if last else later)):
-                weight, product = self._weights[number].detach(), self._left[number]
-                _times(rows[:, part], weight.t(), product[:, part])
-        products = tuple(self._left.pop(number).flatten(0, 1) for number in numbers)
-        return products, rows if self._kept else own
-
-    def _multiplied_back(
-        self, saved: Tensor, numbers: Sequence[int], gradients: Sequence[Tensor], trained: bool
-    ) -> None:
-        """Keep the products' gradients, and post the second gather of the rows, once."""
-        self._gradients.update(zip(numbers, gradients, strict=True))
-        if trained and self._arriving is None:
-            self._arriving = _Arriving(saved, self._group, 0 if self._kept else 1)
-
-    def _gathered_back(
-        self, gradient: Tensor, needs_rows: bool, needed: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of own rows and of the weights."""
-        sums = None
-        if needs_rows:
-            sums = RowSums(gradient, gradient.shape, self._group)
-            sums.post(slice(None), gradient)
-        rows: Tensor | None = None
-        if self._arriving is not None:
-            for _ in self._arriving.parts():
-                pass
-            rows = self._arriving.rows.flatten(0, 1)
-        of_weights = [
-            self._gradients[number].t() @ rows if rows is not None and each else None
-            for number, each in enumerate(needed)
-        ]
-        self._gradients, self._arriving = {}, None
-        return None if sums is None else sums.arrived(), *of_weights
-
 
 def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
     """The sum over the ranks of ``y`` times a matrix, of which each rank gets its own rows.
@@ -254,8 +207,22 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         needs_x, _, *needed = ctx.needs_input_grad
-        of_x, *of_weights = ctx.rows._gathered_back(gradient, needs_x, needed)
-        return of_x, None, *of_weights
+        rows: GatheredRows = ctx.rows
+        sums = None
+        if needs_x:
+            sums = RowSums(gradient, gradient.shape, rows._group)
+            sums.post(slice(None), gradient)
+        gathered: Tensor | None = None
+        if rows._arriving is not None:
+            for _ in rows._arriving.parts():
+                pass
+            gathered = rows._arriving.rows.flatten(0, 1)
+        of_weights = [
+            rows._gradients[number].t() @ gathered if gathered is not None and each else None
+            for number, each in enumerate(needed)
+        ]
+        rows._gradients, rows._arriving = {}, None
+        return None if sums is None else sums.arrived(), None, *of_weights
 
 
 class _Multiply(torch.autograd.Function):
@@ -265,15 +232,32 @@ class _Multiply(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.rows, ctx.numbers = rows, numbers
         ctx.trained = any(each.requires_grad for each in rows._weights)
-        products, saved = rows._multiplied(numbers)
-        ctx.save_for_backward(saved, *weights)
+        arriving, own = rows._arriving, rows._own
+        assert arriving is not None
+        assert own is not None
+        if not rows._left:
+            rows._left = {
+                number: own.new_empty(*arriving.rows.shape[:2], len(weight))
+                for number, weight in enumerate(rows._weights)
+            }
+        later = [number for number in rows._left if number not in numbers]
+        for last, part in arriving.parts():
+            for number in (*numbers, *([] if last else later)):
+                weight, product = rows._weights[number].detach(), rows._left[number]
+                _times(arriving.rows[:, part], weight.t(), product[:, part])
+        products = tuple(rows._left.pop(number).flatten(0, 1) for number in numbers)
+        ctx.save_for_backward(arriving.rows if rows._kept else own, *weights)
         return products
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         saved, *weights = ctx.saved_tensors
-        ctx.rows._multiplied_back(saved, ctx.numbers, gradients, ctx.trained)
+        rows: GatheredRows = ctx.rows
+        rows._gradients.update(zip(ctx.numbers, gradients, strict=True))
+        if ctx.trained and rows._arriving is None:
+            # The second gather of the rows, once.
+            rows._arriving = _Arriving(saved, rows._group, 0 if rows._kept else 1)
         total = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             total.addmm_(gradient, weight)

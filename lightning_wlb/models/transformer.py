@@ -1,12 +1,8 @@
 """The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
-It computes on packed rows, ``[rows, dim]`` without a batch dimension. Which rows see which is in
-the micro-batch's attention metadata, and where a row stands in its document is in its integer
-positions, never in its place in memory. The mathematics of norm, rotation and SwiGLU are functions
-of :mod:`.compiled_functions`; the modules here hold the parameters and say what ranks exchange.
-
-A pipeline stage is a :class:`Transformer` with parts left out: ``embed`` and ``head`` may be None
-and ``layers`` may hold some of the layers, under their global numbers.
+It computes on packed rows, ``[rows, dim]``, as :class:`.Decoder` describes. The mathematics of
+norm, rotation and SwiGLU are functions of :mod:`.compiled_functions`; the modules here hold the
+parameters and say what ranks exchange.
 
 Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
 all rows are gathered in front of the two halves of a layer and reduce-scattered behind them, while

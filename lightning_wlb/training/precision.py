@@ -49,6 +49,8 @@ class WLBPrecision(Precision):
         MisconfigurationException: for a precision outside the table above.
     """
 
+    guard: StepGuard  # the strategy sets it
+
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in _DTYPES:
             raise MisconfigurationException(
@@ -58,7 +60,6 @@ class WLBPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]  # checked above
         self.initial_dtype, self.parameter_dtype, self.compute_dtype = _DTYPES[precision]
-        self.guard: StepGuard | None = None  # the strategy sets it
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -79,7 +80,6 @@ class WLBPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         """Run the step's closure, and then the optimizer where the guard accepts the gradients."""
-        assert self.guard is not None
         result = self._wrap_closure(model, optimizer, closure)
         if self.guard.accepts(self._parameters(optimizer)):
             optimizer.step(closure=lambda: result, **kwargs)
@@ -87,12 +87,10 @@ class WLBPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale all gradients so that their norm over all ranks is at most ``clip_val``."""
-        assert self.guard is not None
         self.guard.clip_by_norm(self._parameters(optimizer), float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Bound every gradient to ``[-clip_val, clip_val]``."""
-        assert self.guard is not None
         self.guard.clip_by_value(self._parameters(optimizer), float(clip_val))
 
     def _parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
