@@ -104,8 +104,6 @@ class LoadsCheckpoints(L.LightningModule):
         read = StoredCheckpoint(path)
         stored = read.rest | {"state_dict": read.read(read.names)}
         given = stored.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        # Only a class that is imported already, and a subclass, takes the place of the one asked
-        # for.
         module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
         found = getattr(sys.modules.get(module_name), class_name, None)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls

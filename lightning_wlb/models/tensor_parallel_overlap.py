@@ -234,10 +234,9 @@ class _Multiply(torch.autograd.Function):
         ctx.trained = any(each.requires_grad for each in rows._weights)
         arriving, own = rows._arriving, rows._own
         assert arriving is not None
-        assert own is not None
         if not rows._left:
             rows._left = {
-                number: own.new_empty(*arriving.rows.shape[:2], len(weight))
+                number: token.new_empty(*arriving.rows.shape[:2], len(weight))
                 for number, weight in enumerate(rows._weights)
             }
         later = [number for number in rows._left if number not in numbers]

@@ -40,8 +40,7 @@ from lightning_wlb.sharding.integer_ranges import Integers
 from lightning_wlb.sharding.methods import one_by_one
 
 WHOLE_SHARES = (8, 32)
-"""A piece stays whole up to 1/8 of a rank's work, or up to 1/32; tried in this order, because whole
-pieces need no keys of other ranks."""
+"""A piece stays whole up to 1/8 of a rank's work, or up to 1/32; tried in this order."""
 
 GOOD_PERMILLE = 20
 """A share is good enough where no rank has more work than the mean by more than this."""

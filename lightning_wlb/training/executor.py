@@ -133,7 +133,7 @@ class Executor:
         PROGRESS.begin_step(batch)
         self._check_agreement(batch)
         runtime = self._runtime(batch.plan)
-        pipeline, groups = runtime.pipeline, replace(runtime.groups, chunks=self.chunks)
+        pipeline = runtime.pipeline
         programs = pipeline.programs(batch.plan.replicas, batch.replica)
         if not training:
             programs = {
@@ -142,7 +142,15 @@ class Executor:
             }
         place, places = pipeline.rank.pipeline, pipeline.rank.mesh.pipeline
         messages = Messages(pipeline, receipts(programs, place, places, len(pipeline.stages)))
-        step = Step(replace(runtime, groups=groups), batch, messages, denominator, self.stopwatch)
+        step = Step(
+            runtime.model,
+            pipeline,
+            replace(runtime.groups, chunks=self.chunks),
+            batch,
+            messages,
+            denominator,
+            self.stopwatch,
+        )
         if self.stopwatch is not None:
             kernel = runtime.model.attention_kernel  # heterogeneous pipelines have their own
             if kernel is not None:
@@ -237,14 +245,16 @@ class Step:
         loss: sum of this rank's token losses, 0-dim, in at least float32.
     """
 
-    runtime: StepRuntime
+    model: Decoder
+    pipeline: PipelineRank
+    groups: ProcessGroups
     batch: StepBatch
     messages: Messages
     denominator: int
     stopwatch: Stopwatch | None = None
 
     def __post_init__(self) -> None:
-        self.cache, self.pipeline = KeyValueCache(), self.runtime.pipeline
+        self.cache = KeyValueCache()
         self.last_stage = len(self.pipeline.stages) - 1
         wide = torch.float64 if self.pipeline.dtype == torch.float64 else torch.float32
         self.loss = torch.zeros((), dtype=wide, device=self.pipeline.device)
@@ -263,11 +273,11 @@ class Step:
             hidden = self.messages.receive(action, action.stage - 1, self._shape(micro_batch))
             hidden.requires_grad_(training)
         with self._timed(action):
-            output = self.runtime.model(
+            output = self.model(
                 micro_batch.with_cache(self.cache),
                 hidden,
                 self.pipeline.stages[action.stage],
-                groups=self.runtime.groups,
+                groups=self.groups,
             )
         if training:
             self.boundaries[action] = (hidden, output)
