@@ -227,7 +227,7 @@ class Verdict:
         return {
             "packing": self.advised.packing,
             "sharding": self.request.sharding,
-            "mesh": self.advised.row.sizes,
+            "mesh": ",".join(map(str, self.advised.row.mesh.shape)),
             "worth_it": self.worth_it,
             "times_original": cut and mine.over(cut),
             "times_original_for_equal_work": cut and cut.row.times(mine.row),

@@ -93,11 +93,6 @@ class MeshRow:
         return max(self.shares, key=lambda name: (self.shares[name], name))
 
     @property
-    def sizes(self) -> str:
-        """Sizes of the axes, as ``lightning-wlb plan --mesh`` takes them."""
-        return ",".join(map(str, self.mesh.shape))
-
-    @property
     def figures(self) -> dict[str, Any]:
         """Plain data, derived figures included."""
         derived = ("step_ms", "tokens_per_second", "idle", "bound_by")

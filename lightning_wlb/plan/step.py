@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -110,7 +109,7 @@ class StepPlan:
             replicas=tuple(
                 ReplicaPlan(
                     slices=tuple(Slice(*wholes("slice", part, 0)) for part in replica["slices"]),
-                    forward=_micro_batches(replica["forward"]),
+                    forward=tuple(map(_micro_batch, replica["forward"])),
                 )
                 for replica in given["replicas"]
             ),
@@ -167,15 +166,12 @@ def _as_fields(part: Any) -> dict[str, Any]:
     return named
 
 
-def _micro_batches(values: Iterable[dict[str, Any]]) -> tuple[MicroBatch, ...]:
-    """Micro-batches from JSON, whose lists become tuples."""
-    return tuple(
-        MicroBatch(
-            wholes("slices", each["slices"], 0),
-            each["sharding"],
-            whole("rows", each["rows"], 0),
-            wholes("replicas", each["replicas"], 0),
-            each.get("recompute", "none"),
-        )
-        for each in values
+def _micro_batch(values: dict[str, Any]) -> MicroBatch:
+    """A micro-batch from JSON, whose lists become tuples."""
+    return MicroBatch(
+        wholes("slices", values["slices"], 0),
+        values["sharding"],
+        whole("rows", values["rows"], 0),
+        wholes("replicas", values["replicas"], 0),
+        values.get("recompute", "none"),
     )

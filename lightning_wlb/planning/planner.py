@@ -310,14 +310,18 @@ def arrivals_of(
     return MixedBatches(mixture, lengths, stream) if mixture else GlobalBatches(lengths, stream)
 
 
+def releases_of(planner: Planner, steps: int) -> list[Release]:
+    """The next ``steps`` releases of a run without ``max_tokens``, in one or several epochs."""
+    found: list[Release] = []
+    while len(found) < steps:
+        if (release := planner.release()) is not None:
+            found.append(release)
+    return found
+
+
 def plan_steps(planner: Planner, steps: int) -> list[StepPlan]:
     """The next ``steps`` plans of a run without ``max_tokens``, in one or several epochs."""
-    plans: list[StepPlan] = []
-    while len(plans) < steps:
-        plan = planner.next_step()
-        if plan is not None:
-            plans.append(plan)
-    return plans
+    return list(map(planner.place, releases_of(planner, steps)))
 
 
 def _check_lengths(lengths: NDArray[np.int64], data: DataSettings) -> None:

@@ -107,7 +107,7 @@ def test_process_groups_of_strategies_take_room_of_every_step() -> None:
         found.append(predictor.usable_bytes)
         if schemes:
             (kinds,) = Pool.of(schemes, predictor).kinds.values()
-            assert {kind.predictor.usable_bytes for kind in kinds.values()} == {found[-1]}
+            assert {kind.scorer.limit for kind in kinds.values()} == {found[-1]}
     # Two channels, a pair of pipelines that share a micro-batch, all ranks.
     assert found[0] - found[1] == 4 * COMMUNICATOR_BYTES
 

@@ -132,7 +132,7 @@ def test_figures_of_a_row() -> None:
     assert best.idle == 0.1
     assert CHOICE.rows[1].times(best) == 1.25
     assert best.bound_by == "exchange of keys"
-    assert best.sizes == "2,2,1,1"
+    assert name_of(best.mesh) == "2,2,1,1"
     assert best.figures["mesh"] == vars(Mesh(2, 2))
     assert best.figures["tokens_per_second"] == 2_000_000
 

@@ -33,6 +33,7 @@ from lightning_wlb.heterogeneous.planning.dealing import PipelineKind
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import legal_meshes
 from lightning_wlb.plan import Piece, Scheme, Schemes, schemes_of
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 
 SHORTEST = 9
 """Binary logarithm of the shortest length predicted; shorter pieces take as long for each token."""
@@ -102,8 +103,8 @@ class _Kinds:
         for mesh in legal_meshes(request):
             predictor = request.predictor(mesh)
             (scheme, *_) = schemes_of(mesh, predictor.stages)
-            given = request.activation_checkpointing, request.sharding, mesh.data
-            made.append(PipelineKind(scheme, predictor, *given))
+            scorer = ProfileScorer(predictor, request.activation_checkpointing)
+            made.append(PipelineKind(scheme, scorer, request.sharding, mesh.data))
         return [kind for kind in made if kind.longest]
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:

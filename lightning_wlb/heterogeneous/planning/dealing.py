@@ -24,17 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_wlb.plan import (
-    ActivationCheckpointing,
-    Piece,
-    Recompute,
-    ReplicaPlan,
-    Scheme,
-    Schemes,
-    Shape,
-    Slice,
-    alike,
-)
+from lightning_wlb.plan import Piece, Recompute, ReplicaPlan, Scheme, Schemes, Shape, Slice, alike
 from lightning_wlb.planning.dealing import deal_greedily, longest_first
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
@@ -74,23 +64,16 @@ class PipelineKind:
 
     Args:
         scheme: one of the pipelines.
-        predictor: predicts steps on a mesh of such pipelines over all ranks, since parameters are
-            sharded over all ranks.
-        activation_checkpointing: what all micro-batches recompute; ``"auto"``: the least that fits.
+        scorer: scores plans of the pipelines. Its predictor is that of a mesh of such pipelines
+            over all ranks, since parameters are sharded over all ranks.
         sharding: how every micro-batch lies on the context ranks.
         count: number of the pipelines.
     """
 
     scheme: Scheme
-    predictor: Predictor
-    activation_checkpointing: ActivationCheckpointing = "auto"
+    scorer: ProfileScorer
     sharding: str = ADAPTIVE
     count: int = 1
-
-    @cached_property
-    def scorer(self) -> ProfileScorer:
-        """Scores plans of the pipelines."""
-        return ProfileScorer(self.predictor, self.activation_checkpointing)
 
     @cached_property
     def place(self) -> Placement:
@@ -121,22 +104,22 @@ class PipelineKind:
     @cached_property
     def _predicted(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Lengths of pieces, and the predicted ns of each."""
-        given = self.activation_checkpointing
+        predictor, given = self.scorer.predictor, self.scorer.activation_checkpointing
         modes = MODES if given == "auto" else (given,)
-        limits = [(self.predictor.longest_micro_batch(1, mode), mode) for mode in modes]
+        limits = [(predictor.longest_micro_batch(1, mode), mode) for mode in modes]
         longest = self.longest << (self.count.bit_length() - 1)
         grid = (2 ** (np.arange(12, 2 * longest.bit_length()) / 2)).astype(np.int64)
         grid = np.append(grid[grid < longest], max(longest, 1))
         times: list[float] = []
         for length in grid.tolist():
             mode = next((mode for most, mode in limits if most >= length), modes[-1])
-            times.append(document_ns(self.predictor, length, mode))
+            times.append(document_ns(predictor, length, mode))
         return grid, np.array(times)
 
     def plan(self, pieces: Sequence[Piece], packer: Packer) -> list[ReplicaPlan]:
         """The plan of each pipeline for some pieces, as of the replicas of a mesh of their own."""
         made = packer.replicas([list(pieces)], self.place)
-        cost = self.predictor.latency.segment_cost
+        cost = self.scorer.predictor.latency.segment_cost
         return self.scorer.settled(laid_out(made, self.place.mesh, self.sharding, cost))
 
 

@@ -29,6 +29,7 @@ from lightning_wlb.plan import (
     schemes_of,
 )
 from lightning_wlb.planning.packing.base import Packer
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
@@ -57,7 +58,7 @@ class Pool:
         Args:
             choices: the pipelines of each choice, on all ranks of the mesh.
             base: predicts steps on the run's mesh, over which parameters are sharded.
-            activation_checkpointing: as for :class:`.PipelineKind`.
+            activation_checkpointing: as for :class:`.ProfileScorer`.
             sharding: as for :class:`.PipelineKind`.
 
         Raises:
@@ -78,9 +79,8 @@ class Pool:
                     stages=scheme.layers,
                     linked=traffic[scheme],
                 )
-                kinds[shape] = PipelineKind(
-                    scheme, predictor, activation_checkpointing, sharding, len(numbers)
-                )
+                scorer = ProfileScorer(predictor, activation_checkpointing)
+                kinds[shape] = PipelineKind(scheme, scorer, sharding, len(numbers))
             made[schemes] = kinds
         return Pool(made)
 
@@ -104,7 +104,7 @@ class Pool:
         kinds = self.kinds[plan.schemes]
         for shape, group in alike(plan.schemes).items():
             own = [renumbered(plan.replicas[number], group.index) for number in group]
-            step = kinds[shape].predictor.simulate(own)
+            step = kinds[shape].scorer.predictor.simulate(own)
             found |= dict(zip(group, zip(step.costs, step.simulations, strict=True), strict=True))
             peak = max(peak, step.peak_bytes)
         every = zip(*(found[number] for number in range(len(plan.replicas))), strict=True)

@@ -34,7 +34,7 @@ from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress
 from lightning_wlb.plan import Scheme, Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
-from lightning_wlb.planning.planner import Planner, Release
+from lightning_wlb.planning.planner import Release, releases_of
 from lightning_wlb.planning.step_chooser import PlannedStep, fastest
 
 WORTH = 1.02
@@ -173,7 +173,7 @@ def choose_pool(
     own = schemes_of(mesh, base.stages)
     planner = request.planner(base, scorer)
     half = request.steps // 2
-    releases = _releases(planner, request.steps + AHEAD * half)
+    releases = releases_of(planner, request.steps + AHEAD * half)
     others = releases[:half] + releases[request.steps :]
     given, judged = _varied(others, half), releases[half : request.steps]
     plans = {release.step: planner.place(release) for release in (*given, *judged)}
@@ -211,15 +211,6 @@ def choose_pool(
         chosen=tuple(map(taken.count, tried)),
         steps=len(rest),
     )
-
-
-def _releases(planner: Planner, count: int) -> list[Release]:
-    """The releases of the next ``count`` steps, in one or several epochs."""
-    found: list[Release] = []
-    while len(found) < count:
-        if (release := planner.release()) is not None:
-            found.append(release)
-    return found
 
 
 def _varied(releases: Sequence[Release], count: int) -> list[Release]:

@@ -112,7 +112,8 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[st
         ValueError: a weight that the ranks of a pipeline cannot split.
     """
     places = Places.of(schemes)
-    held, found = places.holds(bucket.layers), {}
+    held = np.array([any(layer in own for layer in bucket.layers) for own in places.layers])
+    found = {}
     for name in bucket.names:
         shape = weights.shapes[name]
         box = np.zeros((len(held), len(shape), 2), np.int64)
@@ -171,10 +172,6 @@ class Places:
         stage, place = np.divmod(rest, context)
         own = (schemes[number].layers[at] for number, at in zip(pipeline, stage, strict=True))
         return Places(pipeline, place, tensor, size, tuple(own))
-
-    def holds(self, layers: Sequence[int]) -> Truths:
-        """Whether each rank's stage has one of the layers."""
-        return np.array([any(layer in own for layer in layers) for own in self.layers])
 
     def turns(self, buckets: Sequence[tuple[int, ...]]) -> Integers:
         """When each rank uses each bucket first: int64 [ranks, buckets], -1 where it does not.

@@ -42,13 +42,7 @@ from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from lightning_wlb.plan import ReplicaPlan
-from lightning_wlb.planning.dp_merge import (
-    Dealing,
-    Merged,
-    most_sharers,
-    own_work,
-    slice_shared,
-)
+from lightning_wlb.planning.dp_merge import Dealing, Merged, most_sharers, own_work, slice_shared
 from lightning_wlb.planning.micro_batch_search import (
     Candidate,
     Chosen,

@@ -23,6 +23,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Piece, ReplicaPlan, Scheme, StepPlan, alike
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.dealing import longest_first
+from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.step_chooser import PlannedStep
 from lightning_wlb.prediction.predictor import Predictor
 from tests.prediction.test_predictor import plan_of, predictor
@@ -41,7 +42,7 @@ def receiver(scheme: Scheme, gigabytes: int = 80, count: int = 1) -> PipelineKin
     mesh = Mesh(max(8 // scheme.size, 1), len(scheme.stages), scheme.context, scheme.tensor)
     profile = replace(Profile.load("h100"), memory_bytes=gigabytes << 30)
     predictor = Predictor(LatencyModel(profile, SHAPE, mesh), scheme.layers)
-    return PipelineKind(scheme, predictor, count=count)
+    return PipelineKind(scheme, ProfileScorer(predictor), count=count)
 
 
 def arranged(
@@ -57,7 +58,7 @@ def arranged(
         0, 0, made.replicas, tuple(own), 0, made.cap, 4, 4 * WINDOW, schemes=strategy
     ).validate()
     assert StepPlan.from_json(plan.to_json()) == plan
-    predicted = Pool({strategy: kinds}).predict(plan, kinds[strategy[0].shape].predictor)
+    predicted = Pool({strategy: kinds}).predict(plan, kinds[strategy[0].shape].scorer.predictor)
     assert (predicted.total_ns, predicted.peak_bytes > 0) == (made.time_ns, True)
     return made
 

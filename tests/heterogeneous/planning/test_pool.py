@@ -158,7 +158,9 @@ def test_pipelines_that_share_a_micro_batch_wait_for_each_other_and_no_others() 
     alone = predictor(replace(base().latency.mesh, data=4, tensor=1), profile=H100)
     strategy = tuple(Scheme(rank, (8,)) for rank in range(4))
     plan = replace(plan, schemes=strategy)
-    pool = Pool({strategy: {strategy[0].shape: PipelineKind(strategy[0], alone, count=4)}})
+    pool = Pool(
+        {strategy: {strategy[0].shape: PipelineKind(strategy[0], ProfileScorer(alone), count=4)}}
+    )
     apart = pool.predict(plan, alone)
     replicas = list(plan.replicas)
     for number in (1, 3):
