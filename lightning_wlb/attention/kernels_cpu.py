@@ -130,16 +130,9 @@ class _CpuAttention(torch.autograd.Function):
             if before:
                 parts.append((first_key, before, False))
             for first, length, causal in parts:
+                key, value = (x.narrow(2, first, length) for x in (keys, values))
                 shares = _backward(
-                    grad,
-                    query,
-                    keys.narrow(2, first, length),
-                    values.narrow(2, first, length),
-                    result,
-                    statistic,
-                    0.0,
-                    causal,
-                    scale=ctx.scale,
+                    grad, query, key, value, result, statistic, 0.0, causal, scale=ctx.scale
                 )
                 if causal:
                     grad_query.copy_(shares[0])

@@ -34,12 +34,8 @@ def local(parameter: Tensor) -> Tensor:
     """A rank's shard of a parameter as a plain tensor; gradients flow back to the DTensor."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(
-        grad_placements=[
-            Partial() if placement.is_replicate() else placement
-            for placement in parameter.placements
-        ]
-    )
+    parts = [Partial() if each.is_replicate() else each for each in parameter.placements]
+    return parameter.to_local(grad_placements=parts)
 
 
 def assign(parameter: Tensor, full: Tensor) -> None:

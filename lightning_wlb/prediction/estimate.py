@@ -30,11 +30,10 @@ from lightning_wlb.plan import ReplicaPlan, Slice
 from lightning_wlb.prediction.micro_batch import (
     MicroBatchCost,
     exchange_ns,
-    reach_of,
     times_by_mode,
 )
 from lightning_wlb.sharding.hybrid import LEAST_TILES
-from lightning_wlb.sharding.integer_ranges import Integers, offsets
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, reach_of
 from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
 
 MOST_REMEMBERED = 1 << 12

@@ -25,16 +25,13 @@ from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.overlap import exposed_keys
 from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.sharding import Layout, chunks_of_each, layout, traffic, uses_all_to_all
-from lightning_wlb.sharding.integer_ranges import Integers, offsets
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, reach_of
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 """What a micro-batch may recompute, the least first."""
 
 PASSES = (False, True)
 """Forward and backward, as the ``backward`` argument of the latency model."""
-
-UNBOUNDED = 2**62
-"""More keys than any query sees."""
 
 
 class PassTimes(NamedTuple):
@@ -211,11 +208,6 @@ def exchange_ns(
         waited = [waits(kind, *each) for each in zip(rows, received, replicas, strict=True)]
         times.append(np.array((*copies, copies[0]), np.int64) + np.array(waited).T[:, :, None])
     return np.stack(times, axis=1)
-
-
-def reach_of(sliding_window: int | None) -> int:
-    """Most keys that a query sees besides its own."""
-    return UNBOUNDED if sliding_window is None else sliding_window - 1
 
 
 def times_by_mode(

@@ -92,11 +92,9 @@ def choose_each(
             alike.setdefault(each.ranks, []).append(at)
     for ranks, left in alike.items():
         for name in candidates:
-            tried = [micro_batches[at] for at in left]
+            found = _latencies(name, [micro_batches[at] for at in left], ranks, cost)
             going_on = []
-            for at, (latency, rows, ideal) in zip(
-                left, _latencies(name, tried, ranks, cost), strict=True
-            ):
+            for at, (latency, rows, ideal) in zip(left, found, strict=True):
                 if at not in least or latency < least[at]:
                     least[at], best[at] = latency, (name, rows)
                 if 100 * ranks * latency > IDEAL_PERCENT * ideal:
@@ -124,11 +122,5 @@ def _latencies(
         return most
 
     ideal = np.diff(offsets(cost(lengths, lengths + contexts))[first_piece])
-    return list(
-        zip(
-            slowest(cost(stop - start, stop + contexts[piece])),
-            slowest(stop - start),
-            ideal.tolist(),
-            strict=True,
-        )
-    )
+    latency = slowest(cost(stop - start, stop + contexts[piece]))
+    return list(zip(latency, slowest(stop - start), ideal.tolist(), strict=True))

@@ -7,6 +7,14 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
 
+UNBOUNDED = 2**62
+"""More keys than any query sees."""
+
+
+def reach_of(sliding_window: int | None) -> int:
+    """Most keys that a query sees besides its own."""
+    return UNBOUNDED if sliding_window is None else sliding_window - 1
+
 
 def offsets(lengths: Integers) -> Integers:
     """Where each of several concatenated ranges begins, then where the last one ends."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges, reach_of
 from lightning_wlb.sharding.layout import Layout
 
 ALL_TO_ALL_PERCENT = 75
@@ -132,11 +132,8 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     chunks_before = offsets(np.bincount(documents, minlength=len(layout.lengths)))[document]
     count = position[own] - chunks_before + 1
     runs = order[ranges(chunks_before, count)]
-    skipped = np.zeros(len(runs), dtype=np.int64)
-    seen_from = np.zeros(len(stop), dtype=np.int64)
-    if sliding_window is not None:
-        seen_from = np.maximum(starts[own] - (sliding_window - 1), 0)
-        skipped = np.clip(np.repeat(seen_from, count) - starts[runs], 0, lengths[runs])
+    seen_from = np.maximum(starts[own] - reach_of(sliding_window), 0)
+    skipped = np.clip(np.repeat(seen_from, count) - starts[runs], 0, lengths[runs])
     keys = stop - seen_from
     return RankIndices(
         document=np.repeat(document, queries),

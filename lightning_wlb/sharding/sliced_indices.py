@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_wlb.plan import Slice
-from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges
+from lightning_wlb.sharding.integer_ranges import Integers, offsets, ranges, reach_of
 from lightning_wlb.sharding.layout import Layout
 from lightning_wlb.sharding.rank_indices import RankIndices, rank_indices
 
@@ -91,8 +91,7 @@ class SlicedReplica:
     ) -> None:
         self._layouts = layouts
         self._members = members
-        # Keys that a query sees besides its own.
-        self._reach = None if sliding_window is None else sliding_window - 1
+        self._reach = reach_of(sliding_window)
         self._tokens_of: dict[int, list[Integers]] = {}
         # The slices of each piece by their first token: (start, micro-batch, index there).
         self._pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -118,8 +117,7 @@ class SlicedReplica:
         for _, index, start, stop in layout.table[layout.chunks_of(rank)].tolist():
             seen = [places[part] for part in before[index]]
             seen.append(places[micro_batch, index][:stop])
-            first = None if self._reach is None else start - stop - self._reach
-            keys.append(np.concatenate(seen)[first:])
+            keys.append(np.concatenate(seen)[start - stop - self._reach :])
         key_index = np.concatenate([_NONE, *keys])
         held = [row[owner == rank] for owner, row in tokens.values()]
         sources = [*(part[0] for part in tokens), OWN]
@@ -174,8 +172,6 @@ class SlicedReplica:
     def _seen(self, part: _Part, slices: Sequence[Slice]) -> Integers:
         """The tokens of an earlier slice that a query of ``slices`` sees."""
         tokens, earlier = self._tokens(part[0])[part[1]], self._members[part[0]][part[1]]
-        if self._reach is None:
-            return tokens
         piece = earlier.document, earlier.origin
         first = min(each.start for each in slices if (each.document, each.origin) == piece)
         return tokens[:, max(first - self._reach - earlier.start, 0) :]

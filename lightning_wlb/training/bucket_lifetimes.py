@@ -193,9 +193,8 @@ class BucketInStep(ABC):
         if self._live or self.closed:
             return
         with torch.no_grad():
-            for places, between, value in zip(
-                self._parameters, self._between, self._values(), strict=True
-            ):
+            values = self._values()
+            for places, between, value in zip(self._parameters, self._between, values, strict=True):
                 assert between is not None
                 live = nn.Parameter(value, between.requires_grad)
                 self._live.append(live)

@@ -154,9 +154,8 @@ class _MeshBucket(BucketInStep):
         sizes = [prod(each.chunk) for each in trained]
         self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.sum_dtype, device=device)
         # What pads a parameter stays as it is: nobody reads the sums of it.
-        for number, each, part in zip(
-            self._trained, trained, self._sums.split(sizes, 1), strict=True
-        ):
+        parts = self._sums.split(sizes, 1)
+        for number, each, part in zip(self._trained, trained, parts, strict=True):
             self._chunks[number] = part.unflatten(1, each.chunk)
 
     def reduce(self) -> None:

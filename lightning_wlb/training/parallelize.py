@@ -214,12 +214,8 @@ def add_tied_gradients(model: Decoder, rank: Rank, group: dist.ProcessGroup | No
         assert group is not None
         sent = gradient.contiguous().to(message_device(gradient.device, group))
         other = torch.empty_like(sent)
-        exchange = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, peer, group),
-                dist.P2POp(dist.irecv, other, peer, group),
-            ]
-        )
-        for work in exchange:
+        sending = dist.P2POp(dist.isend, sent, peer, group)
+        receiving = dist.P2POp(dist.irecv, other, peer, group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
         gradient.add_(other.to(gradient.device))
