@@ -100,6 +100,7 @@ class _CpuAttention(torch.autograd.Function):
                 other, other_lse = _forward(
                     query, keys[:, :, prefix], values[:, :, prefix], 0.0, False, scale=scale
                 )
+                # Weighed as with sinks, which have no values to add.
                 part, part_lse = with_sinks(part, part_lse, other_lse)
                 part += other * (other_lse - part_lse).exp_().unsqueeze(-1)
             if extra is not None:

@@ -279,30 +279,21 @@ class MergedGroups:
 
         Returns:
             All groups of this rank: number of replicas -> their context-parallel ranks at this
-                stage.
+            stage and tensor place, ordered by replica.
         """
         counts = {len(each.replicas) for replica in plan.replicas for each in replica.forward}
         for count in sorted(counts - {1} - self._made):
             self._made.add(count)
-            sets = [each for ranks in self._alike for each in merged_sets(ranks, count)]
+            sets: list[list[int]] = []
+            for ranks in self._alike:
+                _, stages, context, tensor = ranks.shape
+                whole = ranks[: len(ranks) // count * count]  # others cannot be asked for
+                every = whole.reshape(-1, count, stages, context, tensor)
+                sets += every.transpose(0, 2, 4, 1, 3).reshape(-1, count * context).tolist()
             group = own_group(sets, self._rank, self._timeout)
             if group is not None:
                 self._groups[count] = group
         return self._groups
-
-
-def merged_sets(ranks: NDArray[np.int64], count: int) -> list[list[int]]:
-    """The sets of ranks that exchange keys where ``count`` replicas share a micro-batch.
-
-    ``ranks`` are [replicas, stages, context, tensor] global ranks of replicas that are alike. There
-    is one set for each aligned range of replicas, stage and tensor place, ordered by replica, then
-    by context rank.
-    """
-    _, stages, context, tensor = ranks.shape
-    whole = len(ranks) // count * count  # a set that is not whole cannot be asked for
-    sets = ranks[:whole].reshape(-1, count, stages, context, tensor).transpose(0, 2, 4, 1, 3)
-    found: list[list[int]] = sets.reshape(-1, count * context).tolist()
-    return found
 
 
 def own_group(

@@ -33,12 +33,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepLoader, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
-from lightning_wlb.models.decoder import (
-    Decoder,
-    check_decoder,
-    check_size,
-    names_and_shapes,
-)
+from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, names_and_shapes
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan

@@ -34,11 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_wlb.distributed.collectives import (
-    all_gather_into,
-    reduce_dtype,
-    reduce_scatter_into,
-)
+from lightning_wlb.distributed.collectives import all_gather_into, reduce_dtype, reduce_scatter_into
 from lightning_wlb.distributed.process_groups import ProcessGroups, group_size
 from lightning_wlb.models.tensor_parallel import gather_rows, scatter_rows
 

@@ -27,11 +27,7 @@ import numpy.typing as npt
 from lightning_wlb.cost.attention_tiles import TILE
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.plan import ReplicaPlan, Slice
-from lightning_wlb.prediction.micro_batch import (
-    MicroBatchCost,
-    exchange_ns,
-    times_by_mode,
-)
+from lightning_wlb.prediction.micro_batch import MicroBatchCost, exchange_ns, times_by_mode
 from lightning_wlb.sharding.hybrid import LEAST_TILES
 from lightning_wlb.sharding.integer_ranges import Integers, offsets, reach_of
 from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
