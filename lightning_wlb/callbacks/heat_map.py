@@ -129,21 +129,20 @@ class HeatMap:
         begin = f"Ranks wait {share:.0%} of their time"
         if share < LITTLE:
             return f"{begin}: there is nothing to gain by balancing."
+        begin += f", {uneven:.0%} for the replica with most work"
         if uneven >= share / 2:
-            return (
-                f"{begin}, {uneven:.0%} for the replica with most work: compare packings with"
-                " lightning-wlb plan, or give more micro_batches."
+            rest = ": compare packings with lightning-wlb plan, or give more micro_batches."
+        elif self.mesh.pipeline > 1:
+            rest = (
+                " and the rest in the pipeline and for messages: give more micro_batches, or a"
+                " shorter pipeline."
             )
-        if self.mesh.pipeline > 1:
-            return (
-                f"{begin}, {uneven:.0%} for the replica with most work and the rest in the pipeline"
-                " and for messages: give more micro_batches, or a shorter pipeline."
+        else:
+            rest = (
+                " and the rest for messages or other programs: give more micro_batches, or look for"
+                " a mesh with lightning-wlb plan --mesh auto."
             )
-        return (
-            f"{begin}, {uneven:.0%} for the replica with most work and the rest for messages or"
-            " other programs: give more micro_batches, or look for a mesh with lightning-wlb plan"
-            " --mesh auto."
-        )
+        return begin + rest
 
     def draw(self, path: Path, title: str) -> None:
         """Write the figure as PNG, making its folder; do nothing if no step was taken in."""

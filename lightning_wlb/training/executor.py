@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.data.batch import MicroBatchTensors, StepBatch
-from lightning_wlb.data.store_checks import CorpusDigest
 from lightning_wlb.distributed.collective_errors import Ranks, differences
 from lightning_wlb.distributed.collectives import reducing_in
 from lightning_wlb.distributed.process_groups import (
@@ -230,7 +229,16 @@ class Executor:
         plans, samples = gather_from_all_ranks(mine).T.tolist()
         check_digests(plans, f"step {batch.plan.step}")
         if len(set(samples)) > 1:
-            _refuse_corpora(batch.corpora)
+            everyone = Ranks().every(lambda: batch.corpora)
+            # A store may have another name on another rank.
+            stores = [each.store for each in everyone[0]]
+            whats = [f"The ranks read different tokens or masks from {each}" for each in stores]
+            digests = ((f"digest {each.digest:016x}" for each in own) for own in everyone)
+            differ = differences(dict(zip(whats, each, strict=True)) for each in digests)
+            raise RuntimeError(
+                f"{differ[0]} Every node must have the same documents, made with the same"
+                " tokenizer: compare the files, and copy them again."
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -330,16 +338,3 @@ def check_digests(digests: list[int], what: str) -> None:
             " check that all nodes read the same data, use the same software versions, and pass the"
             " same arguments."
         )
-
-
-def _refuse_corpora(mine: tuple[CorpusDigest, ...]) -> None:
-    """Raise RuntimeError that names a store and the ranks that read it differently; collective."""
-    everyone = Ranks().every(lambda: mine)
-    # A store may have another name on another rank.
-    whats = [f"The ranks read different tokens or masks from {each.store}" for each in everyone[0]]
-    digests = ((f"digest {each.digest:016x}" for each in samples) for samples in everyone)
-    differ = differences(dict(zip(whats, each, strict=True)) for each in digests)
-    raise RuntimeError(
-        f"{differ[0]} Every node must have the same documents, made with the same tokenizer:"
-        " compare the files, and copy them again."
-    )
