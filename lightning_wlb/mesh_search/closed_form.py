@@ -35,7 +35,12 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute
 from lightning_wlb.planning.planner import arrivals_of
-from lightning_wlb.prediction.micro_batch import MicroBatchCost, exchange_ns, times_by_mode
+from lightning_wlb.prediction.micro_batch import (
+    MicroBatchCost,
+    exchange_ns,
+    modes_of,
+    times_by_mode,
+)
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding.integer_ranges import Integers
 
@@ -81,7 +86,7 @@ class ClosedForm:
         mesh = predictor.latency.mesh
         rows = -(-self._step_tokens // (mesh.data * count * mesh.context))
         rows = -(-rows // mesh.tensor) * mesh.tensor
-        for mode in self.request.modes:
+        for mode in modes_of(self.request.activation_checkpointing):
             if self._held(predictor, rows, count, mode) <= predictor.usable_bytes:
                 return self._step_ns(predictor, rows, count, mode)
         return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import get_args
@@ -27,12 +27,11 @@ from lightning_wlb.cost.overlap import Overlap
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.mesh import AXES, Mesh
-from lightning_wlb.plan import ActivationCheckpointing, Recompute
+from lightning_wlb.plan import ActivationCheckpointing
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.planning.mixture import StoreShare
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import Planner
-from lightning_wlb.prediction.micro_batch import MODES
 from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
 from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
@@ -135,12 +134,6 @@ class MeshRequest:
     def usable_bytes(self) -> int:
         """Bytes of a device that may be filled; process groups of a mesh may leave less."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
-
-    @property
-    def modes(self) -> Sequence[Recompute]:
-        """What a micro-batch may compute again, least first."""
-        given = self.activation_checkpointing
-        return MODES if given == "auto" else (given,)
 
     @property
     def mesh(self) -> Mesh:

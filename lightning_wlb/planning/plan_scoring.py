@@ -26,7 +26,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, ReplicaPlan
 from lightning_wlb.planning.dp_merge import shared_work
 from lightning_wlb.planning.tuning import CLEARLY_PERCENT
-from lightning_wlb.prediction.micro_batch import MODES
+from lightning_wlb.prediction.micro_batch import modes_of
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.recompute import least_recomputation, recomputing, settled
 from lightning_wlb.prediction.step_totals import ReplicaTotals, StepTimes, StepTotals, has_totals
@@ -242,8 +242,7 @@ class ProfileScorer:
         The mode with the least recomputation comes first; modes in which not even the state fits
         are left out.
         """
-        given = self.activation_checkpointing
-        modes = MODES if given == "auto" else (given,)
+        modes = modes_of(self.activation_checkpointing)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.overlap import exposed_keys
-from lightning_wlb.plan import MicroBatch, Recompute, ReplicaPlan, Slice
+from lightning_wlb.plan import ActivationCheckpointing, MicroBatch, Recompute, ReplicaPlan, Slice
 from lightning_wlb.sharding import Layout, chunks_of_each, layout, traffic, uses_all_to_all
 from lightning_wlb.sharding.integer_ranges import Integers, offsets, reach_of
 
@@ -32,6 +32,11 @@ MODES: tuple[Recompute, ...] = get_args(Recompute)
 
 PASSES = (False, True)
 """Forward and backward, as the ``backward`` argument of the latency model."""
+
+
+def modes_of(given: ActivationCheckpointing) -> Sequence[Recompute]:
+    """What a micro-batch may recompute where this was asked for, the least first."""
+    return MODES if given == "auto" else (given,)
 
 
 class PassTimes(NamedTuple):

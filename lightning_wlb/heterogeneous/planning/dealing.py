@@ -30,7 +30,7 @@ from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.plan_scoring import Placement, ProfileScorer
 from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.step_chooser import PlannedStep, check_packing
-from lightning_wlb.prediction.micro_batch import MODES
+from lightning_wlb.prediction.micro_batch import modes_of
 from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, choose
 
@@ -104,8 +104,8 @@ class PipelineKind:
     @cached_property
     def _predicted(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Lengths of pieces, and the predicted ns of each."""
-        predictor, given = self.scorer.predictor, self.scorer.activation_checkpointing
-        modes = MODES if given == "auto" else (given,)
+        predictor = self.scorer.predictor
+        modes = modes_of(self.scorer.activation_checkpointing)
         limits = [(predictor.longest_micro_batch(1, mode), mode) for mode in modes]
         longest = self.longest << (self.count.bit_length() - 1)
         grid = (2 ** (np.arange(12, 2 * longest.bit_length()) / 2)).astype(np.int64)
