@@ -281,9 +281,14 @@ def check_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o755) -> P
     check_owner(status, path, owners)
     if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is {_kind(status)}, not a folder. Remove it.")
+    check_unshared(status, path, mode)
+    return path
+
+
+def check_unshared(status: os.stat_result, path: Path, mode: int = 0o755) -> None:
+    """Refuse a file or folder in which others than its owner may do more than ``mode`` says."""
     if hasattr(os, "geteuid") and status.st_mode & ~mode & 0o077:
         raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
-    return path
 
 
 def check_parents(path: Path, owners: Iterable[int] = ()) -> None:

@@ -64,7 +64,7 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             this user may write there, and nobody else may in the folders that lead there.
             Otherwise, or with None, it is kept in the user's cache folder, or in a temporary one.
     """
-    for root, owners, mode in _places(source):
+    for root, owners, rights in _places(source):
         if _is_whole(root / key, owners):
             return root / key
         if owners:
@@ -73,20 +73,22 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         except OSError:
             continue
-        aside.chmod(mode)
         for left in file_checks.left_behind(aside, _UNFINISHED):
             remove(left)
+        mode = rights
         break
     else:
         raise OSError(errno.EACCES, f"No folder for {key} can be made, in {root} neither")
     replaced = [aside.with_name(f"{aside.name}-{each}") for each in range(9)]
     try:
         build(aside)
-        for path in aside.iterdir():
-            with path.open("rb") as file:  # after a power cut sizes may be there, and no content
-                os.fsync(file.fileno())
         files = {path.name: described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
+        for path in aside.iterdir():
+            path.chmod(mode & 0o644)  # a umask of 002 lets a group write to it
+            with path.open("rb") as file:  # after a power cut sizes may be there, and no content
+                os.fsync(file.fileno())
+        aside.chmod(mode)  # not before: who has opened a file can go on writing to it
         for damaged in replaced:
             with suppress(OSError):
                 aside.rename(root / key)
@@ -165,7 +167,9 @@ def _is_whole(folder: Path, owners: Iterable[int] = ()) -> bool:
     if not os.path.lexists(folder):
         return False
     try:
-        file_checks.check_folder(folder, owners)
+        for each in file_checks.check_folder(folder, owners).iterdir():
+            file_checks.check_owner(each.lstat(), each, owners)
+            file_checks.check_unshared(each.lstat(), each)
         record = file_checks.read_json(folder / _RECORD, links=False)
         there = {each.name: each for each in folder.iterdir() if each.name != _RECORD}
         if record["key"] != folder.name or record["files"].keys() != there.keys():

@@ -100,7 +100,7 @@ def test_what_is_kept_is_on_the_disk_before_it_has_its_name(root: Path, monkeypa
     synchronised = []
     monkeypatch.setattr(os, "fsync", lambda file: synchronised.append(os.fstat(file).st_ino))
     made = built_once("key", build)
-    assert synchronised == [(made / "made").stat().st_ino]
+    assert sorted(synchronised) == sorted(each.stat().st_ino for each in made.iterdir())
 
 
 def replaced_by_fifo(made: Path) -> None:
@@ -252,6 +252,36 @@ def test_who_may_not_read_a_file_may_not_read_what_is_made_of_it(
     made = built_once("key", build, source)
     assert made.parent == tmp_path / BESIDE
     assert stat.S_IMODE(made.stat().st_mode) == kept
+
+
+@pytest.mark.parametrize("mask", [0, 0o002, 0o077])
+def test_nobody_else_may_write_to_what_is_kept(mask: int, root: Path, tmp_path: Path) -> None:
+    """Whatever the umask; nor has anybody opened it before its rights were narrowed."""
+    source = tmp_path / "source"
+    source.touch(0o644)
+    source.chmod(0o644)
+    rights = []
+
+    def build_and_look(folder: Path) -> None:
+        build(folder)
+        rights.append(stat.S_IMODE(folder.stat().st_mode))
+
+    before = os.umask(mask)
+    try:
+        for made in (built_once("key", build_and_look, source), built_once("key", build)):
+            assert {stat.S_IMODE(each.stat().st_mode) for each in made.iterdir()} == {0o644}
+    finally:
+        os.umask(before)
+    assert rights == [0o700]
+    for name, owner, mode in (("record.json", None, 0o664), ("made", None, 0o646)) + (
+        (("made", NOBODY, 0o644),) if os.geteuid() == 0 else ()
+    ):
+        (made / name).chmod(mode)
+        if owner is not None:
+            os.chown(made / name, owner, owner)
+        with pytest.warns(match="may be written to by others|belongs to user"):
+            assert built_once("key", build) == made
+        assert stat.S_IMODE((made / name).stat().st_mode) == 0o644
 
 
 def test_a_process_of_any_number_may_own_it(tmp_path: Path, monkeypatch: Any) -> None:
