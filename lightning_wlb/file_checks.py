@@ -122,8 +122,13 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     """Refuse a model's config with more layers, heads or experts than can be built.
 
     Few bytes can ask for any number of them, and some families make lists as long as that when
-    transformers reads a config, for a tokenizer too.
+    transformers reads a config, for a tokenizer too. Nor may it say which field stands for another.
     """
+    if "attribute_map" in fields:
+        raise ValueError(
+            "The config has an attribute_map, by which fields would count as others than they are"
+            " called. That is for a family's class to say: take it out."
+        )
     for name, value in fields.items():
         if isinstance(value, Mapping):
             check_counts(value)

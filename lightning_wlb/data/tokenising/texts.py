@@ -193,7 +193,8 @@ def hugging_face_tokenizer(name: str) -> Any:
     if name.endswith(".json"):
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
         from transformers.utils import cached_file
     except ImportError as error:
         raise ValueError(
@@ -211,15 +212,40 @@ def hugging_face_tokenizer(name: str) -> Any:
             config = cached_file(name, "config.json", local_files_only=local, **quiet)
             if config is not None:
                 check_model(Path(config).parent)
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
-        )
-    if not tokenizer.is_fast:
+        options = {"trust_remote_code": False, "local_files_only": local}
+        try:
+            config = AutoConfig.from_pretrained(name, **options)
+        except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
+            config = PretrainedConfig.from_pretrained(name, local_files_only=local)
+        settings = get_tokenizer_config(name, local_files_only=local)
+        _check_classes(settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config, **options)
+        fast = tokenizer.is_fast
+    if not fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
             " Convert it with the tokenizers library first."
         )
     return tokenizer
+
+
+def _check_classes(*names: Any) -> None:
+    """Refuse names of what is no tokenizer's class, which AutoTokenizer would let read the folder.
+
+    It takes any name in transformers, and hands over nothing of what it was told of foreign code:
+    a model's class would build the model, and import what adapters beside it name.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    for name in filter(None, names):
+        found = tokenizer_class_from_name(name) or tokenizer_class_from_name(f"{name}Fast")
+        # Where it knows none the family's own class is taken.
+        if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise ValueError(
+                f"its tokenizer_class={name!r} is no tokenizer's class. Put that of the tokenizer"
+                " there, as PreTrainedTokenizerFast"
+            )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from lightning_wlb.cost.flops import Work, attention_flops, causal_pairs, linear
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.tokenising.texts import hugging_face_tokenizer
 from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+from tests.data.tokenising.support import tokenizer
 from tests.models.huggingface.configs import WINDOW, tiny
 
 
@@ -218,6 +219,42 @@ def test_the_code_of_a_folder_is_not_run(tmp_path, monkeypatch) -> None:
     with multiprocessing.get_context("fork").Pool(2) as ranks:
         assert ranks.map_async(refusals, [folder, folder], 1).get(30) == [alone, alone]
     assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({"tokenizer_class": "AutoModelForImageClassification"}, {}),
+        ({"tokenizer_class": "GPT2LMHeadModelFast"}, {}),
+        ({"tokenizer_class": "AutoTokenizer"}, {}),
+        ({"tokenizer_class": "RagTokenizer"}, {}),
+        ({}, {"tokenizer_class": "AutoModelForImageClassification"}),
+        ({}, {"attribute_map": {"tokenizer_class": "other"}, "other": "AutoModel"}),
+    ],
+)
+def test_a_tokenizers_folder_is_opened_by_a_tokenizers_class_alone(
+    tmp_path, monkeypatch, settings, config
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    folder, made = foreign(tmp_path / "folder", tmp_path / "made"), tmp_path / "made"
+    auto = {"AutoModelForImageClassification": "configuration_own.OwnConfig"}
+    fields = {"model_type": "gpt2", "n_layer": 1, "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(fields | config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    refused = pytest.raises(ValueError, match=r"is no tokenizer's class|has an attribute_map")
+    with mock.patch("builtins.input", return_value="y"), refused:
+        hugging_face_tokenizer(str(folder))
+    assert not made.exists()
+
+
+def test_a_field_of_a_config_stands_for_no_other(tmp_path) -> None:
+    fields = {"model_type": "llama", "attribute_map": {"num_hidden_layers": "few"}, "few": 10**7}
+    with pytest.raises(ValueError, match="has an attribute_map"):
+        read_config(fields)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="has an attribute_map"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**7}, {"vocab_size": 10**15}])
