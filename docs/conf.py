@@ -63,7 +63,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(abc|argparse|collections|concurrent|contextlib|contextvars|datetime|io|multiprocessing|pathlib)\..*",
     ),
-    (r"py:.*", r"(os|pickle|socket|threading|tokenizers|types)\..*"),
+    (r"py:.*", r"(os|pickle|re|socket|threading|tokenizers|types)\..*"),
     (
         r"py:.*",
         r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",

@@ -23,6 +23,7 @@ from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.inherited_hooks import keep_hooks
 from lightning_wlb.data.loader import StepDataset, StepLoader, refuse_prediction
 from lightning_wlb.data.open_documents import (
     Documents,
@@ -128,6 +129,11 @@ class WLBDataModule(L.LightningDataModule):
         given = None if self.plans_by_work else profile
         self.profile = Profile.load(given) if isinstance(given, str) else given
         self.num_workers = whole("num_workers", num_workers, 0)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names = "on_after_batch_transfer", "state_dict", "load_state_dict"
+        keep_hooks(WLBDataModule, cls, names)
 
     @property
     def trainer(self) -> L.Trainer | None:

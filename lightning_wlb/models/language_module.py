@@ -31,6 +31,7 @@ from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
+from lightning_wlb.data.inherited_hooks import keep_hooks
 from lightning_wlb.data.loader import StepLoader, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, names_and_shapes
@@ -144,6 +145,11 @@ class LanguageModule(LoadsCheckpoints):
         shape: ModelShape = self.config.shape
         return shape
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names = "setup", "on_train_start", "on_save_checkpoint", "on_load_checkpoint"
+        keep_hooks(LanguageModule, cls, names)
+
     def setup(self, stage: str) -> None:
         """Count tokens from 0 where a run does not go on: its learning rate begins anew, too."""
         if stage == TrainerFn.FITTING and not self.trainer.global_step:
@@ -225,6 +231,10 @@ class LanguageModule(LoadsCheckpoints):
             ValueError: its plan was made with another activation checkpointing.
         """
         self.check_batch(batch)
+        if torch.is_grad_enabled() and (self._trainer is None or self._trainer.training):
+            self.tokens_seen = self._tokens_taken() + batch.tokens
+            if self._trainer is not None:
+                self._counted = batch.tokens, id(self._trainer), self._trainer.global_step
         if self.executor is not None:
             return self.executor(batch)
         assert self.model is not None
@@ -255,16 +265,12 @@ class LanguageModule(LoadsCheckpoints):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
-        self.tokens_seen = self._tokens_taken()
         loss = self.step(batch)
         if not batch.target_tokens:
             rank_zero_warn(
                 "A step has no token with a target: its gradient is zero, and only the optimizer's"
                 " momentum and weight decay change weights. Is the mask of targets right?"
             )
-        self.tokens_seen += batch.tokens
-        if self._trainer is not None:
-            self._counted = batch.tokens, id(self._trainer), self._trainer.global_step
         self.log("train_loss", loss.detach(), prog_bar=True)
         # Filled in on the device: Lightning would copy a number to it, and wait for the device.
         self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
@@ -379,8 +385,7 @@ class LanguageModule(LoadsCheckpoints):
             raise ValueError(
                 f"the checkpoint has no position in the documents of a {name}, by which Lightning"
                 " looks for it: documents would be repeated. Resume with a data module of the"
-                " class, and under the name, that the checkpoint was saved with; a state_dict of"
-                " your own adds to super().state_dict(), and load_state_dict calls super()'s."
+                " class, and under the name, that the checkpoint was saved with."
             )
         if states := checkpoint.get("optimizer_states"):
             checkpoint["optimizer_states"] = numbered(self, states)

@@ -201,13 +201,85 @@ def test_a_run_goes_on_with_its_own_model_and_position(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             trainer(tmp_path, max_steps=2).fit(module, data, ckpt_path=tmp_path / "a.ckpt")
-    # A state of the user's own, in place of the one that has the position.
-    data.state_dict = lambda: {"mine": 1}
-    fit = trainer(tmp_path, max_steps=1)
-    fit.fit(LanguageModule(config()), data)
-    fit.save_checkpoint(tmp_path / "b.ckpt", weights_only=False)
-    with pytest.raises(ValueError, match=r"your own adds to super\(\).state_dict\(\)"):
-        fit.fit(LanguageModule(config()), data, ckpt_path=tmp_path / "b.ckpt")
+
+
+class OwnHooks(LanguageModule):
+    """Overrides what keeps a run's position, as Lightning's own hooks, which do nothing, may be."""
+
+    seen = None
+
+    def setup(self, stage):
+        pass
+
+    def on_train_start(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = self.trainer.global_step
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["mine"]
+
+
+class Rescaled:
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = 10 * checkpoint["mine"]
+
+
+class OwnHooksOfAMixin(Rescaled, OwnHooks):
+    pass
+
+
+class OwnData(WLBDataModule):
+    seen = None
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+    def state_dict(self):
+        return {"mine": 5}
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict["mine"]
+
+
+class Steps(L.Callback):
+    def __init__(self):
+        self.taken = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rate = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        loss = outputs["loss"].item()
+        self.taken.append((batch.plan.step, loss, self.rate, module.tokens_seen))
+
+
+def test_a_run_goes_on_whatever_hooks_are_overridden_without_super(tmp_path):
+    options = {"learning_rate": 0.1, "warmup_tokens": 170, "decay_tokens": 510, "seed": 3}
+
+    def run(module, data, steps, ckpt_path=None):
+        recorder = Steps()
+        built = module(config(), **options)
+        given = data(documents(), context_window=32, micro_batches=2, num_workers=0)
+        fit = trainer(tmp_path, max_steps=steps, max_epochs=-1, callbacks=[recorder])
+        fit.fit(built, given, ckpt_path=ckpt_path)
+        fit.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+        return recorder.taken, built, given
+
+    plain, *_ = run(LanguageModule, WLBDataModule, 6)
+    assert [step for step, *_ in plain] == [0, 1, 2, 3, 4, 5]
+    for module, factor in ((OwnHooks, 1), (OwnHooksOfAMixin, 10)):
+        first, *_ = run(module, OwnData, 3)
+        second, built, given = run(module, OwnData, 6, tmp_path / "last.ckpt")
+        assert first + second == plain
+        assert (built.seen, given.seen) == (3 * factor, 5)
+        # Another run of the same module begins anew.
+        assert trainer(tmp_path, max_steps=1).fit(built, given) is None
+        assert built.tokens_seen == plain[0][3]
 
 
 def test_learning_rate_factor():
