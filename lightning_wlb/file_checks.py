@@ -318,6 +318,30 @@ def check_parents(path: Path, owners: Iterable[int] = ()) -> None:
             )
 
 
+def is_open(status: os.stat_result) -> bool:
+    """Whether a folder is one into which strangers may put things, and keep them.
+
+    Everybody may write to it; or a group may and it is sticky, so that its members do not trust
+    each other with what is theirs.
+    """
+    sticky_group = stat.S_IWGRP | stat.S_ISVTX
+    return bool(status.st_mode & stat.S_IWOTH) or status.st_mode & sticky_group == sticky_group
+
+
+def strange_steps(folder: Path) -> list[Path]:
+    """The folders and links that lead to a folder, itself too, which a stranger may have made.
+
+    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`).
+    """
+    path, trusted = Path(os.path.abspath(folder)), {my_user(), 0, Path("/").stat().st_uid}
+    real = path.resolve()
+    return [
+        each
+        for each in dict.fromkeys((path, *path.parents, real, *real.parents))
+        if each.lstat().st_uid not in trusted and is_open(each.parent.stat())
+    ]
+
+
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:
     """Refuse what belongs neither to this process's user nor to one of ``owners``."""
     if hasattr(os, "geteuid") and status.st_uid not in {my_user(), *owners}:

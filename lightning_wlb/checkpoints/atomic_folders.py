@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import left_behind, my_user
+from lightning_wlb.file_checks import is_open, left_behind, my_user, strange_steps
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -75,10 +75,15 @@ def old_folder(path: Path) -> Path:
 def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Those of some checkpoints in a folder, or in its ``.old``, that another user has put there.
 
-    There are none where not everybody may write to one of the two.
+    There are none where strangers can have put nothing: in a folder that is not open
+    (:func:`.file_checks.is_open`), nor made by somebody else in one that is. Behind such a user's
+    link all are.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
-    if not any(each.stat().st_mode & stat.S_IWOTH for each in places):
+    steps = [step for each in places for step in strange_steps(each)]
+    if any(each.is_symlink() for each in steps):
+        return list(paths)
+    if not steps and not any(is_open(each.stat()) for each in places):
         return []
     try:
         with TemporaryFile(dir=folder) as file:  # a network's server may take it for another user

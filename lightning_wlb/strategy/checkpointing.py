@@ -285,11 +285,16 @@ class Checkpointer:
         trainer = module.trainer
         # A validation after fit reads weights, and leaves the optimizers alone.
         fitting = trainer.state.fn == TrainerFn.FITTING
-        noted = self._candidates
-        candidates = Ranks().lead(
-            # Lightning's tuner loads checkpoints of its own, also before this one.
-            lambda: noted if path in noted[:1] else resuming.candidates_in(path, fitting)
-        )
+
+        def choose() -> list[Path]:
+            if path in self._candidates[:1]:
+                return self._candidates
+            if path != Path(self._start or "").expanduser():
+                # Lightning's own choice, or its tuner's, which loads checkpoints also before this.
+                resuming.refuse_strangers(path)
+            return resuming.candidates_in(path, fitting)
+
+        candidates = Ranks().lead(choose)
         taken, rest = resuming.load_first(
             candidates,
             lambda path: sharded.load(path, module, optimizers if fitting else [], renamed),

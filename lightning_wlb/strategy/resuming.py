@@ -320,8 +320,8 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     """The checkpoints in a folder, and those that a save which died was about to replace.
 
     A link to another one of them is left out, so is what a search for a learning rate that died has
-    left of its beginning, and, with a warning, what another user has put into a folder that
-    everybody may write to.
+    left of its beginning, and, with a warning, what strangers have put there
+    (:func:`.atomic_folders.strangers`).
 
     Raises:
         OSError: the folder is there, and cannot be looked into.
@@ -340,10 +340,20 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     if strange:
         names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
-            f"{folder} may be written to by everybody, and {names} in it are not this user's: they"
-            " are passed over. To go on from one give its own path as ckpt_path."
+            f"{names} in {folder} are not this user's, and others may put what they like there, or"
+            " have made the folder in one that is open: they are passed over. To go on from one"
+            " give its own path as ckpt_path."
         )
     return list(found.values())
+
+
+def refuse_strangers(path: Path) -> None:
+    """Refuse a checkpoint that Lightning found by itself, as a ``last.ckpt``, if a stranger's."""
+    if path.exists() and atomic_folders.strangers([path], path.parent):
+        raise ValueError(
+            f"The run would go on from {path}, which is not this user's, and which nobody has"
+            " named. If you trust it give its path as ckpt_path, else save to another folder."
+        )
 
 
 def requeue_number(path: Path) -> int | None:

@@ -29,10 +29,65 @@ def test_what_another_user_has_put_there_is_passed_over(tmp_path):
     mine, theirs = (write(tmp_path / name, 4, time) for name, time in (("a", 1.0), ("b", 9e99)))
     os.chown(theirs, 65534, 65534)
     assert resuming.candidates_in(tmp_path, False) == [theirs, mine], "a group's"
-    tmp_path.chmod(0o1777)
+    for mode in (0o1777, 0o3770):
+        tmp_path.chmod(mode)
+        with pytest.warns(match=f"b in {tmp_path} are not this user's, and others may put"):
+            assert resuming.candidates_in(tmp_path, False) == [mine]
     (tmp_path / "link").symlink_to(theirs)
-    with pytest.warns(match=r"written to by everybody, and b, link in it are not this user's"):
+    with pytest.warns(match="b, link in"):
         assert resuming.candidates_in(tmp_path, False) == [mine]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("mode", [0o1777, 0o3770, 0o775])
+def test_nor_is_what_lies_in_a_folder_that_another_user_has_put_there(mode, tmp_path):
+    """A stranger makes ``checkpoints``, or what leads there, or a link, where anybody may."""
+    tmp_path.chmod(mode)
+    open_to_all = mode != 0o775
+    for at in (tmp_path / "checkpoints", tmp_path / "run/checkpoints"):
+        mine, theirs = (write(at / name, 4, time) for name, time in (("a", 1.0), ("b", 9e99)))
+        first = tmp_path / at.relative_to(tmp_path).parts[0]
+        for each in (theirs, first):
+            os.chown(each, 65534, 65534)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert resuming.candidates_in(at, False) == [*([] if open_to_all else [theirs]), mine]
+        assert len(said) == open_to_all
+        os.chown(first, 0, 0)
+    (tmp_path / "link").symlink_to("run")
+    at = tmp_path / "link/checkpoints"
+    assert resuming.candidates_in(at, False) == [at / "b", at / "a"]
+    os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+    assert len(resuming.checkpoints_in(at)) == (0 if open_to_all else 2)
+
+
+def planted(rank: int, home: Path) -> list[str]:
+    """What is said of the checkpoints of another user that Lightning would find by itself."""
+    runner = trainer(WLBStrategy(), 1, max_steps=1)
+    runner.fit(module(SMALL), data(SMALL))
+    for name in ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"):
+        runner.save_checkpoint(home / name)
+        os.chown(home / name, 65534, 65534)
+    for each in (home, home / "checkpoints"):
+        each.chmod(0o1777)
+    said = []
+    for asked in ("last", "hpc", home / "checkpoints/last.ckpt"):
+        options = {"default_root_dir": home, "enable_checkpointing": True, "max_steps": 1}
+        try:
+            again = trainer(WLBStrategy(), 1, logger=False, **options)
+            again.fit(module(SMALL), data(SMALL), ckpt_path=asked)
+            said.append("read")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_nor_does_lightnings_own_choice_take_it(tmp_path):
+    (said,) = run_ranks(planted, 1, tmp_path, process_group=False)
+    assert said[2] == "read"
+    for each, name in zip(said, ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"), strict=False):
+        assert f"from {tmp_path / name}, which is not this user's, and which nobody" in each
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
@@ -47,7 +102,7 @@ def test_what_another_user_says_was_there_before_is_not_read(tmp_path):
             warnings.simplefilter("always")
             found = set(resuming.checkpoints_in(tmp_path))
         assert found == ({mine, theirs} if mode == 0o755 else {mine})
-        assert ["best in it are not this" in str(each.message) for each in said] == (
+        assert ["best in " in str(each.message) for each in said] == (
             [] if mode == 0o755 else [True]
         )
     with pytest.raises(FileNotFoundError, match=r"best is missing, and \S+best is not this user's"):

@@ -18,7 +18,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, checksum, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
 from lightning_wlb.data.tokenising.tokenised_folder import FORMAT, Counts
-from lightning_wlb.file_checks import check_owner, own_folder
+from lightning_wlb.file_checks import check_owner, is_open, own_folder, strange_steps
 
 Kind = Literal["texts", "chats"]
 Encoder = TextEncoder | ChatEncoder
@@ -198,8 +197,9 @@ def tokenise(
 
 
 def _check_mine(out: Path) -> None:
-    """Refuse another user's folder where everybody may write: it may hold other words."""
-    if out.absolute().parent.stat().st_mode & stat.S_IWOTH:
+    """Refuse another user's folder where strangers may put one: it may hold other words."""
+    parent = out.absolute().parent
+    if is_open(parent.stat()) or strange_steps(parent):
         for status in (out.lstat(), out.stat()):  # a link may lead elsewhere by then
             check_owner(status, out)
 
