@@ -22,6 +22,7 @@ import pickle
 import re
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,7 +40,10 @@ _CALLS = re.compile(
 """What torch's safe reader may call: nothing that is as large as a number says, as meta tensors."""
 
 _MOST_REPEATED = 1 << 20
-"""Most values of a tensor that repeats them: whatever is computed with it has room for each."""
+"""Most values that a file's tensors repeat: whatever is computed with these has room for each."""
+
+_MOST_NAMES = 64
+"""Most times that tensors may hold a file's values again, as tied ones do, before they repeat."""
 
 
 class KeyCheck:
@@ -221,19 +225,22 @@ def check_archive(file: IO[bytes]) -> None:
                 or archive.comment
             ):
                 raise ValueError("its archive is not as torch writes it")
-            names = archive.namelist()  # torch finds one in capitals too
-            (name,) = (each for each in names if each.lower().endswith("/data.pkl"))
-            _DryRun(archive.read(name)).load()
+            sizes = {each.filename: each.file_size for each in records}
+            # torch finds one in capitals too
+            (name,) = (each for each in sizes if each.lower().endswith("/data.pkl"))
+            _DryRun(archive.read(name), name[: -len("data.pkl")], sizes).load()
     except Exception as error:  # what is made up can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     file.seek(0)
 
 
 class _DryRun(_Records):
-    """Goes through a pickle of torch's as records."""
+    """Goes through a pickle of torch's as records; ``sizes``: bytes of the archive's files."""
 
-    def __init__(self, stored: bytes) -> None:
+    def __init__(self, stored: bytes, folder: str, sizes: dict[str, int]) -> None:
         super().__init__(stored)
+        self._folder, self._sizes = folder, sizes
+        self._named, self._repeated = Counter[str](), 0
         given = [
             each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
             for each in torch.serialization.get_safe_globals()
@@ -249,6 +256,11 @@ class _DryRun(_Records):
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
+        """A storage, which has no more values than its file has bytes: a mapped one may say more."""
+        *_, key, _, values = pid
+        held = self._sizes.get(f"{self._folder}data/{key}", 0)
+        if values > held:
+            raise ValueError(f"a storage of {values:,} values in {held:,} bytes")
         return Record(pid)
 
     def _load_state(self) -> None:
@@ -271,10 +283,18 @@ class _DryRun(_Records):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
         if name == "_rebuild_from_type_v2":
             self._check_call(first, arguments[2])
-        if name.startswith("_rebuild_tensor") and math.prod(arguments[2]) > _MOST_REPEATED:
-            *_, held = first.arguments[0]  # of the storage, whose bytes are there
-            if math.prod(arguments[2]) > held:
-                raise ValueError(f"a tensor of {repr(arguments[2])} in {held:,} values")
+        if name.startswith("_rebuild_tensor"):
+            *_, key, _, held = first.arguments[0]  # of the storage, whose bytes are there
+            values = math.prod(arguments[2])
+            before = max(self._named[key] - _MOST_NAMES * held, 0)
+            self._named[key] += values
+            again = max(self._named[key] - _MOST_NAMES * held, 0) - before
+            self._repeated += max(values - held, again)
+            if self._repeated > _MOST_REPEATED:
+                raise ValueError(
+                    f"a tensor of {repr(arguments[2])} in {held:,} values, and with those before it"
+                    f" {self._repeated:,} that are repeated"
+                )
         for items in arguments:
             if type(items) is list or (type(items) is tuple and name in ("set", "Counter")):
                 self._check_keys(items)

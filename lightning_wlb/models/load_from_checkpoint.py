@@ -14,7 +14,7 @@ Cost: the weights twice in memory, or the optimizer state twice, until the secon
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -108,14 +108,23 @@ class LoadsCheckpoints(L.LightningModule):
         found = getattr(sys.modules.get(module_name), class_name, None)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls
         given.update(options)
-        weights = (each for each in stored["state_dict"].values() if isinstance(each, Tensor))
-        token = STORED.set(sum(each.numel() for each in weights))
+        token = STORED.set(_values(stored["state_dict"].values()))
         try:
             module = _load_state(made, stored, strict=strict, **options)
         finally:
             STORED.reset(token)
         assert isinstance(module, cls)
         return module if map_location is None else module.to(map_location)
+
+
+def _values(state: Iterable[Any]) -> int:
+    """How many values are stored: those that tensors share or repeat are once in the file."""
+    weights = [each for each in state if isinstance(each, Tensor)]
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // each.itemsize
+        for each in weights
+    }
+    return min(sum(storages.values()), sum(each.numel() for each in weights))
 
 
 def numbered(

@@ -32,10 +32,10 @@ def written(value: Any) -> io.BytesIO:
     return stream
 
 
-def archive(content: bytes, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
+def archive(content: bytes, compression: int = zipfile.ZIP_STORED, value: Any = 0) -> io.BytesIO:
     """What torch writes of a value, with another pickle in it."""
     made = io.BytesIO()
-    with zipfile.ZipFile(written(0)) as old, zipfile.ZipFile(made, "w", compression) as new:
+    with zipfile.ZipFile(written(value)) as old, zipfile.ZipFile(made, "w", compression) as new:
         for name in old.namelist():
             new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
     made.seek(0)
@@ -91,6 +91,27 @@ def test_a_tensor_has_no_more_values_than_its_file() -> None:
     load_plain(written(torch.zeros(1 << 21)))
 
 
+def test_nor_do_all_tensors_of_a_file_together() -> None:
+    small = {str(number): torch.zeros(1).expand(1 << 12) for number in range(300)}
+    tied = torch.zeros(1 << 15)
+    shared = {str(number): tied.view(-1) for number in range(200)}
+    for many, where in ((small, "in 1 "), (shared, "in 32,768 ")):
+        with pytest.raises(pickle.UnpicklingError, match=rf"{where}values, and .* are repeated"):
+            load_plain(written(many))
+    load_plain(written([dict(list(small.items())[:200]), dict(list(shared.items())[:64])]))
+
+
+def test_a_storage_has_no_more_values_than_its_file() -> None:
+    """Torch compares them where it reads a file, and not where it maps one into memory."""
+    tensor = torch.zeros(1).expand(HUGE)
+    with zipfile.ZipFile(written(tensor)) as stored:
+        made = stored.read("archive/data.pkl")
+    begin, _, end = made.partition(b"K\x01t")
+    lying = archive(begin + number(HUGE) + b"t" + end, value=tensor)
+    with pytest.raises(pickle.UnpicklingError, match="a storage of 1,073,741,824 values in 4 byte"):
+        load_plain(lying)
+
+
 def test_nor_by_a_state_or_by_a_call_that_takes_sizes_alone() -> None:
     """A state of a tensor is a storage and a size; meta and sparse tensors have any size."""
     for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
@@ -98,7 +119,7 @@ def test_nor_by_a_state_or_by_a_call_that_takes_sizes_alone() -> None:
             made = stored.read("archive/data.pkl").removesuffix(b".")
         size = b"(NK\x00" + number(HUGE) + b"\x85K\x00\x85tb."
         with pytest.raises(pickle.UnpicklingError, match=r"a state to torch\._utils\._rebuild_"):
-            load_plain(archive(made + size))
+            load_plain(archive(made + size, value=value))
     meta, sparse = torch.empty(HUGE, device="meta"), torch.eye(2).to_sparse()
     for value, name in ((meta, "meta_tensor_no_storage"), (sparse, "sparse_tensor")):
         with pytest.raises(pickle.UnpicklingError, match=rf"it calls torch._utils._rebuild_{name}"):
