@@ -256,7 +256,7 @@ class _DryRun(_Records):
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, which has no more values than its file has bytes: a mapped one may say more."""
+        """A storage, of no more values than its file has bytes: a mapped one may say more."""
         *_, key, _, values = pid
         held = self._sizes.get(f"{self._folder}data/{key}", 0)
         if values > held:
