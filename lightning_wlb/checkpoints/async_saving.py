@@ -2,7 +2,9 @@
 
 A save is staged, which copies this rank's tensors into memory of the CPU, and then written by a
 thread; training waits for the copy only. Saves are written one at a time, in the order in which
-they were submitted, since they exchange messages over one process group.
+they were submitted, since they exchange messages over one process group. Removals and links come
+in that order too, and who asks whether a name is taken is answered as if all were done
+(:class:`FilesAfterSaves`): so the same folders are left as by saves that block.
 
 The threads are daemons, so that a process whose peers have died can end although its save waits for
 them. What such a save has written is no checkpoint, and the next save removes it.
@@ -15,12 +17,13 @@ the process may end.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -59,13 +62,14 @@ class Stager:
 
 
 class _SaveJob(NamedTuple):
-    path: Path  # that a thread saves or removes
+    path: Path  # that a thread saves, links or removes
+    leaves: Path | None  # what is there then: itself, what it links to, or nothing
     copies: int  # that it holds until it ends
     future: Future[None]
 
 
 class BackgroundSaves:
-    """Runs saves and removals in threads, one after the other."""
+    """Runs saves, links and removals in threads, one after the other."""
 
     def __init__(self) -> None:
         self._jobs: list[_SaveJob] = []
@@ -87,8 +91,25 @@ class BackgroundSaves:
         """Whether an unfinished job holds a copy."""
         return any(each.copies and not each.future.done() for each in self._jobs)
 
-    def submit(self, path: Path, do: Callable[[], None], copies: int = 0) -> None:
-        """Run ``do`` when the jobs before it are finished."""
+    def exists(self, path: Path) -> bool:
+        """Whether a path will be there once all jobs have succeeded."""
+        place = _place(path)
+        for each in reversed(self._jobs):
+            if _place(each.path) == place and not each.future.done():
+                if each.leaves is None or each.leaves == each.path:
+                    return each.leaves is not None
+                return self.exists(each.leaves)
+        linked = Path(os.path.realpath(path))
+        return path.exists() if linked == place else self.exists(linked)
+
+    def submit(
+        self, path: Path, do: Callable[[], None], copies: int = 0, leaves: Path | None = None
+    ) -> None:
+        """Run ``do`` when the jobs before it are finished.
+
+        ``leaves`` is what ``path`` is then: a checkpoint (``path`` itself), a link to another path,
+        or nothing.
+        """
         before = [each.future for each in self._jobs]
         future: Future[None] = Future()
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
@@ -105,7 +126,7 @@ class BackgroundSaves:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._jobs.append(_SaveJob(path, copies, future))
+        self._jobs.append(_SaveJob(path, leaves, copies, future))
         Thread(target=run, name=f"save {path.name}", daemon=True).start()
 
     def settle(
@@ -132,3 +153,26 @@ class BackgroundSaves:
                 failures.append((job.path, error))
         self._jobs = unfinished + self._jobs
         return failures
+
+
+class FilesAfterSaves:
+    """A local file system as ModelCheckpoint asks it: as if no save were still to be written.
+
+    It would else give two checkpoints one name, of which the second replaces the first.
+    """
+
+    def __init__(self, files: Any, jobs: BackgroundSaves) -> None:
+        self.files = files
+        self._jobs = jobs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.files, name)
+
+    def exists(self, path: str | Path) -> bool:
+        """Whether a path will be there once all saves, links and removals are done."""
+        return self._jobs.exists(Path(path).expanduser())
+
+
+def _place(path: Path) -> Path:
+    """A path whose folder is resolved, and not what it links to itself."""
+    return Path(os.path.realpath(path.parent), path.name)

@@ -37,7 +37,12 @@ from torch.optim import Optimizer
 
 from lightning_wlb.argument_checks import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
-from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, Stager
+from lightning_wlb.checkpoints.async_saving import (
+    COPIES,
+    BackgroundSaves,
+    FilesAfterSaves,
+    Stager,
+)
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
@@ -72,6 +77,7 @@ class Checkpointer:
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
+        self._keepers: list[ModelCheckpoint] = []  # those that ask us what is on the disk
         self._stager: Stager | None = None
         self._save_failed = False  # the last one
         self._last_good: tuple[Path, float] | None = None
@@ -114,23 +120,15 @@ class Checkpointer:
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
         """Refuse, before the first step, checkpoint folders that not all ranks see; collective.
 
-        They are made before a fit: Lightning links into one that a background save has yet to make.
-        A folder ``last.ckpt`` is refused too where ``save_last="link"`` would replace it by a link
-        before the background save of the linked checkpoint is on the disk.
+        They are made before a fit.
         """
         saving: bool = not trainer.fast_dev_run  # type: ignore[attr-defined]
         saving = saving and trainer.state.fn == TrainerFn.FITTING
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
-                last = local_path(each.dirpath) / f"{each.CHECKPOINT_NAME_LAST}.ckpt"
-                link = each.save_last == "link" and self.async_save
-                if link and last.is_dir() and not last.is_symlink():
-                    raise MisconfigurationException(
-                        f"ModelCheckpoint(save_last='link') would delete {last}, which is no link,"
-                        " before the next checkpoint is on the disk. Give it another name first."
-                    )
+                folder = local_path(each.dirpath)  # refuses a remote one, also to evaluate
                 if saving:
-                    atomic_folders.make_shared(last.parent, Ranks())
+                    atomic_folders.make_shared(folder, Ranks())
         if isinstance(environment, SLURMEnvironment):
             local_path(trainer.default_root_dir)  # where the last one before a requeue goes
 
@@ -178,20 +176,28 @@ class Checkpointer:
             world = dist.group.WORLD
             assert world is not None
             group = saving_group(world, self._timeout)
-            self._jobs.submit(path, partial(self.write, path, copied, group), copies=1)
+            self._jobs.submit(path, partial(self.write, path, copied, group), copies=1, leaves=path)
             return
         try:
             self.write(path, parts)
         except Exception as error:
             self._not_saved(path, error, interrupted)
 
-    def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0."""
+    def remove(self, filepath: str | Path, target: Path | None = None) -> None:
+        """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0.
+
+        In its place comes a link to ``target`` if that is given, and is there then.
+        """
         path = local_path(filepath)
         if self._jobs.busy:
-            self._jobs.submit(path, partial(self._remove, path))
+            self._jobs.submit(path, partial(self._remove, path, target), leaves=target)
         else:
-            self._remove(path)
+            self._remove(path, target)
+
+    def _link(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        """Take the place of ModelCheckpoint's method, which links to what is yet to be saved."""
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            self.remove(linkpath, local_path(filepath))
 
     def check(self, trainer: pl.Trainer) -> None:
         """Begin a step: tell others of a failed save, or raise its error once all know of it."""
@@ -219,10 +225,19 @@ class Checkpointer:
         self._resumes = resuming.count_as_unbroken(trainer)
         self._begun, self._training, NOTICES.save_failed = True, True, False
         self._read_to_evaluate = False
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                each._fs = FilesAfterSaves(each._fs, self._jobs)
+                each._link_checkpoint = self._link  # type: ignore[method-assign]
+                self._keepers.append(each)
 
     def train_ends(self, seconds: float | None = None, *, interrupted: bool = False) -> None:
         """Wait for saves in the background, at most ``seconds``; None: as long as they take."""
         self._training = False
+        while self._keepers:
+            each = self._keepers.pop()
+            each._fs = each._fs.files
+            del each._link_checkpoint
         self.settle(seconds=seconds, interrupted=interrupted)
 
     def settle(
@@ -248,11 +263,13 @@ class Checkpointer:
             for each in resuming.older_requeues(path):
                 self._remove(each)
 
-    def _remove(self, path: Path) -> None:
-        if self._save_failed:
+    def _remove(self, path: Path, target: Path | None = None) -> None:
+        if self._save_failed or (target is not None and not target.exists()):
             return
         try:
             atomic_folders.remove(path)
+            if target is not None:
+                path.symlink_to(os.path.relpath(target, path.parent))
         except (OSError, ValueError) as error:
             rank_zero_warn(f"{path} could not be removed: {error} Training goes on.")
 

@@ -5,8 +5,15 @@ from pathlib import Path
 from threading import Event, Thread, current_thread
 
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
-from lightning_wlb.checkpoints.async_saving import COPIES, SERVES_ONCE, BackgroundSaves, Stager
+from lightning_wlb.checkpoints.async_saving import (
+    COPIES,
+    SERVES_ONCE,
+    BackgroundSaves,
+    FilesAfterSaves,
+    Stager,
+)
 from lightning_wlb.checkpoints.writing import CheckpointContent
 
 
@@ -72,6 +79,37 @@ def test_waiting_has_an_end():
     assert jobs.busy, "what follows must still come after it"
     gate.set()
     assert jobs.settle() == []
+
+
+def test_a_name_is_taken_as_if_all_jobs_were_done(tmp_path):
+    jobs, gate = BackgroundSaves(), Event()
+    files = FilesAfterSaves(LocalFileSystem(), jobs)
+    old, new, gone, last = (tmp_path / name for name in ("old", "new", "gone", "last"))
+    for each in (old, gone):
+        each.mkdir()
+    (tmp_path / "to-old").symlink_to("old")
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "other").symlink_to(tmp_path)
+
+    def taken() -> list[str]:
+        names = ("old", "to-old", "new", "gone", "last", "round")
+        return [name for name in names if files.exists(f"{tmp_path}/other/{name}")]
+
+    assert taken() == ["old", "to-old", "gone"]
+    jobs.submit(new, lambda: gate.wait() and None, leaves=new)  # type: ignore[func-returns-value]
+    assert taken() == ["old", "to-old", "new", "gone"]
+    jobs.submit(gone, gone.rmdir)
+    jobs.submit(last, lambda: last.symlink_to("new"), leaves=new)
+    assert taken() == ["old", "to-old", "new", "last"]
+    jobs.submit(new, lambda: None)
+    jobs.submit(old, old.rmdir)
+    assert taken() == []
+    jobs.submit(gone, gone.mkdir, leaves=gone)
+    assert taken() == ["gone"]
+    assert files.ls(tmp_path / "old") == [], "all else is the disk's"
+    gate.set()
+    assert jobs.settle() == []
+    assert taken() == ["gone"]
 
 
 def test_copies_are_apart_from_what_they_copy_and_from_one_another():

@@ -1,13 +1,10 @@
 """Checkpoints are removed when what follows them is on the disk, and no earlier."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.checkpoints.writing import CheckpointContent
 from lightning_wlb.strategy import checkpointing as saving
@@ -25,11 +22,7 @@ def checkpoints(monkeypatch) -> Checkpointer:
         write(path, 1, 1.0, **parts.rest)
 
     monkeypatch.setattr(saving, "write", fake)
-    return checkpointer()
-
-
-def checkpointer(async_save: bool = False) -> Checkpointer:
-    return Checkpointer(async_save=async_save, timeout=None)
+    return Checkpointer(async_save=False, timeout=None)
 
 
 def names(folder: Path) -> list[str]:
@@ -121,20 +114,36 @@ def test_what_cannot_be_removed_ends_nothing(checkpoints, tmp_path, monkeypatch)
         checkpoints.remove(tmp_path / "one.ckpt")
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_no_link_replaces_a_checkpoint_before_the_next_is_saved(background, checkpoints, tmp_path):
-    """Lightning deletes the folder as soon as it has asked for a save."""
-    checkpoints.write(tmp_path / "last.ckpt", CheckpointContent({}, {}))
-    for link in ("link", True):
-        trainer = SimpleNamespace(
-            checkpoint_callbacks=[ModelCheckpoint(tmp_path, save_last=link)],
-            default_root_dir=tmp_path,
-            fast_dev_run=True,  # so that no folder is made, which ranks do together
-        )
-        refused = background and link == "link"
-        with (
-            pytest.raises(MisconfigurationException, match=r"would delete .*last\.ckpt, which")
-            if refused
-            else nullcontext()
-        ):
-            checkpointer(background).check_folders(trainer, None)
+@pytest.mark.parametrize("first", ["folder", "link", "nothing"])
+def test_a_link_takes_its_place_when_what_it_leads_to_is_saved(first, checkpoints, tmp_path):
+    parts, gate = CheckpointContent({}, {}), Event()
+    last, new = tmp_path / "last.ckpt", tmp_path / "two.ckpt"
+    checkpoints.write(last if first == "folder" else tmp_path / "one.ckpt", parts)
+    if first == "link":
+        last.symlink_to("one.ckpt")
+
+    def later() -> None:
+        gate.wait()
+        checkpoints.write(new, parts)
+
+    checkpoints._jobs.submit(new, later, copies=1, leaves=new)
+    trainer = SimpleNamespace(is_global_zero=True)
+    checkpoints._link(trainer, str(new), str(last))
+    before = {"folder": ["last.ckpt"], "link": ["last.ckpt", "one.ckpt"], "nothing": ["one.ckpt"]}
+    assert names(tmp_path) == before[first]
+    gate.set()
+    checkpoints.settle()
+    assert last.is_symlink()
+    assert last.readlink() == Path("two.ckpt")
+    checkpoints._link(trainer, str(tmp_path / "unsaved.ckpt"), str(last))
+    assert last.readlink() == Path("two.ckpt"), "no link to what was not saved"
+
+
+def test_a_link_replaces_nothing_but_checkpoints(checkpoints, tmp_path):
+    """Lightning would delete the folder."""
+    checkpoints.write(tmp_path / "one.ckpt", CheckpointContent({}, {}))
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "notes.txt").write_text("precious")
+    with pytest.warns(match=r"last\.ckpt could not be removed: .*notes\.txt"):
+        checkpoints.remove(tmp_path / "last.ckpt", tmp_path / "one.ckpt")
+    assert (tmp_path / "last.ckpt" / "notes.txt").is_file()
