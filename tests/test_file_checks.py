@@ -16,7 +16,7 @@ import pytest
 from lightning_wlb import file_checks
 from lightning_wlb.checkpoints import manifest, safe_metadata
 from lightning_wlb.checkpoints.pickle_checks import load_plain
-from lightning_wlb.cli.shared_options import load_lengths
+from lightning_wlb.cli.shared_options import _lengths_in_file, load_lengths
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores import megatron
@@ -48,6 +48,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a.parquet": ParquetDocuments,
     "a.arrow": ArrowDocuments,
     "state.json": lambda path: ArrowDocuments(path.parent),
+    "lengths.txt": _lengths_in_file,
+    "lengths.npy": _lengths_in_file,
     "a.jsonl": lambda path: list(rows(Part(path, 0, 1))),
     "a.jsonl.gz": lambda path: list(rows(Part(path, 0, 1))),
     "a.txt": lambda path: list(rows(Part(path, 0, 1))),
@@ -76,6 +78,16 @@ def test_nor_what_only_says_that_it_is_empty(name: str, tmp_path: Path) -> None:
         READERS[name](tmp_path / name)
     (tmp_path / "empty").touch()
     assert file_checks.check_regular(tmp_path / "empty") == 0
+
+
+def test_nor_what_has_no_bytes_yet(tmp_path: Path, monkeypatch: Any) -> None:
+    """As ``/proc/kmsg`` between two messages, where a read that does not wait gives None."""
+    (tmp_path / "empty").touch()
+    waiting, opened = os.pipe2(os.O_NONBLOCK)
+    monkeypatch.setattr(file_checks.os, "open", lambda *args: waiting)
+    with pytest.raises(ValueError, match=r"says that it has no bytes, but more come"):
+        file_checks.check_regular(tmp_path / "empty")
+    os.close(opened)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt"])

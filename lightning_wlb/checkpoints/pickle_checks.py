@@ -11,7 +11,8 @@ and over has a hash that takes for ever. So keys are held to what hardly collide
 (:class:`KeyCheck`), when a checkpoint is saved as well.
 
 Cost: both are Python, and take about as long as torch's own reading of the pickle of ``meta.pt``,
-which is in Python too; 0.2 ms more for each archive. Tensors are not looked at.
+which is in Python too; 0.2 ms more for each archive. Of tensors only checksums are computed, in
+files that have no manifest to hold theirs: 0.3 s a GB.
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """
     with open_regular(source) if isinstance(source, Path) else nullcontext(source) as file:
         check_archive(file)
+        _check_sums(file)
         given = source if mmap else file
         return torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
 
@@ -231,6 +233,17 @@ def check_archive(file: IO[bytes]) -> None:
             _DryRun(archive.read(name), name[: -len("data.pkl")], sizes).load()
     except Exception as error:  # what is made up can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
+    file.seek(0)
+
+
+def _check_sums(file: IO[bytes]) -> None:
+    """Compare the records of an archive with their checksums, at which torch does not look."""
+    with zipfile.ZipFile(file) as archive:
+        try:
+            if damaged := archive.testzip():
+                raise pickle.UnpicklingError(f"{damaged} is not what was written")
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+            raise pickle.UnpicklingError(f"its records are damaged: {error}") from error
     file.seek(0)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.file_checks import read_bytes
+from lightning_wlb.file_checks import check_regular, read_bytes
 from lightning_wlb.mesh import AXES
 from lightning_wlb.models.config import PRESETS, TransformerConfig, as_config
 from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
@@ -26,7 +26,7 @@ MOST_TOKENS = 1 << 40
 """Most tokens of a document: sums of more would leave 64 bits."""
 
 _YAML = (".yaml", ".yml")
-_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_BYTES, _MOST_TEXT_BYTES = 1 << 20, 1 << 30
 _MOST_EXPANDED = 10_000_000  # characters of a YAML file, with what its aliases stand for
 
 
@@ -257,10 +257,11 @@ def _lengths_in_file(path: Path) -> Lengths:
     known = f"--lengths takes {GENERATOR_A}, stdlib, a file of lengths, or documents"
     try:
         if path.suffix == ".npy":
+            check_regular(path)
             # Whatever size is claimed, there must be a file of it.
             values: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         else:
-            values = np.array([int(word) for word in path.read_text(encoding="utf-8").split()])
+            values = np.array([int(word) for word in read_bytes(path, _MOST_TEXT_BYTES).split()])
     except OSError as error:
         raise ValueError(f"--lengths {path}: {error.strerror or error}. {known}.") from error
     except (ValueError, OverflowError, EOFError) as error:

@@ -27,10 +27,15 @@ FORMAT = 2
 _FOLDER = "profiles"
 _TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
 _OPTIONAL = ("sliding_window", "layer_shapes")  # of the shape that was measured
-_LARGE = ("forward", "backward", "peak_flops", "memory_bytes")
+_LARGE = ("forward", "backward", "peak_flops")
 _LEAST, _MOST, _MOST_NS = 1e4, 1e18, 1e12
-"""Least of what is a rate or the memory, most of any number, and of a time: beyond these a unit was
-mistaken (TFLOP/s, GB, seconds), or sums of times leave 64 bits."""
+"""Least of what is a rate, most of any number, and of a time: beyond these a unit was mistaken
+(TFLOP/s, GB, seconds), or sums of times, or rows that fit the memory, leave 64 bits."""
+_BOUNDS = {
+    "memory_bytes": (1e4, 1e13),
+    **dict.fromkeys(("row_ns", "parameter_ns"), (0, 1e6)),
+    **dict.fromkeys(("eager_factor", "slowed_beside", "sustained"), (1e-4, 1e4)),
+}
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,8 @@ def _check_values(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be at least 0, and finite.")
     elif not isinstance(value, str):
         large = name in _LARGE or name.endswith("bytes_per_second")
-        least, most = _LEAST * large, _MOST_NS if name.endswith("ns") else _MOST
+        usual = _LEAST * large, _MOST_NS if name.endswith("ns") else _MOST
+        least, most = _BOUNDS.get(name, usual)
         if value and not least <= value <= most:
             raise ValueError(
                 f"{name}={value!r} is not from {least:g} to {most:g}. Rates are in FLOP/s and"

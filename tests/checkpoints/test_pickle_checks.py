@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.pickle_checks import load_plain, load_records
+from lightning_wlb.checkpoints.pickle_checks import load_plain, load_records, load_state
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import list_anew, load, save
 
@@ -321,3 +321,16 @@ def test_every_way_into_a_checkpoint_is_guarded(name: str, tmp_path: Path) -> No
     read = StoredCheckpoint if name == "meta.pt" else load
     with pytest.raises(Exception, match=r"it calls __builtin__.bytearray|not as torch|not a zip"):
         read(folder)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_tensors_of_a_file_are_held_to_its_checksums(mmap: bool, tmp_path: Path) -> None:
+    """At which torch does not look."""
+    path = tmp_path / "one.ckpt"
+    torch.save({"state_dict": {"w": torch.arange(500_000.0)}}, path)
+    assert load_state(path, mmap=mmap)["state_dict"]["w"].shape == (500_000,)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"one/data/0 is not what was written"):
+        load_state(path, mmap=mmap)

@@ -111,6 +111,12 @@ def test_a_name_that_is_nothing_lists_the_shipped() -> None:
         ({"memory_bytes": 80}, r"memory_bytes=80 is not from 10000 .* memory in bytes"),
         ({"peak_flops": 989.4}, r"peak_flops=989\.4 is not from .* FLOP/s"),
         ({"action": {"ns": [1e29, 0.0]}}, r"ns=1e\+29 is not from 0 to 1e\+12"),
+        # What would leave 64 bits when it is planned with.
+        ({"memory_bytes": 10**18}, r"memory_bytes=1\d+ is not from 10000 to 1e\+13"),
+        ({"eager_factor": 1e18}, r"eager_factor=1e\+18 is not from 0\.0001 to 10000"),
+        ({"sustained": 1e-300}, r"sustained=1e-300 is not from 0\.0001"),
+        ({"action": {"parameter_ns": 1e12}}, r"parameter_ns=1\S+ is not from 0 to 1e\+06"),
+        ({"action": {"row_ns": [0, 1e12]}}, r"row_ns=1\S+ is not from 0 to 1e\+06"),
         ({"devices_per_node": 1.5}, r"devices_per_node=1\.5 is of type float"),
         ({"sustained": 50}, "sustained=50 is out of range"),
         ({"device_type": "tpu"}, "device_type='tpu' is not one of cpu, cuda"),

@@ -261,7 +261,7 @@ class ParquetDocuments(ArrowDocuments):
         try:
             file_checks.check_regular(path)
             made_of = _fingerprint(path)  # before it is opened: another may take its place then
-            with pq.ParquetFile(path) as parquet:
+            with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
                 # No names in it: they may be long, or have signs that no file's name has.
                 named = fingerprint([], path.parent, path.name, columns.names, _CACHE_VERSION)

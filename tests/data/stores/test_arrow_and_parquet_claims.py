@@ -148,3 +148,16 @@ def test_a_mask_that_is_longer_than_its_tokens_is_not_unpacked(tmp_path):
         pytest.raises(ValueError, match="'loss_mask' has more values than 'input_ids'"),
     ):
         documents(path)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_pages_are_held_to_their_checksums(compression, tmp_path):
+    rows = [list(range(each, each + 1000)) for each in range(100)]
+    table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
+    options = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(table, tmp_path / "a.parquet", **options)
+    whole = bytearray((tmp_path / "a.parquet").read_bytes())
+    whole[len(whole) // 3] ^= 0x10
+    (tmp_path / "a.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"cannot be read as a Parquet file.*Make it again"):
+        documents(tmp_path / "a.parquet")
