@@ -93,22 +93,24 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"lora: a list of {len(each):,} modules, beyond {_MOST_NAMES:,}, may take for ever"
                 " to match. Give a regular expression instead."
             )
-    for pattern in (*(each for each in modules if isinstance(each, str)), *chain(*ranks)):
-        _check_ends(pattern)
+    _check_ends(*(each for each in modules if isinstance(each, str)), *chain(*ranks))
     return {name: given[name] for name in FIELDS if name in given}
 
 
-def _check_ends(pattern: str) -> None:
-    """Refuse an expression that may take for ever, such as a repetition of repetitions."""
-    try:
-        ways = _ways(re._parser.parse(pattern))  # type: ignore[attr-defined]
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"lora: {pattern[:99]!r} is no regular expression ({error}).") from error
-    if ways > _MOST_WAYS:
-        raise ValueError(
-            f"lora: the expression {pattern[:99]!r} may take for ever to match: it repeats what"
-            " repeats or has choices, or repeats too often. Give a list of modules instead."
-        )
+def _check_ends(*patterns: str) -> None:
+    """Refuse expressions that may take for ever together, as by repetitions of repetitions."""
+    ways = 0.0
+    for each in patterns:
+        try:
+            ways += _ways(re._parser.parse(each))  # type: ignore[attr-defined]
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"lora: {each[:99]!r} is no regular expression ({error}).") from error
+        if ways > _MOST_WAYS:
+            raise ValueError(
+                f"lora: the expression {each[:99]!r} may take for ever to match, with those before"
+                " it: it repeats what repeats, has choices or may be empty, or repeats too often."
+                " Give a list of modules instead."
+            )
 
 
 def _ways(part: Any) -> float:
@@ -118,6 +120,8 @@ def _ways(part: Any) -> float:
     kind, *given = part
     if str(kind).endswith("_REPEAT"):
         least, most, body = given[0]
+        if least > 1 and body.getwidth()[0] == 0:
+            return math.inf  # a name's end does not end it: it is matched as often as it says
         inner, lengths = _ways(body), min(int(most) - int(least), _NAME_LENGTH) + 1
         return lengths * inner if inner == 1 or most <= 1 else math.inf
     if str(kind) == "BRANCH":

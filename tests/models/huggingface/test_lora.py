@@ -20,7 +20,13 @@ from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.cli.export import export
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
-from lightning_wlb.models.huggingface.lora import base_name, initial_value, is_adapter, peft_config
+from lightning_wlb.models.huggingface.lora import (
+    base_name,
+    checked_fields,
+    initial_value,
+    is_adapter,
+    peft_config,
+)
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
@@ -281,6 +287,25 @@ def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
 def test_what_lora_cannot_do_is_refused(lora, message):
     with pytest.raises(ValueError, match=message):
         HuggingFaceDecoder(tiny("llama"), lora={"r": 2} | lora)
+
+
+@pytest.mark.parametrize(
+    "repeated", [r"(?=m){9999}", "", r"\b", r"(?>\b)", "(?!x)", "a|", "a?", r"()\1", "(x)?(?(1)a|)"]
+)
+def test_what_may_be_empty_is_not_repeated_by_a_count(repeated):
+    """No name is so short that it ends: (?:(?=m){9999}){9999} took memory for each."""
+    for count in ("{9999}", "{2,}?", "{2,9999}+"):
+        with pytest.raises(ValueError, match="or may be empty"):
+            checked_fields({"target_modules": f"(?:{repeated}){count}.*"})
+    for other in (r"\w{3}.*", r"(?:mo){2,2}.*", f"(?:{repeated.partition('{')[0]})?m.*"):
+        assert checked_fields({"target_modules": other})
+
+
+def test_expressions_are_held_to_a_time_together():
+    patterns = {".*" * 3 + str(number): 2 for number in range(50)}
+    with pytest.raises(ValueError, match="may take for ever to match, with those before it"):
+        checked_fields({"rank_pattern": patterns})
+    assert checked_fields({"rank_pattern": dict(list(patterns.items())[:40])})
 
 
 def test_adapters_of_experts_are_refused():
