@@ -256,6 +256,19 @@ class WLBDataModule(L.LightningDataModule):
                 self._stop(self.trainer, self.trainer.global_step + 1)
         return batch
 
+    @classmethod
+    def load_from_checkpoint(cls, *_: Any, **__: Any) -> NoReturn:
+        """Refused: Lightning's would import and call whatever a checkpoint's arguments name.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint: documents are not opened by a checkpoint. Make a"
+            f" {cls.__name__} of its arguments; trainer.fit(..., ckpt_path=...) restores where the"
+            " run stood in them."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The planner's state after the last step taken, None before the first step.
 

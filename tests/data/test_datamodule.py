@@ -335,3 +335,24 @@ def test_more_test_documents_than_there_are() -> None:
         made.setup("fit")
     with pytest.raises(ValueError, match="test_documents"):
         WLBDataModule(TOKENS, context_window=16, micro_batches=2, test_documents=-1)
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_no_checkpoint_makes_a_data_module(tmp_path, weights_only) -> None:
+    """Lightning's would import what the arguments of a file name, and unpickle an address."""
+    given = {
+        "_instantiator": "lightning.pytorch.cli.instantiate_module",
+        "documents": "stdlib",
+        "context_window": 64,
+        "micro_batches": 1,
+        "profile": {"class_path": "a_module_of_a_stranger.Profile"},
+    }
+    path = tmp_path / "run.ckpt"
+    torch.save({"state_dict": {}, "datamodule_hyper_parameters": given}, path)
+
+    class Own(WLBDataModule):
+        pass
+
+    for kind in (WLBDataModule, Own):
+        with pytest.raises(ValueError, match=rf"Make a {kind.__name__} of its arguments; trainer"):
+            kind.load_from_checkpoint(path, weights_only=weights_only)
