@@ -174,7 +174,7 @@ def tokenise(
 
     Raises:
         ValueError: a folder that holds something else, another request's documents, or part of
-            them, or is another user's where everybody may write; a line that cannot be read, by
+            them, or is another user's where strangers may put one; a line that cannot be read, by
             file and line.
         TimeoutError: another process has this folder and does not get on.
     """
