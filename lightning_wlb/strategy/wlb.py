@@ -391,6 +391,7 @@ class WLBStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         """Wait for saves in the background; every callback has made its last."""
         self.checkpoints.train_ends()
+        self.barrier()  # rank 0 alone links and removes
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for saves in the background, not for long: other ranks may have died."""
