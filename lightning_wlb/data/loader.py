@@ -324,7 +324,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             self.dataset.planner()
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
-        batches = self._get_iterator()
+        with workers.safe_path():
+            batches = self._get_iterator()
         workers.can_be_ended(batches)
         return self._hand_out(batches, time.perf_counter() - begin)
 

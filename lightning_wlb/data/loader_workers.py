@@ -29,7 +29,8 @@ import stat
 import sys
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,25 @@ def begin(worker: int = 0) -> None:
     # Else garbage collection would look through all that the rank has made, for 0.1 s in the midst
     # of planning some step, and by that copy its pages.
     gc.freeze()
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Let processes that start in this context import nothing from the working folder.
+
+    What is not forked (fork servers, spawned workers, the resource tracker) Python starts by
+    ``python -c``, which looks for every module in the working folder first, and so would run a
+    ``multiprocessing.py`` that somebody has put there.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def can_be_ended(batches: Any) -> None:

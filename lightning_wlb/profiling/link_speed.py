@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_wlb.cost.profile import Link
+from lightning_wlb.data.loader_workers import safe_path
 from lightning_wlb.distributed.collectives import all_gather_into
 
 SIZES = (2**12, 2**24)
@@ -29,7 +30,11 @@ def measure_link(device: torch.device) -> Link | None:
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
     context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, context) as pool:
+    with (
+        safe_path(),
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(2, context) as pool,
+    ):
         arguments = device.type, f"file://{folder}/rendezvous"
         ranks = [pool.submit(_seconds_of_rank, rank, *arguments) for rank in range(2)]
         (small, large), _ = (rank.result() for rank in ranks)

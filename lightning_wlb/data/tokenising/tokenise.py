@@ -254,10 +254,12 @@ def _tokenised(
     # Forked, since a new interpreter would take seconds to import all this. Where that cannot be
     # the encoder is sent.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (encoder, out))
+    with loader_workers.safe_path():
+        pool = ProcessPoolExecutor(workers, context, _begin_worker, (encoder, out))
     others, done = set(multiprocessing.active_children()), False
     try:
-        waiting = {pool.submit(_worker_shard, number, shards[number]): number for number in shards}
+        with loader_workers.safe_path():
+            waiting = {pool.submit(_worker_shard, each, shards[each]): each for each in shards}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
         done = True
