@@ -11,10 +11,11 @@
   system's time, and begin anew where a process died while it replaced the only one. With the
   default logger each attempt has a folder of its own, ``version_N``: there is none to be found, and
   a warning says so.
-* ``"hpc"`` means the same, and counts ``hpc_ckpt_N.ckpt`` outside a Slurm job too. None means the
-  same in a fit in a Slurm job where such a checkpoint is; and where the job was requeued after a
-  node died, before there was one, the newest that this job has saved itself. Lightning would take
-  the newest ``hpc_ckpt_N.ckpt``, or begin anew.
+* ``"hpc"`` means the same, and counts ``hpc_ckpt_N.ckpt`` outside a Slurm job too.
+* None in a fit in a Slurm job means the newest that this job has saved, whatever its name, if
+  it was requeued or there is an ``hpc_ckpt_N.ckpt``; and what ``"hpc"`` means, with a warning, if
+  there is one and none is this job's. Lightning would take the newest ``hpc_ckpt_N.ckpt`` of any
+  job, or begin anew.
 * None in an evaluation means the module's own weights, or the best without a module, in a Slurm job
   too. Lightning would evaluate the newest ``hpc_ckpt_N.ckpt``, from before the end of training.
 
@@ -69,18 +70,21 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     slurm = SLURMEnvironment.detect()
     saved_before_limit = slurm or asked == "hpc"
     requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if saved_before_limit else []
-    job = None
+    found = [*requeued, *(path for each in _folders(trainer) for path in checkpoints_in(each))]
     if asked is None and fitting and slurm and trainer.ckpt_path is None:
-        if not requeued:
-            # A job begins anew, unless it has begun before.
-            if not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-                return []
-            job = os.environ["SLURM_JOB_ID"]
+        # A job begins anew, unless it has begun before.
+        if not requeued and not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+            return []
+        job = os.environ["SLURM_JOB_ID"]
+        own = [path for path in found if is_of_job(path, job)]
+        if own or not requeued:
+            return _usable(own, fitting)
+        rank_zero_warn(
+            f"This job {job} goes on from what another has saved before its time limit:"
+            f" {requeued[0]}. If that is not meant, give it a default_root_dir of its own."
+        )
     elif asked not in ("last", "hpc"):
         return []
-    found = [*requeued, *(path for each in _folders(trainer) for path in checkpoints_in(each))]
-    if job is not None:
-        found = [path for path in found if is_of_job(path, job)]
     elif not found:
         _tell_of_other_versions(_folders(trainer))
     return _usable(found, fitting)

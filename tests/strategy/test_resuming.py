@@ -67,8 +67,14 @@ def test_in_a_slurm_job(places, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     everything = ["step=9.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"]
-    for asked in ("last", "hpc", None):
+    for asked in ("last", "hpc"):
         assert names(resuming.candidates(runner, asked, True)) == everything
+    # What a job beside this one has saved in the same folder is not this one's.
+    assert names(resuming.candidates(runner, None, True)) == ["last.ckpt"]
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with pytest.warns(UserWarning, match=r"job 8 goes on from what another .*hpc_ckpt_1.ckpt"):
+        assert names(resuming.candidates(runner, None, True)) == everything
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert resuming.candidates(runner, None, False) == []
     # A node died before any time limit came: what this job has saved.
     paths["hpc_ckpt_1.ckpt"].rename(paths["hpc_ckpt_1.ckpt"].parent / "away")
