@@ -308,8 +308,9 @@ def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
         if batch:
             yield encoder.documents(batch)
 
-    read = {"checksum": checksum(parts)}  # before, so that a change meanwhile is seen
-    return folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size) | read
+    read = checksum(parts)  # before, so that a change meanwhile is seen
+    counts = folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size)
+    return counts | {"checksum": read, "written": folders.written(path)}
 
 
 @contextmanager

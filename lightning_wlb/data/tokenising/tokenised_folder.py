@@ -5,7 +5,8 @@ list of int32, and of chats ``loss_mask``, list of bool), and ``lightning_wlb.js
 figures of the documents, the vocabulary and what was asked for, which is written last. Until then
 there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
 is done, and shards have other names: no reader takes the half for the whole. Both have the
-``checksum`` of each shard's source, by which files that were only touched are told from others. The
+``checksum`` of each shard's source, by which files that were only touched are told from others, and
+of the shard as it was ``written``: shards that differ from it are not gone on with. The
 sizes of ``files``, and their checksums in folders of at most 256 MB, are compared before a whole
 folder is taken for what was asked for.
 
@@ -17,14 +18,16 @@ that the store reads of the files that were written.
 Every file is written aside and renamed, so that it is there as a whole or not at all.
 
 Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document. A
-whole folder of at most 256 MB is read.
+whole folder of at most 256 MB is read, and so are the shards that are gone on with, of any size.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lightning_wlb.data.cache import described
+from lightning_wlb.data.cache import described, remove
 from lightning_wlb.data.stores.arrow_and_parquet import (
     FACTS,
     PARTIAL,
@@ -41,13 +44,15 @@ from lightning_wlb.data.stores.arrow_and_parquet import (
     check_room,
     read_json,
 )
-from lightning_wlb.data.tokenising.sources import Source, checksum
+from lightning_wlb.data.tokenising.sources import Part, Source, checksum
 from lightning_wlb.data.tokenising.texts import Document
+from lightning_wlb.file_checks import check_regular
 
 FORMAT = 2
 
 Counts = dict[str, int]
-"""The ``documents``, ``targets`` and ``skipped`` rows of a shard, and its source's ``checksum``."""
+"""The ``documents``, ``targets`` and ``skipped`` rows of a shard, the ``checksum`` of its source,
+and that of its file as it was ``written``."""
 
 _SUMMED_BYTES = 1 << 28
 _SUMMED = ("documents", "targets", "skipped")
@@ -72,7 +77,7 @@ def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, An
     returned as it is.
     """
     digest, shards = {"files_digest": identity["files_digest"]}, dict(enumerate(source.shards()))
-    for saved in (read_json(out / FACTS), read_json(out / PARTIAL)):
+    for saved in (_saved(out / FACTS), _saved(out / PARTIAL)):
         there, done = saved.get("request"), saved.get("done")
         if done and isinstance(there, dict) and identity != there and there | digest == identity:
             sums = {number: checksum(shards.get(int(number), [])) for number in done}
@@ -115,17 +120,42 @@ def check_free(out: Path) -> None:
 def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
     """Counts of the shards that an earlier run has done, by number; removes its unfinished files.
 
+    Shards that are not as they were written are left out, with a warning, and removed.
+
     Raises:
         ValueError: shards were done for another request.
     """
     for left in out.glob(".*.aside"):
-        left.unlink()
-    partial = read_json(out / PARTIAL)
+        remove(left)
+    partial = _saved(out / PARTIAL)
     nothing_done = isinstance(partial.get("request"), dict) and not partial.get("done")
     if partial and not nothing_done:
         _check_same(out, partial.get("request"), identity, "was begun")
     done: dict[str, Counts] = partial.get("done", {})
+    ours = {int(number): counts for number, counts in done.items() if counts["documents"]}
+    for number, name in _final_names(ours).items():  # where :func:`finish` was cut short
+        if os.path.lexists(out / name):
+            (out / name).replace(shard_path(out, number))
+    with ThreadPoolExecutor() as pool:
+        as_written = pool.map(lambda number: _is_as_written(out, number, ours[number]), ours)
+        differing = [number for number, good in zip(ours, as_written, strict=True) if not good]
+    for number in differing:
+        remove(shard_path(out, number))
+        del done[str(number)]
+    if differing:
+        first = shard_path(out, differing[0]).name
+        warnings.warn(
+            f"{out}: {len(differing)} of {len(ours)} shards that an earlier run has done, such as"
+            f" {first}, are tokenised again. They are not as they were written, or by a version"
+            " that kept no checksum of them.",
+            stacklevel=2,
+        )
     return done
+
+
+def written(path: Path) -> int:
+    """The checksum of a file's bytes, and of how many they are."""
+    return checksum([Part(path, 0, check_regular(path, links=False))])
 
 
 def write_shard(
@@ -161,26 +191,23 @@ def write_shard(
 def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict[str, Any]:
     """Give the shards their final names, and write what makes the folder whole.
 
-    May be called again where an earlier call was cut short. ``shards`` are the counts of every
-    shard in order, with a document in one of them.
+    Where a call is cut short, :func:`begun` takes the names back. ``shards`` are the counts of
+    every shard in order, with a document in one of them.
 
     Returns:
         The content of ``lightning_wlb.json``: the figures, and what ``about`` says beside them.
     """
-    with_documents = [number for number, each in enumerate(shards) if each["documents"]]
-    names = []
-    for place, number in enumerate(with_documents):
-        names.append(f"data-{place:05d}-of-{len(with_documents):05d}.arrow")
-        if shard_path(folder, number).exists():
-            shard_path(folder, number).replace(folder / names[-1])
-        elif not (folder / names[-1]).exists():
-            raise ValueError(
-                f"{folder}: {shard_path(folder, number).name}, which was written, is gone. Remove"
-                " the folder and begin anew."
-            )
+    names = _final_names(number for number, each in enumerate(shards) if each["documents"])
+    for number, name in names.items():
+        shard_path(folder, number).replace(folder / name)
     for number in range(len(shards)):
         shard_path(folder, number).unlink(missing_ok=True)
-    lengths = ArrowDocuments([folder / name for name in names]).lengths
+    lengths = ArrowDocuments([folder / name for name in names.values()]).lengths
+    if len(lengths) != (counted := sum(each["documents"] for each in shards)):
+        raise ValueError(
+            f"{folder}: its files hold {len(lengths)} documents, and {PARTIAL} says {counted}. It"
+            f" is damaged. Remove the folder, and they are made anew: rm -r {folder}"
+        )
     powers = np.frexp(lengths)[1] - 1
     by_length = np.stack([np.bincount(powers), np.bincount(powers, lengths)], axis=1)
     content = {
@@ -194,6 +221,38 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
     write_json(folder / FACTS, content)
     (folder / PARTIAL).unlink(missing_ok=True)
     return content
+
+
+def _final_names(shards: Iterable[int]) -> dict[int, str]:
+    """The names in a whole folder of the shards that have documents, by their numbers."""
+    order = sorted(shards)
+    return {
+        number: f"data-{place:05d}-of-{len(order):05d}.arrow" for place, number in enumerate(order)
+    }
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """What a folder's record says, with counts of shards that are such; empty if there is none."""
+    content = read_json(path)
+    try:
+        done = dict(content.get("done", {})).items()
+        good = all(str(int(number)) == number for number, _ in done)
+        good &= all(type(counts[name]) is int for _, counts in done for name in _SUMMED)
+    except (TypeError, ValueError, KeyError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"{path} is damaged: what it says is done are no shards' counts. Remove the folder, and"
+            f" its documents are made anew: rm -r {path.parent}"
+        )
+    return content
+
+
+def _is_as_written(folder: Path, number: int, counts: Counts) -> bool:
+    try:
+        return written(shard_path(folder, number)) == counts.get("written")
+    except (OSError, ValueError):  # it is gone, a link, or something else
+        return False
 
 
 def _described(folder: Path) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from filelock import Timeout
 from hypothesis import given, settings
@@ -159,7 +161,7 @@ def _lives(number: int) -> bool:
 def test_another_request_is_refused_with_what_differs(request_, unbroken, whole) -> None:
     if not whole:
         content = json.loads((unbroken / "lightning_wlb.json").read_text())
-        partial = {"request": content["request"], "done": {"0": {}}}
+        partial = {"request": content["request"], "done": {"0": content["done"]["0"]}}
         (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
         (unbroken / "lightning_wlb.json").unlink()
     how = "was made" if whole else "was begun"
@@ -179,14 +181,7 @@ def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
 ) -> None:
     made = contents(unbroken)
     if not whole:
-        content = json.loads(made["lightning_wlb.json"])
-        done = {number: each for number, each in content["done"].items() if number != "1"}
-        partial = {"request": content["request"], "done": done}
-        (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
-        (unbroken / "lightning_wlb.json").unlink()
-        for place, number in enumerate(content["done"]):
-            (data,) = unbroken.glob(f"data-{place:05d}-of-*")
-            data.rename(unbroken / f"shard-{int(number):05d}.part")
+        _halve(unbroken)
     Path(request_.source).chmod(0o600)  # changes no bytes, but the time of change of status
     read: list[Any] = []
     shard = job._tokenise_shard
@@ -201,6 +196,99 @@ def test_files_of_the_same_size_and_time_are_compared_by_their_bytes(
     changed = TokeniseRequest(request_.source, request_.tokenizer, eos="</s>")
     with pytest.raises(ValueError, match=r"was made for another request: files_digest"):
         tokenise(changed, unbroken)
+
+
+def _halve(folder: Path) -> dict[str, Any]:
+    """Make a whole folder one that was ended before its shard 1 was done; what its record says."""
+    content = json.loads((folder / "lightning_wlb.json").read_text())
+    (folder / "lightning_wlb.json").unlink()
+    for place, number in enumerate(content["done"]):
+        (data,) = folder.glob(f"data-{place:05d}-of-*")
+        data.rename(folder / f"shard-{int(number):05d}.part")
+    content["done"].pop("1")
+    partial = {"request": content["request"], "done": content["done"]}
+    (folder / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+    return partial
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["token", "documents", "longer", "gone", "link", "fifo", "folder", "no checksum", "empty"],
+)
+def test_a_shard_that_is_not_as_it_was_written_is_tokenised_again(
+    damage, request_, unbroken, tmp_path
+) -> None:
+    expected, partial = contents(unbroken), _halve(unbroken)
+    part = unbroken / "shard-00002.part"
+    content, other = part.read_bytes(), (unbroken / "shard-00003.part").read_bytes()
+    token = np.array(tokenizer().encode("foxes").ids[:1], "<i4").tobytes()
+    assert token in content
+    if damage == "no checksum":
+        for counts in partial["done"].values():
+            del counts["written"]
+        (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+    elif damage in ("token", "documents", "longer"):
+        changed = content.replace(token, b"\7\0\0\0", 1), other, content + b"\0"
+        part.write_bytes(changed[("token", "documents", "longer").index(damage)])
+    else:
+        part.rename(tmp_path / "moved")
+        make = {"link": lambda path: path.symlink_to(tmp_path / "moved"), "fifo": os.mkfifo}
+        make |= {"folder": Path.mkdir, "empty": Path.touch}
+        make.get(damage, lambda path: None)(part)
+    again = len(partial["done"]) if damage == "no checksum" else 1
+    with pytest.warns(
+        UserWarning, match=rf": {again} of .* shards .*, such as .* are tokenised again"
+    ):
+        tokenise(request_, unbroken, workers=1)
+    assert contents(unbroken) == expected
+    assert not (tmp_path / "moved").exists() or (tmp_path / "moved").read_bytes() == content
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_shards_with_their_final_names_are_compared_too(damaged, request_, unbroken) -> None:
+    expected = contents(unbroken)
+    content = json.loads(expected["lightning_wlb.json"])
+    partial = {"request": content["request"], "done": content["done"]}
+    (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+    (unbroken / "lightning_wlb.json").unlink()
+    first, *_, last = sorted(unbroken.glob("data-*"))
+    first.rename(unbroken / "shard-00000.part")
+    if damaged:
+        last.write_bytes(last.read_bytes()[:-8] + bytes(8))
+    with warnings.catch_warnings(record=True) as said:
+        tokenise(request_, unbroken, workers=1)
+    assert len(said) == damaged
+    assert contents(unbroken) == expected
+
+
+def test_a_record_that_counts_other_documents_than_there_are_is_refused(request_, unbroken) -> None:
+    partial = _halve(unbroken)
+    partial["done"]["0"]["documents"] += 1
+    (unbroken / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+    with pytest.raises(ValueError, match=r"hold 300 documents, and .* says 301.*rm -r"):
+        tokenise(request_, unbroken, workers=1)
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        [1],
+        None,
+        {"x": {"documents": 20, "targets": 40, "skipped": 0}},
+        {" 0": {"documents": 20, "targets": 40, "skipped": 0}},
+        {"0": [1]},
+        {"0": {"documents": 20}},
+        {"0": {"documents": "20", "targets": 40, "skipped": 0}},
+    ],
+)
+def test_a_record_whose_counts_are_none_is_refused(done, request_, tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    partial = {"request": request_.identity(), "done": done}
+    (tmp_path / "out" / "lightning_wlb.partial.json").write_text(json.dumps(partial))
+    with pytest.raises(
+        ValueError, match=r"out/lightning_wlb.partial.json is damaged.* rm -r .*out"
+    ):
+        tokenise(request_, tmp_path / "out", workers=1)
 
 
 @pytest.mark.parametrize(
