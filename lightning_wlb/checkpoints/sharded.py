@@ -36,6 +36,8 @@ from lightning_wlb.distributed.collective_errors import Ranks
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS = "model"
 """The key of the weights, which Lightning's consolidate_checkpoint looks for."""
+_MOVED = "lr", "initial_lr", "betas", "momentum"
+"""Options of parameter groups that torch's schedules change, so that a run resumes with others."""
 _STATE = re.compile(r"optimizer_\d+\.state\.(.+)")
 
 
@@ -133,6 +135,19 @@ def load(
             " the precision of the run that saved it."
         )
     fill(state, path, stored, ranks, listed)
+    changed = {
+        f"{option} {value!r} (here {made[name]!r})"
+        for index, made in enumerate(optimizer_states)
+        for name, value in state[f"optimizer_{index}"].items()
+        if name.startswith("param_groups.")
+        and (option := name.rpartition(".")[2]) not in _MOVED
+        and repr(value) != repr(made[name])
+    }
+    if said := sorted(set().union(*ranks.every(lambda: changed))):
+        rank_zero_warn(
+            f"{path} brings options of the optimizer that configure_optimizers gives otherwise, and"
+            f" they hold from here on, as they do in torch: {', '.join(said[:8])}."
+        )
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):

@@ -408,6 +408,30 @@ def test_weights_that_are_rounded_when_a_run_resumes_are_said(tmp_path):
         sharded.load(tmp_path / "a", wide, [torch.optim.AdamW(wide.parameters())], {})
 
 
+def test_options_that_a_checkpoint_brings_are_said(tmp_path):
+    """What a schedule moves is not: a run resumes with it."""
+    layers, _ = small_model(1.0)
+    groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "mine": (1,)}]
+    saved = torch.optim.AdamW(groups, lr=0.5, betas=(0.5, 0.5))
+    writing.write(tmp_path / "a", sharded.collect(layers, [saved], {}, {}))
+    saved.param_groups[1].update(maximize=True, weight_decay=-1.0)
+    writing.write(tmp_path / "b", sharded.collect(layers, [saved], {}, {}))
+
+    def fresh():
+        groups = [{"params": each.parameters(), "mine": (1,)} for each in layers]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        sharded.load(tmp_path / "a", layers, [fresh()], {})
+        sharded.load(tmp_path / "b", layers, [], {})
+    with pytest.warns(
+        UserWarning, match=r"b brings .*: maximize True \(here False\), weight_d.* -1"
+    ):
+        sharded.load(tmp_path / "b", layers, [optimizer := fresh()], {})
+    assert [each["maximize"] for each in optimizer.param_groups] == [False, True]
+
+
 def test_a_models_state_is_a_plain_dictionary(monkeypatch):
     """As torch 2.11 gives it, it would be no state of plain types."""
     monkeypatch.setattr(sharded, "get_model_state_dict", lambda *_, **__: OrderedDict(w=1))
