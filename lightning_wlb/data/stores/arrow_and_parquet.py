@@ -226,6 +226,12 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
         raise ValueError(f"{name}: its state.json is damaged. Make the folder again.") from error
     if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
         raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
+    if twice := [each.name for number, each in enumerate(listed) if each in listed[:number]]:
+        raise ValueError(
+            f"{name}: its state.json names {twice[0]} twice, whose documents would come twice. Make"
+            " the folder again."
+        )
+    check_no_copies(listed)
     return listed or _shards(path, suffix, name), facts
 
 

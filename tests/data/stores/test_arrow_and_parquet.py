@@ -283,6 +283,24 @@ def test_folders_that_need_a_word_are_refused(tmp_path: Path) -> None:
         documents([tmp_path / "a.arrow", tmp_path / "b.arrow"])
 
 
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (["a.arrow", "./a.arrow"], r"state\.json names a\.arrow twice"),
+        (["a.arrow", "link.arrow"], r"link\.arrow and .*a\.arrow are the same by a link"),
+        (["a.arrow", "a copy.arrow"], r"a copy\.arrow and its copy beside it, a\.arrow"),
+    ],
+)
+def test_a_state_that_names_documents_twice_is_refused(named, message, tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", pa.table({"input_ids": TOKENS}))
+    shutil.copy(tmp_path / "a.arrow", tmp_path / "a copy.arrow")
+    (tmp_path / "link.arrow").symlink_to("a.arrow")
+    state = {"_data_files": [{"filename": each} for each in named]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=message):
+        documents(tmp_path)
+
+
 def write_parquet(path: Path, rows: Any, per_group: int = 2, **others: Any) -> Path:
     pq.write_table(pa.table({"input_ids": rows, **others}), path, row_group_size=per_group)
     return path
