@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from operator import gt
 from pathlib import Path
@@ -226,7 +227,7 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
         raise ValueError(f"{name}: its state.json is damaged. Make the folder again.") from error
     if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
         raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
-    if twice := [each.name for number, each in enumerate(listed) if each in listed[:number]]:
+    if twice := [each.name for each, times in Counter(listed).items() if times > 1]:
         raise ValueError(
             f"{name}: its state.json names {twice[0]} twice, whose documents would come twice. Make"
             " the folder again."

@@ -18,6 +18,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -318,8 +319,15 @@ def _alone(out: Path) -> Iterator[None]:
     """Lock the folder for this process, waiting while another one works on it.
 
     Raises:
+        ValueError: something else has the lock's name.
         TimeoutError: the other has written nothing for half an hour.
     """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG((out / LOCK).lstat().st_mode):
+            raise ValueError(
+                f"{out / LOCK} is no file, and nobody can lock it. It is a link, a folder or"
+                f" something else that came with {out}. Remove it: rm -r {out / LOCK}"
+            )
     lock, seen, since = FileLock(out / LOCK), None, 0.0
     while True:
         try:

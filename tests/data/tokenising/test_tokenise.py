@@ -475,6 +475,14 @@ def test_a_folder_that_another_has_and_does_not_work_on_is_given_up(
     assert waiting.exitcode == 0
 
 
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("a"), Path.mkdir, os.mkfifo])
+def test_what_is_no_lock_is_to_be_removed(make, request_, tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / job.LOCK)
+    with pytest.raises(ValueError, match=r"is no file, and .* Remove it: rm -r .*_wlb\.lock"):
+        tokenise(request_, tmp_path / "out")
+
+
 class _Writing:
     """A lock whose holder goes on writing for longer than it may be silent."""
 
