@@ -108,7 +108,9 @@ class _FromTrainer(BalancedBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Where an epoch is resumed, the Trainer itself skips the batches that it has had.
-        self.load_state_dict({"epoch": int(self.trainer.state.epoch or 0), "batches": 0})
+        # An epoch that a callback ended early counts less there than set_epoch has said.
+        epoch = max(int(self.trainer.state.epoch or 0), self.epoch)
+        self.load_state_dict({"epoch": epoch, "batches": 0})
         return super().__iter__()
 
 

@@ -93,3 +93,22 @@ def test_attention_by_sequence_refuses_what_it_would_leave_out(name: str) -> Non
         adapter.attend_by_sequence(None, rows, rows, rows, None, **given)
     with pytest.raises(ValueError, match="chunks"):
         adapter._without_mask(batch_size=1, local_size=8192)
+
+
+def test_an_epoch_that_a_callback_has_ended_is_not_begun_again() -> None:
+    from lightning_wlb.adapters.transformers_trainer import _FromTrainer
+
+    def made():
+        lengths = [3, 7, 2, 5, 8, 4, 9, 6]
+        sampler = _FromTrainer(lengths, sequences=2, ranks=1, work=lambda tokens: tokens)
+        sampler.trainer = SimpleNamespace(state=SimpleNamespace(epoch=0))
+        return sampler
+
+    whole, broken = made(), made()
+    first, second = list(whole), list(whole)
+    assert first != second, "orders of two epochs"
+    assert next(iter(broken)) == first[0]
+    # The Trainer counts a part of an epoch, and then begins the second.
+    broken.trainer.state.epoch = 0.25
+    broken.set_epoch(1)
+    assert list(broken) == second
