@@ -99,13 +99,14 @@ def rearrange_micro_batches(
     together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     agreed = partial(_largest, group=dp_group if together else None, device=counted.device)
     # What one rank alone refused would leave the others waiting.
-    longest, fewest, uneven, shortest = agreed(
+    longest, uneven, *negated = agreed(
         max((sum(lengths[i] for i in group) for group in groups), default=0),
-        -len(groups),
         len(lengths) % size,
+        -len(groups),
         -min(lengths, default=0),
     )
-    if longest > max_token_len or uneven or not shortest:
+    fewest, shortest = (-each for each in negated)
+    if longest > max_token_len or uneven or shortest == 0:
         raise ValueError(
             f"A group of {size} has {longest} tokens, more than max_token_len={max_token_len}, or"
             f" some rank has no rows, a row without tokens, or rows that do not divide by {size}."
@@ -118,9 +119,9 @@ def rearrange_micro_batches(
     (wanted,), count = agreed(whole("min_num_micro_batch", min_num_micro_batch or 1, 1)), 0
     while count != wanted:
         count = -(-wanted // divisor) * divisor
-        if count > -fewest:
+        if count > fewest:
             raise ValueError(
-                f"{count} micro-batches are needed, but a rank has only {-fewest} groups of rows."
+                f"{count} micro-batches are needed, but a rank has only {fewest} groups of rows."
                 " Raise max_token_len, or give more rows."
             )
         step = plan_step(

@@ -21,6 +21,8 @@ MARKED = (
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
+TEXTS = [f"{number} foxes " + "jump " * (number % 37) for number in range(300)]
+
 
 def tokenizer(starts: bool = False, ends: bool = False) -> Tokenizer:
     """A byte-pair tokenizer of 300 tokens that may add a beginning or an end by itself."""
