@@ -26,7 +26,7 @@ from lightning_wlb.planning.balanced_step import (
 )
 
 MOST_TOKENS = 1 << 40
-"""Most tokens of a sequence: sums of more would leave 64 bits."""
+"""Most tokens of a sequence or a document: sums of more would leave 64 bits."""
 
 WorkOf = PassWork | Callable[[NDArray[np.float64]], ArrayLike] | Sequence[float]
 

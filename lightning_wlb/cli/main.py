@@ -13,7 +13,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
@@ -67,14 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, 2 for a mistake of the user, or 130."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else ""
-    if command in TRAINING:
-        return _answer(command, lambda: _train(argv))
-    return _answer(command, lambda: _run(command, argv))
-
-
-def _run(command: str, argv: Sequence[str]) -> None:
-    arguments = parser(command).parse_args(argv)
-    arguments.run(arguments)
+    try:
+        if command in TRAINING:
+            _train(argv)
+        else:
+            arguments = parser(command).parse_args(argv)
+            arguments.run(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        ctrl_c = isinstance(error, KeyboardInterrupt)
+        if not (ctrl_c or _is_mistake(error)) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
+            raise
+        # What one rank alone has met, WLBStrategy has said there.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            said = "interrupted." if ctrl_c else _paragraph(error)
+            print(f"lightning-wlb {command}: {said}", file=sys.stderr)
+        return 130 if ctrl_c else 2
+    return 0
 
 
 def _train(argv: Sequence[str]) -> None:
@@ -87,22 +95,6 @@ def _train(argv: Sequence[str]) -> None:
 
 def _module(name: str) -> ModuleType:
     return import_module(f"{__package__}.{name}")
-
-
-def _answer(command: str, run: Callable[[], None]) -> int:
-    """Run a command, and print a mistake of the user without a traceback."""
-    try:
-        run()
-    except (Exception, KeyboardInterrupt) as error:
-        ctrl_c = isinstance(error, KeyboardInterrupt)
-        if not (ctrl_c or _is_mistake(error)) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
-            raise
-        # What one rank alone has met, WLBStrategy has said there.
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            said = "interrupted." if ctrl_c else _paragraph(error)
-            print(f"lightning-wlb {command}: {said}", file=sys.stderr)
-        return 130 if ctrl_c else 2
-    return 0
 
 
 def _is_mistake(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_wlb.adapters.plan_step import MOST_TOKENS
 from lightning_wlb.argument_checks import whole
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import check_regular, read_bytes
@@ -21,9 +22,6 @@ from lightning_wlb.planning.synthetic_lengths import documents_for, generator_a
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-MOST_TOKENS = 1 << 40
-"""Most tokens of a document: sums of more would leave 64 bits."""
 
 _YAML = (".yaml", ".yml")
 _MOST_YAML_BYTES, _MOST_TEXT_BYTES = 1 << 20, 1 << 30

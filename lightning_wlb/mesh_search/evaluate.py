@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.plan import Recompute, StepPlan
+from lightning_wlb.plan import StepPlan
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 from lightning_wlb.planning.planner import plan_steps
 from lightning_wlb.prediction.predictor import Predictor
@@ -225,7 +225,7 @@ class Evaluation:
             mesh=self.mesh,
             schedule=self._predictor.schedule,
             activation_checkpointing=self._request.activation_checkpointing,
-            recomputed=recomputed_share(plans, "selective", "full"),
+            recomputed=recomputed_share(plans),
             steps_ns=self.steps_ns,
             steps=len(plans),
             tokens=sum(plan.tokens for plan in plans),
@@ -242,14 +242,14 @@ def evaluate(request: MeshRequest, mesh: Mesh) -> Evaluation:
     return made
 
 
-def recomputed_share(plans: Sequence[StepPlan], *modes: Recompute) -> float:
-    """The share of tokens whose micro-batches recompute in one of these ways."""
+def recomputed_share(plans: Sequence[StepPlan]) -> float:
+    """The share of tokens whose micro-batches compute anything again."""
     tokens = (
         replica.tokens_of(each) / len(each.replicas)
         for plan in plans
         for replica in plan.replicas
         for each in replica.forward
-        if each.recompute in modes
+        if each.recompute != "none"
     )
     return sum(tokens) / sum(plan.tokens for plan in plans)
 

@@ -9,40 +9,18 @@ A *piece* is the part of a *document* that attends only to itself, a *slice* the
 that runs in one micro-batch (docs/design.md, "What the words mean").
 """
 
-from lightning_wlb.plan.micro_batches import (
-    ActivationCheckpointing,
-    MicroBatch,
-    Piece,
-    Recompute,
-    ReplicaPlan,
-    Slice,
-    piece_counts,
-)
-from lightning_wlb.plan.pipeline_scheme import (
-    Scheme,
-    Schemes,
-    Shape,
-    alike,
-    check_schemes,
-    rank_in,
-    schemes_of,
-)
-from lightning_wlb.plan.step import StepPlan
-
-__all__ = [
-    "ActivationCheckpointing",
-    "MicroBatch",
-    "Piece",
-    "Recompute",
-    "ReplicaPlan",
-    "Scheme",
-    "Schemes",
-    "Shape",
-    "Slice",
-    "StepPlan",
-    "alike",
-    "check_schemes",
-    "piece_counts",
-    "rank_in",
-    "schemes_of",
-]
+from lightning_wlb.plan.micro_batches import ActivationCheckpointing as ActivationCheckpointing
+from lightning_wlb.plan.micro_batches import MicroBatch as MicroBatch
+from lightning_wlb.plan.micro_batches import Piece as Piece
+from lightning_wlb.plan.micro_batches import Recompute as Recompute
+from lightning_wlb.plan.micro_batches import ReplicaPlan as ReplicaPlan
+from lightning_wlb.plan.micro_batches import Slice as Slice
+from lightning_wlb.plan.micro_batches import piece_counts as piece_counts
+from lightning_wlb.plan.pipeline_scheme import Scheme as Scheme
+from lightning_wlb.plan.pipeline_scheme import Schemes as Schemes
+from lightning_wlb.plan.pipeline_scheme import Shape as Shape
+from lightning_wlb.plan.pipeline_scheme import alike as alike
+from lightning_wlb.plan.pipeline_scheme import check_schemes as check_schemes
+from lightning_wlb.plan.pipeline_scheme import rank_in as rank_in
+from lightning_wlb.plan.pipeline_scheme import schemes_of as schemes_of
+from lightning_wlb.plan.step import StepPlan as StepPlan

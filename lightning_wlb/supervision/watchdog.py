@@ -130,7 +130,8 @@ class Watchdog(threading.Thread):
         on together, and if not, the cause.
         """
         self._came_out = True
-        self._cancel_end()
+        self._end_at = float("inf")
+        self._arm()
         if not self._verdict:
             self._link.send(place=place, text=text, agreed=agreed)
             self._answered.wait((AGREED_PATIENCE if agreed else PATIENCE) + 3)
@@ -235,10 +236,6 @@ class Watchdog(threading.Thread):
 
     def _end_in(self, seconds: float) -> None:
         self._end_at = min(self._end_at, time.monotonic() + seconds)
-        self._arm()
-
-    def _cancel_end(self) -> None:
-        self._end_at = float("inf")
         self._arm()
 
     def _arm(self) -> None:
