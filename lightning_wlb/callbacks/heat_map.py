@@ -80,12 +80,10 @@ class HeatMap:
         seconds: float,
         strategy: Schemes = (),
     ) -> None:
-        """Take in a step.
+        """Take in a step, with timings as :mod:`lightning_wlb.callbacks.imbalance` defines them.
 
-        Args:
-            timings: as :mod:`lightning_wlb.callbacks.imbalance` defines them.
-            counts: micro-batches of each pipeline.
-            strategy: the step's own pipelines; empty on the mesh.
+        ``counts`` are the micro-batches of each pipeline, ``strategy`` is the step's own pipelines,
+        empty on the mesh.
         """
         if not any(each.any() for each in timings):
             return

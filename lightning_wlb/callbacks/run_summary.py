@@ -16,6 +16,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -59,21 +60,20 @@ COLUMNS = (
 record, and the peak and even work of each level."""
 
 
+@dataclass(eq=False)
 class Records:
     """All steps of a run.
 
     Args:
-        devices: ranks of the mesh.
         peak_flops: FLOP/s that one device can do at best; None if unknown.
         warm_up_steps: how many first steps on each strategy do not enter measured figures.
     """
 
-    def __init__(
-        self, devices: int, peak_flops: float | None = None, warm_up_steps: int = 0
-    ) -> None:
-        self.devices = devices
-        self.peak_flops = peak_flops
-        self.warm_up_steps = warm_up_steps
+    devices: int
+    peak_flops: float | None = None
+    warm_up_steps: int = 0
+
+    def __post_init__(self) -> None:
         self._taken: Counter[int] = Counter()
         self._numbers = array("d")
 

@@ -133,11 +133,7 @@ class Comparison:
 
 
 def compare(requests: Sequence[MeshRequest]) -> Comparison:
-    """Plan and predict every packing.
-
-    Args:
-        requests: one for each packing, with the sizes of one mesh; the baseline first.
-    """
+    """Plan and predict every packing: a request for each, on one mesh, the baseline first."""
     request = requests[0]
     predictor = request.predictor(request.mesh)
     state = max(predictor.memory.state_bytes)

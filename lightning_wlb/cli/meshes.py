@@ -37,11 +37,7 @@ SHOWN = 5
 def run_search(
     arguments: argparse.Namespace, requests: Sequence[MeshRequest], console: Console
 ) -> None:
-    """Search, print, and write what was asked for.
-
-    Args:
-        requests: for the baseline, the reference and the packing that is asked for.
-    """
+    """Search by requests for baseline, reference and the packing asked for; print the answer."""
     by_packing = {each.data.packing_choice.method: each for each in requests}
     packing = arguments.packing or DEFAULT
     request = by_packing[packing]

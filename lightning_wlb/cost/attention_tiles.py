@@ -44,7 +44,9 @@ def reference_kernel_cost(
     overhead: int = OVERHEAD,
     sliding_window: int | None = None,
 ) -> Integers:
-    """Cost of causal segments aligned at the bottom right.
+    """Cost of causal segments aligned at the bottom right, int64 [segments].
+
+    It is in quarters of a key/value tile.
 
     Args:
         queries: int64 [segments], at least 1 each.
@@ -52,9 +54,6 @@ def reference_kernel_cost(
         overhead: key/value tiles that a query tile costs besides those it reads.
         sliding_window: most keys that a query sees; key/value tiles that none of a tile's queries
             sees are not read.
-
-    Returns:
-        int64 [segments], in quarters of a key/value tile.
     """
     tiles = -(-queries // TILE)
     # Tile i but the last ends at query (i + 1) · TILE, the last one at the last query.
@@ -77,8 +76,7 @@ def layers_kernel_cost(
     """The sum of :func:`reference_kernel_cost` over layers whose windows differ, int64 [segments].
 
     Args:
-        queries: int64 [segments].
-        keys: int64 [segments].
+        queries: int64 [segments], as ``keys``.
         windows: how much the layers of each window weigh, such as ``PassWork.windows``; None is no
             bound. The costs count in the smallest whole proportions of the weights.
     """

@@ -199,8 +199,7 @@ class PassWork:
 class Work:
     """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out.
 
-    Args:
-        recurrent_heads: what the ranks that share a micro-batch must divide; 0: nothing.
+    ``recurrent_heads`` is what the ranks that share a micro-batch must divide; 0: nothing.
     """
 
     forward: PassWork

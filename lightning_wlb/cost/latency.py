@@ -99,9 +99,7 @@ class LatencyModel:
     def attention_ns(self, queries: Integers, keys: Integers) -> tuple[int, int]:
         """Forward and backward of a layer's attention kernel on one rank: its part of the heads.
 
-        Args:
-            queries: int64 [segments].
-            keys: int64 [segments], at least the queries.
+        ``queries`` and ``keys`` are int64 [segments], keys at least as many as queries.
         """
         if len(queries) == 0:
             return 0, 0
@@ -122,8 +120,7 @@ class LatencyModel:
         """Forward and backward of calls of the attention kernel, int64 [2, calls].
 
         Args:
-            queries: of the segments of all calls, int64 [segments].
-            keys: of the same segments.
+            queries: of the segments of all calls, int64 [segments], as ``keys``.
             longest: most keys and most queries of a segment of each call, int64 [2, calls].
             totals: adds up values of segments, int64 [2, segments], for each call.
         """

@@ -224,7 +224,6 @@ class MemoryModel:
         """Most that lives only inside one pass of a micro-batch on a stage.
 
         Args:
-            parts: what the stage owns.
             rows: one number, or int64 [micro-batches], as are ``keys``, ``segments`` and the bytes.
             keys: that the rank's attention reads.
             segments: of the rank's attention.

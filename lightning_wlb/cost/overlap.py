@@ -56,7 +56,6 @@ class Exposed(NamedTuple):
     """Time in ns of a half layer's messages in which the rank computes nothing.
 
     Attributes:
-        forward: of the forward pass.
         backward: of the backward pass, without recomputation.
         again: the part of ``backward`` in which rows are gathered a second time, which a half that
             backward recomputes leaves out.

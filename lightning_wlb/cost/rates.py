@@ -71,14 +71,10 @@ class AttentionTable:
                 check_positive(f"attention.{name}", row)
 
     def inverse_rates(self, queries: Integers, keys: Integers) -> _Floats:
-        """Seconds per FLOP of segments; beyond an end of the table they are as at that end.
+        """Seconds per FLOP of segments, float64 [2 (forward, backward), segments].
 
-        Args:
-            queries: int64 [segments].
-            keys: int64 [segments].
-
-        Returns:
-            float64 [2 (forward, backward), segments].
+        Beyond an end of the table they are as at that end. ``queries`` and ``keys`` are int64
+        [segments].
         """
         inverse = _inverse(self.forward, self.backward)
         row, row_weight = _cell(queries.astype(np.float64), self.queries)

@@ -74,8 +74,7 @@ def exchange_group(
 class HeterogeneousStage:
     """A rank's stage, without values, and its process groups, for steps on some pipelines.
 
-    Args:
-        build: makes the whole model, on the meta device.
+    ``build`` makes the whole model, on the meta device.
 
     Attributes:
         waiting: each module that waits for parameters -> the turns in which these arrive.

@@ -37,7 +37,6 @@ class MeshRow:
     """One mesh with its simulated steps.
 
     Args:
-        mesh: the mesh, with its virtual stages.
         activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
             micro-batch has its own.
         recomputed: share of the tokens whose micro-batches compute anything again.
@@ -104,7 +103,6 @@ class LeftOut:
     """Meshes that are not among the rows.
 
     Args:
-        reason: why, in words.
         example: one of them, as ``--mesh`` takes it, with its virtual stages where it has any.
     """
 
@@ -161,10 +159,6 @@ def name_of(mesh: Mesh) -> str:
 
 class Evaluation:
     """The first steps of a run on a mesh, planned and simulated as they are asked for.
-
-    Args:
-        request: documents, model, settings and device.
-        mesh: with its virtual stages.
 
     Attributes:
         steps: the predicted steps so far.

@@ -65,7 +65,6 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
 
     Args:
         positions: int64 [rows], each row's place in its document.
-        config: for ``head_dim`` and ``rope_theta``.
         dtype: the hidden states'.
 
     Returns:

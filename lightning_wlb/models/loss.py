@@ -47,16 +47,13 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 def logits_gradient(
     logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of cross-entropy by the logits, which it overwrites.
+    """The gradient of cross-entropy by the logits, [rows, words], which it overwrites.
 
     Args:
         logits: [rows, words].
         log_sums: [rows], over all words of all ranks.
         column: [rows], the target's number among the words; -1 where it is not among them.
         scale: [rows], what the gradient is multiplied by.
-
-    Returns:
-        [rows, words].
     """
     logits -= log_sums[:, None]
     logits.exp_()

@@ -67,15 +67,11 @@ def held(parameter: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Rows of all ranks of a group, one rank after another.
+    """Rows of all ranks of a group, one rank after another: [group size · rows, ...].
 
-    Args:
-        x: [rows, ...], equally shaped on every rank.
-        group: None or a group of one rank gives ``x`` back as it is.
-
-    Returns:
-        [group size · rows, ...]. Backward sums the gradients over the ranks, in
-        :func:`.reduce_dtype`, and gives each rank its own rows.
+    ``x`` is [rows, ...], equally shaped on every rank; None or a group of one rank gives it back as
+    it is. Backward sums the gradients over the ranks, in :func:`.reduce_dtype`, and gives each rank
+    its own rows.
     """
     # Row counts are equal, so that all ranks agree on whether there is nothing to send.
     if group_size(group) == 1 or x.shape[0] == 0:
@@ -107,13 +103,11 @@ def embed_words(
 ) -> Tensor:
     """An embedding of which each rank holds ``words`` words, in rank order.
 
+    The result is this rank's rows of the hidden states, [rows / group size, dim].
+
     Args:
         lookup: int64 [rows], numbers among this rank's words -> [rows, dim].
         tokens: int64 [rows], the same on every rank.
-        words: the number of this rank's words.
-
-    Returns:
-        This rank's rows of the hidden states, [rows / group size, dim].
     """
     if group_size(group) == 1:
         return lookup(tokens)
@@ -131,7 +125,6 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Plac
     stays shared.
 
     Args:
-        model: the whole model or a stage.
         mesh: the tensor axis, one-dimensional.
         plan: see :meth:`.Decoder.tensor_parallel_plan`; the first pattern that fits a name counts.
 

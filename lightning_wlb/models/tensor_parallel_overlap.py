@@ -112,12 +112,8 @@ class GatheredRows:
 def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
     """The sum over the ranks of ``y`` times a matrix, of which each rank gets its own rows.
 
-    Args:
-        y: [group size · rows, columns], equally shaped on every rank.
-        weight: [dim, columns].
-
-    Returns:
-        [rows, dim].
+    ``y`` is [group size · rows, columns], equally shaped on every rank, ``weight`` [dim, columns],
+    and the result [rows, dim].
     """
     size = group_size(travel.group)
     if travel.chunks == 0 or size == 1 or len(y) == 0 or len(y) % size:

@@ -41,14 +41,9 @@ class Piece(NamedTuple):
 
 
 def piece_counts(lengths: NDArray[np.int64], window: int) -> dict[int, int]:
-    """How many pieces of each length documents are cut into.
+    """How many pieces of each length documents are cut into: tokens -> pieces, where there are any.
 
-    Args:
-        lengths: tokens of each document.
-        window: most tokens of a piece.
-
-    Returns:
-        Tokens -> pieces of so many, where there are any.
+    ``lengths`` are the documents' tokens, ``window`` is the most tokens of a piece.
     """
     counts = np.zeros(window + 1, np.int64)
     for first in range(0, len(lengths), _AT_ONCE):

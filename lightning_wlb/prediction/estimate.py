@@ -45,7 +45,6 @@ class UnplacedMicroBatch(NamedTuple):
     """What the estimated cost of a micro-batch depends on.
 
     Attributes:
-        slices: the slices of the micro-batch.
         replicas: how many replicas share it.
         going_on: pieces with which later micro-batches go on, and so read its keys.
     """
@@ -185,9 +184,8 @@ class _Slices:
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
         """What the mean rank of each micro-batch has, int64 [..., micro-batches].
 
-        Args:
-            near: what the first chunk of each slice has, int64 [..., slices].
-            far: what the second chunk of each slice has, int64 [..., slices].
+        ``near`` and ``far`` are what the first and the second chunk of each slice have, int64
+        [..., slices].
         """
         both = np.where(self.parts > 1, near + far, near)
         return self.sums_of(*(both * self.parts)) // self.ranks

@@ -105,8 +105,6 @@ def micro_batch_cost(
     """The cost of a micro-batch of slices, without recomputation.
 
     Args:
-        latency: the latency model on the mesh.
-        slices: the slices of the micro-batch.
         placed: their layout on the context-parallel ranks of all replicas that share it.
         replicas: how many replicas share the micro-batch (DP-Merge).
         going_on: pieces with which later micro-batches go on, and so read its keys.
@@ -156,11 +154,8 @@ def most_of_a_rank(
 ) -> list[tuple[int, int]]:
     """``keys``, where ranks exchange them, and ``segments`` of :class:`MicroBatchCost`, of each.
 
-    Args:
-        latency: the latency model on the mesh.
-        sharding: of all these micro-batches.
-        micro_batches: the slices of each, at least one.
-        ranks: of the context-parallel group of each.
+    ``micro_batches`` has the slices of each, at least one, ``ranks`` is the size of the
+    context-parallel group of each.
     """
     lengths = [np.array([part.tokens for part in slices]) for slices in micro_batches]
     before = np.array([part.context for slices in micro_batches for part in slices])
@@ -186,7 +181,6 @@ def exchange_ns(
     recurrence and comes out of it is exchanged, which only a recomputed forward repeats.
 
     Args:
-        latency: the latency model on the mesh.
         rows: of each rank, for each micro-batch.
         received: rows that the busiest rank receives or sends, for each micro-batch.
         keys: rows that each rank puts in order, [micro-batches][ranks].
@@ -224,7 +218,6 @@ def times_by_mode(
     """Times of micro-batches with each recomputation, in the order of :data:`MODES`.
 
     Args:
-        latency: the latency model of the whole model.
         rows: rows of each rank, for each micro-batch.
         attention: of the kernel, int64 [2 (pass), kinds of layers, micro-batches, ranks].
         exchange: :func:`exchange_ns`, int64 [3, kinds of layers, micro-batches, ranks].

@@ -63,8 +63,7 @@ class ParameterTraffic:
     def ends(self, last: Mapping[int, Sequence[LastBackward]]) -> int:
         """When the last gradient has been reduced; 0 without any.
 
-        Args:
-            last: for each stage that runs a backward, the last one of each replica.
+        ``last`` has, for each stage that runs a backward, the last one of each replica.
         """
         ends = [0]
         for rank in range(self.ranks):

@@ -58,7 +58,6 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     """The layers of each pipeline stage, split by cost as the strategy does.
 
     Args:
-        shape: sizes of the whole model.
         stages: number of stages, virtual ones counted.
         mean_context: tokens that a token attends to on average (:func:`mean_context_of`).
 
@@ -91,7 +90,6 @@ class Predictor:
     """Predicts steps of one model on one mesh of one device.
 
     Args:
-        latency: the latency model on the mesh.
         stages: layers of each stage, virtual ones in order.
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
         rest_dtype: dtype of sharded parameters and optimizer state.

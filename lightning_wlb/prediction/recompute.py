@@ -68,10 +68,7 @@ def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[Replic
 def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
     """The same replicas with the least recomputation that fits in memory.
 
-    Args:
-        predictor: predicts steps of the model on the mesh.
-        replicas: plans of replicas that share micro-batches with each other only; what they
-            recompute so far does not matter.
+    They share micro-batches with each other only. What they recompute so far does not matter.
     """
     costs = list(map(predictor.sizes, replicas))
     orders = orders_of(replicas) if has_totals(predictor) else None
@@ -97,7 +94,6 @@ def least_recomputation(
     """The costs with the least recomputation that fits in memory.
 
     Args:
-        predictor: predicts steps of the model on the mesh.
         replicas: as for :func:`settled`.
         costs: [replicas][micro-batches]; what they recompute so far does not matter.
         orders: :func:`.orders_of` the replicas; None where the predictor has no totals.

@@ -23,7 +23,7 @@ class SimulatedReplicas(NamedTuple):
     """The simulated steps of some replicas.
 
     Attributes:
-        costs: [replicas][micro-batches].
+        costs: [replicas][micro-batches in forward order].
         simulations: one for each replica.
         peak_bytes: on the fullest rank, state included.
     """
@@ -35,15 +35,7 @@ class SimulatedReplicas(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPrediction:
-    """A simulated step.
-
-    Args:
-        plan: what was simulated.
-        latency: the latency model on the run's mesh.
-        costs: [replicas][micro-batches in forward order].
-        simulations: one for each replica.
-        peak_bytes: on the fullest rank, state included.
-    """
+    """A simulated step: its plan as :class:`SimulatedReplicas`, and the run's latency model."""
 
     plan: StepPlan
     latency: LatencyModel

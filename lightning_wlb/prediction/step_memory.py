@@ -39,7 +39,6 @@ class StepMemory:
     """Bytes on the ranks of a pipeline; ``costs`` are those of one replica's micro-batches.
 
     Args:
-        model: the memory model on the mesh.
         layers: for each stage, virtual ones in order, how many layers of each kind it has.
     """
 
@@ -94,9 +93,7 @@ class StepMemory:
     def saved(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
         """Bytes that each forward holds until its backward has run, int64 [micro-batches, stages].
 
-        Args:
-            costs: costs of the micro-batches.
-            mode: what all of them recompute; None: each what its cost says.
+        ``mode`` is what all of them recompute; None: each what its cost says.
         """
         rows, kept = self._row_units(costs)
         each, keys = self._unit_bytes[:, _modes(costs, mode)]
@@ -187,13 +184,7 @@ class StepMemory:
     ) -> Mapping[Action, int]:
         """Bytes that each action frees of what others made, less those that it leaves for others.
 
-        Args:
-            programs: the actions of each rank of the replica.
-            replica: the replica's plan.
-            costs: the costs of its micro-batches.
-
-        Returns:
-            Bytes for each action; no entry means 0.
+        No entry means 0. ``programs`` are the actions of each rank of the replica.
         """
         freed: defaultdict[Action, int] = defaultdict(int)
         stages, ranks = len(self.parts), len(programs)
@@ -245,11 +236,7 @@ def most_open(program: Sequence[Action], virtual_stages: int) -> int:
 def first_readers(replica: ReplicaPlan) -> dict[int, int]:
     """For each micro-batch whose keys later slices read, the reader that runs backward first.
 
-    Args:
-        replica: the replica's plan.
-
-    Returns:
-        The micro-batch's place in ``forward`` -> its first reader's place in ``backward``.
+    The micro-batch's place in ``forward`` -> its first reader's place in ``backward``.
     """
     keys = [part[:2] for part in replica.slices]
     counts = Counter(keys)

@@ -76,12 +76,7 @@ def orders_of(replicas: Sequence[ReplicaPlan]) -> list[ActionOrder]:
 
 
 def rank_ends(replicas: Sequence[ReplicaTotals], orders: Sequence[ActionOrder]) -> list[Ends]:
-    """When the ranks of each replica end.
-
-    Args:
-        replicas: as for :class:`StepTotals`.
-        orders: the order of each.
-    """
+    """When the ranks of each replica end; the replicas are as for :class:`StepTotals`."""
     pipelines = []
     for each, order in zip(replicas, orders, strict=True):
         traffic = each.predictor.traffic
@@ -118,11 +113,7 @@ def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> lis
 def peaks_besides(
     memory: StepMemory, costs: Sequence[MicroBatchCost], order: ActionOrder
 ) -> Integers:
-    """Most bytes that each rank of a replica holds, besides what it holds all along.
-
-    Returns:
-        int64 [ranks].
-    """
+    """Most bytes that a replica's ranks hold besides what they hold all along, int64 [ranks]."""
     backwards = np.array(order.order, dtype=np.int64)
     ranks = len(memory.parts)
     run = _forwards_run(order, ranks)
@@ -140,8 +131,6 @@ class ReplicaTotals:
 
     Args:
         predictor: one that :func:`has_totals`.
-        replica: its plan.
-        costs: the costs of its micro-batches.
         alike: the totals of the same plan with other costs, whose order is the same.
     """
 
@@ -241,9 +230,7 @@ def held_besides(
     """Bytes that each rank holds while it runs each backward, besides what forwards have saved.
 
     Args:
-        memory: bytes of the model on the mesh.
-        order: the order of the replica's actions.
-        costs: costs of its micro-batches; what they recompute does not matter.
+        costs: what they recompute does not matter.
         constant: bytes that each rank holds all along.
 
     Returns:
@@ -274,8 +261,7 @@ def held_besides(
 def backwards_before(order: ActionOrder, ranks: int) -> tuple[Integers, Integers]:
     """Backwards that each rank has run before each forward, and before each backward.
 
-    Returns:
-        Both int64 [ranks, micro-batches].
+    Both are int64 [ranks, micro-batches].
     """
     run, numbers = _forwards_run(order, ranks), np.arange(len(order.order))
     first = np.array([np.searchsorted(of_rank, numbers, side="right") for of_rank in run.T])

@@ -63,10 +63,7 @@ class CUDAClock:
         torch.cuda.synchronize()
 
 
-Clock = CPUClock | CUDAClock
-
-
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> CPUClock | CUDAClock:
     """The clock of a device."""
     return CUDAClock() if device.type == "cuda" else CPUClock()
 

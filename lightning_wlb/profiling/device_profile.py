@@ -60,7 +60,6 @@ def measure(
         ValueError: a backend that is missing, or layers that not even the fewest rows of the grid
             fit into memory with.
     """
-    dtype_name = str(dtype).removeprefix("torch.")
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
     bench = DeviceBench(config, device, dtype, grid, backend)
@@ -81,16 +80,14 @@ def measure(
     else:
         sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
     # Ranks of as many threads as this process has that the node can hold.
-    ranks = (
-        torch.cuda.device_count()
-        if cuda
-        else max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
-    )
+    ranks = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+    if cuda:
+        ranks = torch.cuda.device_count()
     profile = Profile(
         name=name,
         device=device_name(device),
         device_type=device.type,
-        dtype=dtype_name,
+        dtype=str(dtype).removeprefix("torch."),
         measured=True,
         sources=tuple(sources),
         date=datetime.date.today().isoformat(),

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.attention.metadata import AttentionMetadata
 from lightning_wlb.cost.flops import causal_pairs, head_flops, layer_linear_flops
-from lightning_wlb.cost.latency import DTYPE_BYTES, LatencyModel
+from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.cost.memory_model import MemoryModel, StageParts
 from lightning_wlb.cost.profile import ActionOverhead, Profile
 from lightning_wlb.cost.rates import AttentionTable, LinearTable
@@ -129,7 +129,7 @@ class DeviceBench:
 
     def _rate(self, queries: int, keys: int, call: np.ndarray) -> np.ndarray | None:
         """FLOP/s [2] of a point's segments; None where it is left out."""
-        shape, width = self.config.shape, self._width
+        shape, width = self.config.shape, self.dtype.itemsize
         cuda, budget = self.device.type == "cuda", self._free // 8
         count = segments(self.grid, shape, width, queries, keys, cuda=cuda, budget=budget)
         if count == 0:
@@ -196,7 +196,7 @@ class DeviceBench:
         rows = self.rows[-1]
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
         forward = self._seconds(lambda: F.silu(a) * b)
-        measured = 5 * self._width * rows * self.config.ffn_dim / forward
+        measured = 5 * self.dtype.itemsize * rows * self.config.ffn_dim / forward
         layer = self._traffic(self._latency.layer_traffic) / (0.75 * stages.layer)
         head = self._traffic(self._latency.head_traffic) / (0.75 * stages.head)
         return _rounded([max(measured, layer.max(), head.max())])[0]
@@ -308,15 +308,11 @@ class DeviceBench:
         model = MemoryModel(self.config.shape, dtype=dtype, accelerator=cuda)
         parts = StageParts(layers=(3,))
         held = model.micro_batch_bytes(parts, rows) + model.transient_bytes(parts, rows, rows)
-        return held + 2 * self._width * model.parameters(parts)
+        return held + 2 * self.dtype.itemsize * model.parameters(parts)
 
     def _seconds(self, call: Callable[[], Tensor]) -> float:
         forward, _ = self._timer.medians(call, lambda out: None, self.grid.repeats)
         return float(forward)
-
-    @property
-    def _width(self) -> int:
-        return DTYPE_BYTES[str(self.dtype).removeprefix("torch.")]
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype).requires_grad_()

@@ -56,10 +56,8 @@ def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
 def step_ends(pipelines: Sequence[Pipeline]) -> list[list[int]]:
     """When each rank of each replica has ended its last action: [replicas][ranks].
 
-    A rank without actions ends when it begins.
-
-    Args:
-        pipelines: all replicas of a step, or some that share micro-batches with each other only.
+    A rank without actions ends when it begins. ``pipelines`` are all replicas of a step, or some
+    that share micro-batches with each other only.
     """
     runs = [_PipelineRun(pipeline) for pipeline in pipelines]
     groups = dict.fromkeys(

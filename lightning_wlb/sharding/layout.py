@@ -129,9 +129,7 @@ def chunks_of_each(
 def merged(table: Integers, lengths: Integers) -> Integers:
     """Chunks in the order of rank, piece and token, adjacent ones joined to one segment.
 
-    Args:
-        table: int64 [chunks, 4], rank, piece, start and stop of each chunk.
-        lengths: tokens of each piece.
+    ``table`` is int64 [chunks, 4], rank, piece, start and stop of each, ``lengths`` the pieces'.
     """
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start

@@ -44,7 +44,6 @@ class StepParameters(ABC):
     Args:
         waiting: each module whose forward waits for parameters -> the numbers of their buckets, in
             the order of first use.
-        dtype: dtype of a step.
         sum_dtype: dtype in which gradients are summed and reduced.
     """
 

@@ -45,9 +45,6 @@ _SHOWN = 4
 class StepGuard:
     """Clips the gradients of a step, and says whether the optimizer may take it.
 
-    Args:
-        on_nonfinite: ``"raise"``, ``"skip"`` such a step, or ``"ignore"`` it.
-
     Attributes:
         skipped: steps that were skipped since the strategy was made.
 
@@ -185,10 +182,8 @@ def gradient_norm(
 
     Each rank sums the squares of its own shards. If n tensor-parallel ranks hold the same shard,
     each adds 1/n of its square. The sums are added over all ranks. Gradients have been reduced
-    already, and another stage counts those of ``copies``.
-
-    Returns:
-        0-dim float64, the same on every rank; not finite where a gradient of any rank is not.
+    already, and another stage counts those of ``copies``. The norm is 0-dim float64, and not finite
+    where a gradient of any rank is not.
     """
     left_out = {id(parameter) for parameter in copies}
     # By how many ranks hold the same part: each of them adds its share of the square.

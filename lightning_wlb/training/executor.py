@@ -40,12 +40,7 @@ from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 
 @dataclass(frozen=True)
 class StepRuntime:
-    """What one step of a rank runs on: on the mesh, or on heterogeneous pipelines.
-
-    Args:
-        groups: the process groups that the model's forward communicates over.
-        parameters: gathers the model's parameters and reduces their gradients.
-    """
+    """What one step of a rank runs on: on the mesh, or on heterogeneous pipelines."""
 
     model: Decoder
     pipeline: PipelineRank
@@ -53,6 +48,7 @@ class StepRuntime:
     parameters: StepParameters
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """Runs steps on one rank.
 
@@ -67,19 +63,14 @@ class Executor:
         settings_agree: whether the ranks of each stage had the same in the last step.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        pipeline: PipelineRank,
-        groups: MeshGroups,
-        parameters: StepParameters,
-    ) -> None:
-        self.model = model
-        self.pipeline = pipeline
-        self.groups = groups
-        self.parameters = parameters
+    model: Decoder
+    pipeline: PipelineRank
+    groups: MeshGroups
+    parameters: StepParameters
+
+    def __post_init__(self) -> None:
         self.heterogeneous: Callable[[StepPlan], StepRuntime] | None = None
-        self.bucket_lifetimes: StepParameters = parameters
+        self.bucket_lifetimes = self.parameters
         self.reduce_dtype = torch.float32
         self.chunks: Callable[[int, int], int] | None = None
         self.stopwatch: Stopwatch | None = None
@@ -117,11 +108,8 @@ class Executor:
         for them. In training the ranks' exchange is left to :meth:`read`, since reading it here
         would wait for the device, which would then have nothing to do.
 
-        Args:
-            denominator: what the summed loss of all ranks is divided by, in tokens.
-
-        Returns:
-            The step's loss, 0-dim float32 (float64 in float64 runs), the same value on every rank.
+        The result is the summed loss of all ranks over ``denominator`` tokens, 0-dim float32
+        (float64 in float64 runs), the same value on every rank.
 
         Raises:
             RuntimeError: naming the ranks and digests, if ranks hold different plans, or read
@@ -246,7 +234,6 @@ class Step:
     """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
 
     Args:
-        denominator: what the summed loss of all ranks is divided by, in tokens.
         stopwatch: times every action; None: nothing is timed.
 
     Attributes:

@@ -44,11 +44,7 @@ def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator
 def note(
     action: Action | None, batch: StepBatch, pipeline: PipelineRank, model: MemoryModel
 ) -> str:
-    """A paragraph about a training step that ran out of memory.
-
-    Args:
-        action: what ran; None if no action had begun.
-    """
+    """A paragraph about a step that ran out of memory in ``action``; None: before the first one."""
     said = f"WLBStrategy: out of memory in step {batch.plan.step}"
     if schemes := batch.plan.schemes:
         said += f", which left the mesh, in the pipeline on {schemes[batch.replica]}"

@@ -45,14 +45,13 @@ def parallelize(
 ) -> ParameterBuckets:
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
+    Returns what gathers the parameters in a step.
+
     Args:
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
         group: the ranks that share the parameters; :class:`.ParameterBuckets` alone uses it.
         initialise: fills every parameter of the module with its first value. Parameters are
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
-
-    Returns:
-        What gathers the parameters in a step.
 
     Raises:
         ValueError: a buffer without values, or a parameter that two layers, several pipeline stages

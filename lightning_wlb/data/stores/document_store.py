@@ -131,7 +131,6 @@ class DocumentSubset(RenumberedDocuments):
     """Some documents of another store, renumbered from 0 in the order given.
 
     Args:
-        store: holds the tokens.
         numbers: documents of ``store``; an array of int32 is kept, not copied.
 
     Cost: 12 bytes for each document of the subset.

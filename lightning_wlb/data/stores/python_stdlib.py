@@ -105,7 +105,7 @@ def _build(
         raise ValueError(f"StdlibDocuments({directory}) holds no documents: no Python is in it.")
     model: ByteLevelBPETokenizer | None = None
     if tokenizer == "bpe":
-        model = _train([_decoded(text) for text in texts], vocab_size)
+        model = _train([text.decode(errors="replace") for text in texts], vocab_size)
         model.save(str(folder / "tokenizer.json"))
     write_shard(folder / _FILE, _encoded(model, texts), masked=False, vocab_size=vocab_size)
 
@@ -136,10 +136,6 @@ def _train(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
     return model
 
 
-def _decoded(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")
-
-
 def _encoded(
     model: ByteLevelBPETokenizer | None, texts: list[bytes]
 ) -> Iterator[list[Document | None]]:
@@ -149,5 +145,6 @@ def _encoded(
         if model is None:
             rows: list[Any] = [np.frombuffer(text, np.uint8) for text in some]
         else:
-            rows = [each.ids for each in model.encode_batch([_decoded(text) for text in some])]
+            decoded = [text.decode(errors="replace") for text in some]
+            rows = [each.ids for each in model.encode_batch(decoded)]
         yield [Document(np.array(row, np.int32)) for row in rows]

@@ -42,11 +42,8 @@ def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
     """Forward and backward of one document on the slowest stage in ns: Hydraulis' T (B.2).
 
     Of short documents as many as fill a micro-batch are predicted together, and the time is divided
-    by their number. Bubbles, imbalance and gathering of parameters are not in it.
-
-    Args:
-        predictor: predicts steps of the model on the pipeline's mesh.
-        mode: what its micro-batches recompute.
+    by their number. Bubbles, imbalance and gathering of parameters are not in it. The predictor is
+    that of the pipeline's mesh, and its micro-batches recompute by ``mode``.
     """
     mesh = predictor.latency.mesh
     copies = max(UTILISED * mesh.context // tokens, 1)

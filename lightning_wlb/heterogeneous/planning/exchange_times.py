@@ -79,11 +79,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
 
 
 def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Floats]:
-    """The elements that the busiest rank sends or receives in each turn, in either direction.
-
-    Returns:
-        Elements of each turn that are exchanged with ranks of the same node, and with others.
-    """
+    """Elements of each turn that the busiest rank sends or receives, in its node and outside."""
     shape, mesh = base.latency.shape, base.latency.mesh
     # The parts into which all tensor-parallel sizes together cut a weight.
     cuts = math.lcm(mesh.tensor, *(scheme.tensor for scheme in schemes))

@@ -63,7 +63,6 @@ class Redistribution:
 
     Args:
         base: the pipelines of the mesh over which parameters are sharded.
-        rank: the global rank whose exchanges these are.
 
     Raises:
         ValueError: mesh and step differ in ranks or layers.

@@ -40,8 +40,7 @@ from lightning_wlb.sharding import ADAPTIVE
 class Pool:
     """Pipelines to choose from, beside the mesh's own: a :class:`.StepChooser`.
 
-    Args:
-        kinds: for each choice, the kinds of its pipelines.
+    ``kinds`` has, for each choice, the kinds of its pipelines.
     """
 
     kinds: Mapping[Schemes, Kinds]

@@ -161,8 +161,7 @@ def choose_pool(
 ) -> PoolChoice:
     """The pipelines that are worth having beside a mesh; none where the gain is too small.
 
-    Args:
-        request: documents, model, settings and device; its ``steps``, two or more, are the sample.
+    The request's ``steps``, two or more, are the sample.
 
     Raises:
         ValueError: a mesh with virtual stages, or a packing that cannot deal to pipelines that
