@@ -10,6 +10,8 @@ template makes of it, and only what the assistant said may be a target:
   beginnings of the whole chat's text: a template that writes earlier turns otherwise (leaving out
   what was thought, say) is refused.
 
+A message of the assistant with ``"weight": 0`` is read and not learned: none of it is a target.
+
 A token that spans a border belongs to what follows it. Nothing is added to what the template
 writes, no end-of-document token either. Rows may have ``tools``, which the template is given.
 
@@ -40,6 +42,8 @@ from lightning_wlb.data.tokenising.texts import (
 Span = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OTHER_WEIGHTS = "loss", "loss_weight", "mask", "train", "trainable", "training"
+"""Names by which other programs' messages say whether they are learned."""
 
 
 class ChatEncoder:
@@ -73,7 +77,8 @@ class ChatEncoder:
         definition = self._backend.to_str().encode()
         self.vocab_size = plain_vocabulary(self._backend, name)
         special = sorted(self._tokenizer.special_tokens_map.items())
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special)
+        # Folders that were made without a look at weights are not gone on with.
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "weight")
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
@@ -100,13 +105,16 @@ class ChatEncoder:
 
     def _rendered(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and the ranges of characters that the assistant said."""
-        messages, tools = _messages(row, self._column), row.record.get("tools")
+        messages, learned = _messages(row, self._column)
+        tools = row.record.get("tools")
         try:
             # A tokenizer may have a template of its own for chats with tools.
             if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
                 text, spans = self._marked(messages, tools)
             else:
                 text, spans = self._differences(messages, tools)
+            if not all(learned):
+                spans = _learned(spans, learned)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
@@ -167,11 +175,24 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
 
 
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+def _learned(spans: list[Span], learned: list[bool]) -> list[Span]:
+    """The spans of the assistant's messages that are learned."""
+    if len(spans) != len(learned):
+        raise ValueError(
+            f"it marks {len(spans)} parts for {len(learned)} messages of the assistant, so that"
+            " those of weight 0 cannot be told from the others. Use a template that marks each"
+            " message once."
+        )
+    return [span for span, counts in zip(spans, learned, strict=True) if counts]
+
+
+def _messages(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """A chat's messages as templates are given them, and which of the assistant's are learned."""
     messages = column_of(row, column)
     wanted = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{row.place()}: {column!r} is no list of messages, as in {wanted}.")
+    plain, learned = [], []
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             keys = list(message) if isinstance(message, dict) else type(message).__name__
@@ -179,7 +200,17 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
                 f"{row.place()}: message {number} has no role, but {keys}. Write the chat as"
                 f" {wanted}."
             )
-    return [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
+        given = {name: value for name, value in message.items() if value is not None}
+        speaks = given["role"] == "assistant"
+        weight = given.pop("weight", speaks)
+        others = [name for name in _OTHER_WEIGHTS if isinstance(given.get(name), int | float)]
+        if others or weight not in (0, 1) or (weight and not speaks):
+            said = f"{others[0]}={given[others[0]]!r}" if others else f"weight={weight!r}"
+            raise ValueError(
+                f"{row.place()}: message {number}, of {given['role']!r}, has {said}. What the"
+                ' assistant says is learned, unless it has "weight": 0; other roles are not, and'
+                " nothing counts by another weight or name. Mend or remove it."
+            )
+        plain.append(given)
+        learned += [bool(weight)] if speaks else []
+    return plain, learned

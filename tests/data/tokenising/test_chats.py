@@ -119,6 +119,27 @@ def test_the_masks_of_a_marked_template_are_those_of_transformers(folder) -> Non
     assert document.mask.astype(int).tolist() == theirs["assistant_masks"]
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_what_the_assistant_says_with_weight_0_is_read_and_not_learned(folder, template) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "weights", template), "messages")
+    chat = [("user", "the fox"), ("assistant", "jumps"), ("user", "why"), ("assistant", "over it")]
+
+    def made(*weights: int | None) -> Any:
+        own = zip(messages_of(chat), weights, strict=True)
+        messages = [each if weight is None else each | {"weight": weight} for each, weight in own]
+        return encoder.documents([row(messages)])[0]
+
+    both, first, last = made(*[None] * 4), made(0, 1, 0, 0), made(None, 0, None, None)
+    for each in (first, last):
+        assert each.tokens.tolist() == both.tokens.tolist()
+    assert (first.mask | last.mask).tolist() == both.mask.tolist()
+    assert not (first.mask & last.mask).any()
+    assert first.mask.any()
+    assert last.mask.any()
+    assert int(first.mask.argmax()) < int(last.mask.argmax())
+    assert made(0, 0, 0, 0) is None
+
+
 def test_tools_and_missing_entries_reach_the_template(folder) -> None:
     template = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}" + PLAIN
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "tools", template), "messages")
@@ -194,6 +215,27 @@ FORGETS = (
             FORGETS,
             messages_of([("user", "a"), ("assistant", "b"), ("user", "c")]),
             r"writes the first 2 otherwise than alone",
+        ),
+        (
+            PLAIN,
+            [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 0.5}],
+            r"message 1, of 'assistant', has weight=0.5",
+        ),
+        (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
+        (
+            PLAIN,
+            [{"role": "user"}, {"role": "assistant", "train": False}],
+            r"message 1, of 'assistant', has train=False",
+        ),
+        (
+            MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"),
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "weight": 0},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+            r"marks 1 parts for 2 messages of the assistant",
         ),
     ],
 )
