@@ -20,6 +20,7 @@ import io
 import pickle
 import shutil
 import socket
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,8 @@ def _sums_of_tensors(rest: Mapping[str, Any]) -> dict[str, str]:
 
 def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) -> File:
     path = aside.folder / REST
-    torch.save({**rest, OWN: {"save": aside.save}}, path)
+    with _NamingFiles().create_stream(path, "wb") as file:
+        torch.save({**rest, OWN: {"save": aside.save}}, file)  # type: ignore[arg-type]
     with path.open("rb") as written:
         check_archive(written)  # what is bounded for the whole file, as tuples that are keys
     return durable(path)
@@ -156,7 +158,7 @@ def _unsaved(path: Path, error: OSError) -> OSError:
     there = next(each for each in path.parents if each.is_dir())
     free = shutil.disk_usage(there).free
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "Make room, or save elsewhere." if full else "Look at the file system."
+    remedy = "Make room (df, df -i), or save elsewhere." if full else "Look at the file system."
     text = (
         f"{path} was not saved ({error}). What was written of it is removed, which leaves"
         f" {free:,} bytes free; what was there before is untouched. {remedy}"
@@ -208,17 +210,26 @@ def _readable(value: Any) -> bool:
 
 
 class _NamingFiles(FileSystem):
-    """torch's access to files, whose errors name the file that could not be written."""
+    """torch's access to files, whose errors name the file that could not be written.
+
+    torch's writer of archives hides the disk's error behind one of its own ("unexpected pos").
+    """
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         atomic_folders.reached("writing")
+        handled = sys.exc_info()[1]  # as where an exception is saved on, which is no cause here
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-        except OSError as error:
-            error.filename = str(path)
-            raise
+        except (OSError, RuntimeError) as error:
+            cause: BaseException | None = error
+            while cause not in (None, handled) and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if not isinstance(cause, OSError) or cause is handled:
+                raise
+            cause.filename = str(path)
+            raise cause from None
 
 
 def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> list[Path]:
