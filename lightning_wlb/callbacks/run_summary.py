@@ -62,16 +62,11 @@ record, and the peak and even work of each level."""
 
 @dataclass(eq=False)
 class Records:
-    """All steps of a run.
-
-    Args:
-        peak_flops: FLOP/s that one device can do at best; None if unknown.
-        warm_up_steps: how many first steps on each strategy do not enter measured figures.
-    """
+    """All steps of a run."""
 
     devices: int
-    peak_flops: float | None = None
-    warm_up_steps: int = 0
+    peak_flops: float | None = None  #: FLOP/s that one device can do at best; None if unknown
+    warm_up_steps: int = 0  #: how many first steps on each strategy do not enter measured figures
 
     def __post_init__(self) -> None:
         self._taken: Counter[int] = Counter()

@@ -88,17 +88,11 @@ def _backward_pair(layer: LayerShape) -> int:
 
 
 class _Stretch(NamedTuple):
-    """Tokens of a piece in which the same layers' windows are full: work is quadratic there.
+    """Tokens of a piece in which the same layers' windows are full: work is quadratic there."""
 
-    Attributes:
-        start: tokens of the piece before the stretch.
-        first: work of the stretch's first token.
-        per_pair: how much more work each token has than the one before.
-    """
-
-    start: int
-    first: int
-    per_pair: int
+    start: int  # tokens of the piece before the stretch
+    first: int  # work of the stretch's first token
+    per_pair: int  # how much more work each token has than the one before
 
     def work(self, tokens: int) -> int:
         """Work of its first tokens."""

@@ -96,17 +96,11 @@ def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int
 
 @dataclass(frozen=True)
 class StageParts:
-    """The part of the model that a rank owns: layers (over all its stages) and the ends.
+    """The part of the model that a rank owns: layers (over all its stages) and the ends."""
 
-    Args:
-        layers: how many of each kind of layer, in the order of ``ModelShape.kinds``.
-        embedding: whether it has the embedding.
-        head: whether it has the final norm and the output projection.
-    """
-
-    layers: tuple[int, ...]
-    embedding: bool = False
-    head: bool = False
+    layers: tuple[int, ...]  #: how many of each kind of layer, in the order of ``ModelShape.kinds``
+    embedding: bool = False  #: whether it has the embedding
+    head: bool = False  #: whether it has the final norm and the output projection
 
 
 @dataclass(frozen=True)

@@ -41,29 +41,18 @@ ROWS_OF_A_PART = 1024
 
 
 class HalfLayer(NamedTuple):
-    """Shares of a layer's products: those of its attention or its feed-forward half.
+    """Shares of a layer's products: those of its attention or its feed-forward half."""
 
-    Attributes:
-        into: products of gathered rows.
-        out: the product whose sum is scattered.
-    """
-
-    into: float
-    out: float
+    into: float  #: products of gathered rows
+    out: float  #: the product whose sum is scattered
 
 
 class Exposed(NamedTuple):
-    """Time in ns of a half layer's messages in which the rank computes nothing.
-
-    Attributes:
-        backward: of the backward pass, without recomputation.
-        again: the part of ``backward`` in which rows are gathered a second time, which a half that
-            backward recomputes leaves out.
-    """
+    """Time in ns of a half layer's messages in which the rank computes nothing."""
 
     forward: float
-    backward: float
-    again: float
+    backward: float  #: of the backward pass, without recomputation
+    again: float  #: the part of ``backward`` that gathers rows again, which a recomputed half lacks
 
 
 def default_chunks(rows: int, ranks: int) -> int:

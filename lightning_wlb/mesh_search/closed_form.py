@@ -52,15 +52,10 @@ SLICING = ("auto", "slim")
 
 
 class Estimate(NamedTuple):
-    """What the closed form says of a mesh.
+    """What the closed form says of a mesh."""
 
-    Attributes:
-        step_ns: what a step takes; 0 where nothing fits.
-        state_bytes: parameters, gradients and optimizer state of the fullest rank.
-    """
-
-    step_ns: int
-    state_bytes: int
+    step_ns: int  #: what a step takes; 0 where nothing fits
+    state_bytes: int  #: parameters, gradients and optimizer state of the fullest rank
 
 
 @dataclass(frozen=True, eq=False)

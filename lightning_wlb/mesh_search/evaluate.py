@@ -34,28 +34,18 @@ SAMPLED = 32
 
 @dataclass(frozen=True)
 class MeshRow:
-    """One mesh with its simulated steps.
-
-    Args:
-        activation_checkpointing: what was asked for: a name, or ``"auto"``, with which each
-            micro-batch has its own.
-        recomputed: share of the tokens whose micro-batches compute anything again.
-        steps_ns: time of all simulated steps.
-        flops: their model FLOPs, recomputation left out.
-        peak_bytes: bytes of the fullest rank in the fullest step.
-        shares: share of the ranks' time that is spent on each of :data:`LOSSES`.
-    """
+    """One mesh with its simulated steps."""
 
     mesh: Mesh
     schedule: str
-    activation_checkpointing: str
-    recomputed: float
-    steps_ns: int
+    activation_checkpointing: str  #: what was asked for; by ``"auto"`` each micro-batch has its own
+    recomputed: float  #: share of the tokens whose micro-batches compute anything again
+    steps_ns: int  #: time of all simulated steps
     steps: int
     tokens: int
-    flops: int
-    peak_bytes: int
-    shares: Mapping[str, float]
+    flops: int  #: their model FLOPs, recomputation left out
+    peak_bytes: int  #: bytes of the fullest rank in the fullest step
+    shares: Mapping[str, float]  #: share of the ranks' time that is spent on each of :data:`LOSSES`
 
     @property
     def step_ms(self) -> float:
@@ -100,15 +90,11 @@ class MeshRow:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Meshes that are not among the rows.
-
-    Args:
-        example: one of them, as ``--mesh`` takes it, with its virtual stages where it has any.
-    """
+    """Meshes that are not among the rows."""
 
     reason: str
     count: int
-    example: str
+    example: str  #: one of them, as ``--mesh`` takes it, with its virtual stages where it has any
 
 
 @dataclass(frozen=True)

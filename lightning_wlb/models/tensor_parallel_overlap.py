@@ -41,17 +41,11 @@ from lightning_wlb.models.tensor_parallel import gather_rows, scatter_rows
 
 @dataclass(frozen=True)
 class RowTravel:
-    """How the rows of a micro-batch travel between tensor-parallel ranks.
+    """How the rows of a micro-batch travel between tensor-parallel ranks."""
 
-    Args:
-        group: the tensor-parallel ranks; None for one rank.
-        chunks: parts in which rows travel behind products; 0: products wait for all rows.
-        keys_travel: whether context-parallel ranks exchange keys, behind the queries' product.
-    """
-
-    group: ProcessGroup | None = None
-    chunks: int = 0
-    keys_travel: bool = False
+    group: ProcessGroup | None = None  #: the tensor-parallel ranks; None for one rank
+    chunks: int = 0  #: parts in which rows travel behind products; 0: products wait for all rows
+    keys_travel: bool = False  #: between context-parallel ranks, behind the queries' product
 
     @staticmethod
     def of(groups: ProcessGroups, rows: int) -> RowTravel:

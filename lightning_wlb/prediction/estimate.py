@@ -42,16 +42,11 @@ CUT_ROWS = 4
 
 
 class UnplacedMicroBatch(NamedTuple):
-    """What the estimated cost of a micro-batch depends on.
-
-    Attributes:
-        replicas: how many replicas share it.
-        going_on: pieces with which later micro-batches go on, and so read its keys.
-    """
+    """What the estimated cost of a micro-batch depends on."""
 
     slices: tuple[Slice, ...]
-    replicas: int
-    going_on: int
+    replicas: int  #: how many replicas share it
+    going_on: int  #: pieces with which later micro-batches go on, and so read its keys
 
 
 class Estimates:

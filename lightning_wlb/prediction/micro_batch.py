@@ -55,29 +55,17 @@ class PassTimes(NamedTuple):
 
 
 class MicroBatchCost(NamedTuple):
-    """The sizes and times of one micro-batch on its context-parallel group.
+    """The sizes and times of one micro-batch on its context-parallel group."""
 
-    Attributes:
-        rows: rows of each rank, padding included.
-        keys: most keys that the attention segments of a rank read.
-        indexed: how many of these keys are put in order by an index.
-        kept_rows: rows whose keys and values later slices read; 0 if none do.
-        by_mode: times with each recomputation, in the order of :data:`MODES`.
-        recompute: the mode of the plan; ``_replace`` gives the cost with another.
-        segments: most attention segments of a rank.
-        going_on: pieces with which later micro-batches go on.
-        ranks: context-parallel ranks that share the rows, of all replicas.
-    """
-
-    rows: int
-    keys: int
-    indexed: int
-    kept_rows: int
-    by_mode: tuple[PassTimes, ...]
-    recompute: Recompute = "none"
-    segments: int = 1
-    going_on: int = 0
-    ranks: int = 1
+    rows: int  #: rows of each rank, padding included
+    keys: int  #: most keys that the attention segments of a rank read
+    indexed: int  #: how many of these keys are put in order by an index
+    kept_rows: int  #: rows whose keys and values later slices read; 0 if none do
+    by_mode: tuple[PassTimes, ...]  #: times with each recomputation, in the order of :data:`MODES`
+    recompute: Recompute = "none"  #: the mode of the plan; ``_replace`` gives the cost with another
+    segments: int = 1  #: most attention segments of a rank
+    going_on: int = 0  #: pieces with which later micro-batches go on
+    ranks: int = 1  #: context-parallel ranks that share the rows, of all replicas
 
     @property
     def times(self) -> PassTimes:

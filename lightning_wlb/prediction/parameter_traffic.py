@@ -23,21 +23,13 @@ from lightning_wlb.schedule.simulator import LastBackward
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """What one rank of each stage exchanges with the ranks that share its parameters; times in ns.
+    """What a rank of each stage exchanges with the ranks that share its parameters; times in ns."""
 
-    Args:
-        ranks: ranks of the pipeline.
-        buckets: number of buckets of each stage, virtual ones in order.
-        gather: time to gather all buckets of a stage.
-        reduce: time to reduce the gradients of all buckets of a stage.
-        optimise: time of the optimizer on the shards of the slowest rank.
-    """
-
-    ranks: int
-    buckets: tuple[int, ...]
-    gather: tuple[int, ...]
-    reduce: tuple[int, ...]
-    optimise: int
+    ranks: int  #: ranks of the pipeline
+    buckets: tuple[int, ...]  #: number of buckets of each stage, virtual ones in order
+    gather: tuple[int, ...]  #: time to gather all buckets of a stage
+    reduce: tuple[int, ...]  #: time to reduce the gradients of all buckets of a stage
+    optimise: int  #: time of the optimizer on the shards of the slowest rank
 
     @staticmethod
     def of(latency: LatencyModel, memory: StepMemory) -> ParameterTraffic:

@@ -138,15 +138,10 @@ def _alike(replicas: Sequence[ReplicaPlan], group: Sequence[int]) -> dict[Place,
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Looks for the modes of replicas that share micro-batches with each other only.
+    """Looks for the modes of replicas that share micro-batches with each other only."""
 
-    Args:
-        accounts: what the ranks of each replica hold, by the replica's place.
-        alike: for each micro-batch those with the same mode.
-    """
-
-    accounts: dict[int, _Account]
-    alike: Mapping[Place, Sequence[Place]]
+    accounts: dict[int, _Account]  # what the ranks of each replica hold, by the replica's place
+    alike: Mapping[Place, Sequence[Place]]  # for each micro-batch those with the same mode
 
     @property
     def excess(self) -> int:
@@ -203,17 +198,11 @@ class _Search:
 
 
 class _Backwards(NamedTuple):
-    """When a replica's backwards run, and the bytes held in each that do not depend on modes.
+    """When a replica's backwards run, and the bytes held in each that do not depend on modes."""
 
-    Attributes:
-        first: int64 [stages, micro-batches], backwards that a rank has run before each forward.
-        last: int64 [stages, micro-batches], backwards that it has run before each backward.
-        held: int64 [ranks, backwards], bytes that a rank holds besides what forwards have saved.
-    """
-
-    first: Integers
-    last: Integers
-    held: Integers
+    first: Integers  # [stages, micro-batches], backwards that a rank has run before each forward
+    last: Integers  # [stages, micro-batches], backwards that it has run before each backward
+    held: Integers  # [ranks, backwards], bytes that a rank holds besides what forwards have saved
 
 
 def _backwards(

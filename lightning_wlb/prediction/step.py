@@ -20,17 +20,11 @@ from lightning_wlb.schedule.simulator import Simulation
 
 
 class SimulatedReplicas(NamedTuple):
-    """The simulated steps of some replicas.
+    """The simulated steps of some replicas."""
 
-    Attributes:
-        costs: [replicas][micro-batches in forward order].
-        simulations: one for each replica.
-        peak_bytes: on the fullest rank, state included.
-    """
-
-    costs: list[list[MicroBatchCost]]
-    simulations: list[Simulation]
-    peak_bytes: int
+    costs: list[list[MicroBatchCost]]  #: [replicas][micro-batches in forward order]
+    simulations: list[Simulation]  #: one for each replica
+    peak_bytes: int  #: on the fullest rank, state included
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,29 +30,18 @@ from lightning_wlb.sharding.integer_ranges import Integers
 
 
 class ActionOrder(NamedTuple):
-    """The order in which a replica's actions run, whatever they take.
+    """The order in which a replica's actions run, whatever they take."""
 
-    Attributes:
-        order: micro-batches in the order of their backwards.
-        planned: forwards that the last rank runs before each backward.
-        readers: see :func:`.first_readers`.
-    """
-
-    order: Sequence[int]
-    planned: Sequence[int]
-    readers: Mapping[int, int]
+    order: Sequence[int]  #: micro-batches in the order of their backwards
+    planned: Sequence[int]  #: forwards that the last rank runs before each backward
+    readers: Mapping[int, int]  #: see :func:`.first_readers`
 
 
 class StepTimes(NamedTuple):
-    """When a step ends.
+    """When a step ends."""
 
-    Attributes:
-        total_ns: its length, with the reduction of gradients and the optimizer.
-        ends_ns: when each replica has run all its actions.
-    """
-
-    total_ns: int
-    ends_ns: tuple[int, ...]
+    total_ns: int  #: its length, with the reduction of gradients and the optimizer
+    ends_ns: tuple[int, ...]  #: when each replica has run all its actions
 
 
 class Ends(NamedTuple):

@@ -45,14 +45,10 @@ MOST_CALLS = 20
 class Held:
     """How long the host took to queue work while :meth:`.CallTimer.held` kept the device from
     running it.
-
-    Attributes:
-        seconds: how long the host took; 0 where it does the work itself, or waited for the device.
-        ahead: whether the device had not begun by then, or has had the longest sleep.
     """
 
-    seconds: float = 0.0
-    ahead: bool = True
+    seconds: float = 0.0  #: of the host; 0 where it does the work itself, or waited for the device
+    ahead: bool = True  #: whether the device had not begun by then, or has had the longest sleep
 
 
 class CallTimer:

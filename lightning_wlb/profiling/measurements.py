@@ -51,15 +51,10 @@ SHORT_DOCUMENT = 32
 
 
 class StageTimes(NamedTuple):
-    """What a stage takes, attention left out.
+    """What a stage takes, attention left out."""
 
-    Attributes:
-        layer: seconds of a layer, [numbers of rows, 2].
-        head: seconds of the head, [numbers of rows, 2].
-    """
-
-    layer: np.ndarray
-    head: np.ndarray
+    layer: np.ndarray  #: seconds of a layer, [numbers of rows, 2]
+    head: np.ndarray  #: seconds of the head, [numbers of rows, 2]
     overhead: ActionOverhead
 
 

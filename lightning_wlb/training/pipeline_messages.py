@@ -33,23 +33,16 @@ class PipelineRank:
 
     Stage s runs on place ``s % P`` of the pipeline's P ranks, so that with V·P stages each rank has
     V virtual stages.
-
-    Args:
-        stages: layers of every stage, by global layer number.
-        schedule: its name in ``lightning_wlb.schedule.programs.SCHEDULES``.
-        groups: the process group of each channel; empty for a single rank.
-        hidden_size: elements per row of a boundary tensor, which has ``rows / mesh.tensor`` rows.
-        ranks: global rank at each place of the pipeline; () for those of the mesh.
     """
 
     rank: Rank
-    stages: tuple[range, ...]
-    schedule: str
-    groups: Mapping[Channel, dist.ProcessGroup]
-    hidden_size: int
+    stages: tuple[range, ...]  #: layers of every stage, by global layer number
+    schedule: str  #: its name in ``lightning_wlb.schedule.programs.SCHEDULES``
+    groups: Mapping[Channel, dist.ProcessGroup]  #: of each channel; empty for a single rank
+    hidden_size: int  #: elements per row of a boundary tensor, of ``rows / mesh.tensor`` rows
     dtype: torch.dtype
     device: torch.device
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  #: global rank at each place of the pipeline; (): those of the mesh
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.ranks or self.rank.group("pipeline"))

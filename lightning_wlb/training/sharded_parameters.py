@@ -50,21 +50,13 @@ def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """How the ranks share one parameter.
+    """How the ranks share one parameter."""
 
-    Attributes:
-        places: the modules that have it, and its name in each.
-        shape: the shape of the whole parameter, or of this rank's tensor-parallel part of it.
-        dim: the dim that is cut.
-        rows: each rank's size of that dim; the last ranks may have fewer.
-        is_part: whether the gradient is a part of a sum over the tensor-parallel ranks.
-    """
-
-    places: tuple[tuple[nn.Module, str], ...]
-    shape: tuple[int, ...]
-    dim: int
-    rows: int
-    is_part: bool
+    places: tuple[tuple[nn.Module, str], ...]  #: the modules that have it, and its name in each
+    shape: tuple[int, ...]  #: of the whole parameter, or of this rank's tensor-parallel part of it
+    dim: int  #: the dim that is cut
+    rows: int  #: each rank's size of that dim; the last ranks may have fewer
+    is_part: bool  #: whether the gradient is a part of a sum over the tensor-parallel ranks
 
     @staticmethod
     def of(parameter: DTensor, places: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
@@ -92,17 +84,11 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are gathered together, and whose gradients are reduced together.
+    """Parameters that are gathered together, and whose gradients are reduced together."""
 
-    Args:
-        modules: their forwards wait for the parameters.
-        stages: the pipeline stages whose actions use them.
-        parameters: what is in the bucket, in the order of its flat buffer.
-    """
-
-    modules: tuple[nn.Module, ...]
-    stages: frozenset[int]
-    parameters: tuple[ShardedParameter, ...]
+    modules: tuple[nn.Module, ...]  #: their forwards wait for the parameters
+    stages: frozenset[int]  #: the pipeline stages whose actions use them
+    parameters: tuple[ShardedParameter, ...]  #: in the order of the bucket's flat buffer
 
     @staticmethod
     def of(

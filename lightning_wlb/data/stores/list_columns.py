@@ -36,12 +36,9 @@ AUTO = "auto"
 class Columns(NamedTuple):
     """The names of the columns that a store reads."""
 
-    tokens: str
-    """Lists of integers."""
-    mask: str | None
-    """Which tokens may be targets; None: all may."""
-    attention: str | None
-    """Which tokens are no padding; None: none is."""
+    tokens: str  #: lists of integers
+    mask: str | None  #: which tokens may be targets; None: all may
+    attention: str | None  #: which tokens are no padding; None: none is
 
     @property
     def names(self) -> list[str]:

@@ -55,14 +55,10 @@ class MegatronDocuments(CheckedDocuments):
 class _Index(NamedTuple):
     """What an index file says."""
 
-    dtype: str
-    """Type of the tokens."""
-    sizes: Array
-    """Tokens of each sequence."""
-    pointers: Array
-    """Where each sequence begins, in bytes."""
-    documents: Array
-    """Number of the first sequence of each document, and at the end the number of sequences."""
+    dtype: str  # type of the tokens
+    sizes: Array  # tokens of each sequence
+    pointers: Array  # where each sequence begins, in bytes
+    documents: Array  # number of the first sequence of each, and at the end the number of sequences
 
 
 def has_index(path: Path) -> bool:

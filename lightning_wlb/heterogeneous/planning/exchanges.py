@@ -61,15 +61,12 @@ class TurnExchange(NamedTuple):
 class Redistribution:
     """One rank's exchanges between the sharded layout and the pipelines of a step.
 
-    Args:
-        base: the pipelines of the mesh over which parameters are sharded.
-
     Raises:
         ValueError: mesh and step differ in ranks or layers.
     """
 
     weights: Weights
-    base: Schemes
+    base: Schemes  #: the pipelines of the mesh over which parameters are sharded
     schemes: Schemes
     rank: int
 

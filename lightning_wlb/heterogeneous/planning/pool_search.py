@@ -58,26 +58,16 @@ MOST = 4
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """Whether steps should leave the mesh, and the figures that say so.
+    """Whether steps should leave the mesh, and the figures that say so."""
 
-    Args:
-        schemes: the pool; empty where it is not worth having.
-        tried: the choices that save most, whether or not they are worth it.
-        proposed: how many choices were simulated.
-        mesh_ns: simulated time of the second half's steps on the mesh.
-        pool_ns: their time where each is on the fastest of the mesh and ``tried``.
-        chosen: how many of these steps take each of ``tried``.
-        steps: how many steps the second half has.
-    """
-
-    schemes: tuple[Schemes, ...]
-    tried: tuple[Schemes, ...]
-    proposed: int
+    schemes: tuple[Schemes, ...]  #: the pool; empty where it is not worth having
+    tried: tuple[Schemes, ...]  #: the choices that save most, whether or not they are worth it
+    proposed: int  #: how many choices were simulated
     mesh: Mesh
-    mesh_ns: int
-    pool_ns: int
-    chosen: tuple[int, ...]
-    steps: int
+    mesh_ns: int  #: simulated time of the second half's steps on the mesh
+    pool_ns: int  #: their time where each is on the fastest of the mesh and ``tried``
+    chosen: tuple[int, ...]  #: how many of these steps take each of ``tried``
+    steps: int  #: how many steps the second half has
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -32,15 +32,10 @@ Truths = NDArray[np.bool_]
 
 
 class WeightBucket(NamedTuple):
-    """Parameters that move together.
+    """Parameters that move together."""
 
-    Attributes:
-        names: of the parameters in the whole model.
-        layers: the bucket is on the stages that have one of these layers.
-    """
-
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
+    names: tuple[str, ...]  #: of the parameters in the whole model
+    layers: tuple[int, ...]  #: the bucket is on the stages that have one of these layers
 
 
 @dataclass(frozen=True)
@@ -148,17 +143,12 @@ def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks].
+    """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks]."""
 
-    Attributes:
-        pipeline: number of the rank's pipeline; ``context`` and ``tensor`` are its place there.
-        size: number of tensor-parallel ranks of that pipeline.
-    """
-
-    pipeline: Integers
+    pipeline: Integers  #: number of the rank's; ``context`` and ``tensor`` are its place there
     context: Integers
     tensor: Integers
-    size: Integers
+    size: Integers  #: number of tensor-parallel ranks of that pipeline
     layers: tuple[range, ...]
 
     @staticmethod
