@@ -16,21 +16,23 @@ import io
 import json
 import os
 import re
-import socket
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model."""
+_COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow)$)")
+_SPLIT = re.compile(
+    r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
+    r"(?![a-z])"
+)
 _COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
 _OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -189,6 +191,44 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
         )
 
 
+def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
+    """Refuse files whose documents would come twice: as copies, packed and unpacked, or by a link.
+
+    Copies are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
+    ``a.jsonl.gz`` beside ``a.jsonl``. Without ``links`` these have been looked at.
+
+    Raises:
+        ValueError: naming both.
+    """
+    seen: dict[str, str] = {}
+    for path in files if links else ():
+        check_once(path, seen)
+    names = set(map(str, files))
+    for path in files:
+        plain = _COPY.sub("", path.name)
+        for original in {plain, plain.removesuffix(".gz")} - {path.name}:
+            if str(path.with_name(original)) in names:
+                raise ValueError(
+                    f"{path} and its copy beside it, {original}, would both be read, and documents"
+                    " come twice. Remove or rename one of them."
+                )
+
+
+def check_one_split(files: Sequence[Path], folder: Path) -> None:
+    """Refuse files of a folder that all say of which split they are, if some alone are to train on.
+
+    Raises:
+        ValueError: naming two of them.
+    """
+    splits = [_SPLIT.search(path.relative_to(folder).as_posix()) for path in files]
+    train = {bool(each[1]): path for each, path in zip(splits, files, strict=True) if each}
+    if all(splits) and len(train) > 1:
+        raise ValueError(
+            f"{folder} has files of several splits, such as {train[True]} and {train[False]}. Give"
+            " those of one, by a folder of their own or a pattern."
+        )
+
+
 def refuse_closed(error: OSError) -> NoReturn:
     """Refuse a folder that cannot be looked into; ``onerror`` of ``os.walk``, which leaves it out.
 
@@ -204,32 +244,6 @@ def refuse_closed(error: OSError) -> NoReturn:
 def printable(text: str) -> str:
     """A text that a terminal shows and does not obey: its control characters as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def reason(error: BaseException) -> str:
-    """Why transformers could not open something; if it wants foreign code run, with the remedy."""
-    if "trust_remote_code" not in str(error):
-        return str(error) or type(error).__name__
-    return (
-        "It asks for Python code of its own, which is not run. If you trust that code, import its"
-        " classes yourself, and register them before (AutoConfig.register, AutoTokenizer.register,"
-        " AutoModelForCausalLM.register of transformers)."
-    )
-
-
-@cache
-def hub_is_out_of_reach() -> bool:
-    """Whether the hub's name cannot be resolved, which its library finds out in half a minute."""
-    from urllib.request import getproxies
-
-    if getproxies():
-        return False  # which may know the hub by its name
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return True
-    return False
 
 
 def own_folder(path: Path, mode: int = 0o700) -> Path:

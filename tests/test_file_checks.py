@@ -238,29 +238,6 @@ def test_a_folder_names_no_file_outside_of_it(tmp_path: Path) -> None:
             Folder(tmp_path / "in")
 
 
-def test_the_hub_is_out_of_reach_where_its_name_is_not_known(monkeypatch) -> None:
-    asked = []
-
-    def unknown(host: str, port: object) -> None:
-        asked.append(host)
-        raise OSError("Name or service not known")
-
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub")
-    file_checks.hub_is_out_of_reach.cache_clear()
-    try:
-        assert file_checks.hub_is_out_of_reach()
-        assert asked == ["mirror.example"]
-        file_checks.hub_is_out_of_reach.cache_clear()
-        monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-        assert not file_checks.hub_is_out_of_reach()
-    finally:
-        file_checks.hub_is_out_of_reach.cache_clear()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to another user")
 def test_root_makes_no_folder_in_the_home_of_a_user(tmp_path: Path) -> None:
     """Else that user has no ``~/.cache`` any more, after one ``sudo`` that keeps HOME."""

@@ -122,32 +122,9 @@ def load(
         f"optimizer_{index}.{name}" for index, each in enumerate(optimizer_states) for name in each
     )
     _check_names(path, model, weights, kept if optimizers else None, names, ranks)
-    rounded = [
-        name
-        for name, value in weights.items()
-        if isinstance(there := names.get(f"{WEIGHTS}.{name}"), TensorStorageMetadata)
-        and there.properties.dtype.itemsize > value.dtype.itemsize
-    ]
-    if optimizers and rounded:
-        rank_zero_warn(
-            f"{path} holds weights in a wider dtype than they have here, and they are rounded to"
-            f" it; {in_words({weights[rounded[0]].dtype: rounded})}. To go on exactly, resume with"
-            " the precision of the run that saved it."
-        )
     fill(state, path, stored, ranks, listed)
-    changed = {
-        f"{option} {value!r} (here {made[name]!r})"
-        for index, made in enumerate(optimizer_states)
-        for name, value in state[f"optimizer_{index}"].items()
-        if name.startswith("param_groups.")
-        and (option := name.rpartition(".")[2]) not in _MOVED
-        and repr(value) != repr(made[name])
-    }
-    if said := sorted(set().union(*ranks.every(lambda: changed))):
-        rank_zero_warn(
-            f"{path} brings options of the optimizer that configure_optimizers gives otherwise, and"
-            f" they hold from here on, as they do in torch: {', '.join(said[:8])}."
-        )
+    if optimizers:
+        _tell_of_changes(path, names, state, optimizer_states, ranks)
     set_model_state_dict(model, weights, options=_OPTIONS)
     back = {there: here for here, there in renamed.items()}
     for index, optimizer in enumerate(optimizers):
@@ -163,6 +140,45 @@ def load(
         if not _has_state(names, index):
             optimizer.state.clear()  # saved before the first step
     return rest
+
+
+def _tell_of_changes(
+    path: Path,
+    stored: Mapping[str, Any],
+    state: Mapping[str, dict[str, Any]],
+    made: Sequence[Mapping[str, Any]],
+    ranks: Ranks,
+) -> None:
+    """Warn of weights that are rounded, and of options other than those ``made`` here; collective.
+
+    ``state`` is what has been read, ``stored`` the metadata of what the checkpoint holds.
+    """
+    weights = state[WEIGHTS]
+    rounded = [
+        name
+        for name, value in weights.items()
+        if isinstance(there := stored.get(f"{WEIGHTS}.{name}"), TensorStorageMetadata)
+        and there.properties.dtype.itemsize > value.dtype.itemsize
+    ]
+    if rounded:
+        rank_zero_warn(
+            f"{path} holds weights in a wider dtype than they have here, and they are rounded to"
+            f" it; {in_words({weights[rounded[0]].dtype: rounded})}. To go on exactly, resume with"
+            " the precision of the run that saved it."
+        )
+    changed = {
+        f"{option} {value!r} (here {own[name]!r})"
+        for index, own in enumerate(made)
+        for name, value in state[f"optimizer_{index}"].items()
+        if name.startswith("param_groups.")
+        and (option := name.rpartition(".")[2]) not in _MOVED
+        and repr(value) != repr(own[name])
+    }
+    if said := sorted(set().union(*ranks.every(lambda: changed))):
+        rank_zero_warn(
+            f"{path} brings options of the optimizer that configure_optimizers gives otherwise, and"
+            f" they hold from here on, as they do in torch: {', '.join(said[:8])}."
+        )
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising.sources import LINES, TEXTS, check_no_copies
+from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
-from lightning_wlb.file_checks import refuse_closed
+from lightning_wlb.file_checks import check_no_copies, refuse_closed
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 

@@ -46,7 +46,6 @@ from lightning_wlb.data.stores.list_columns import (
     lengths_of,
     mapped_batches,
 )
-from lightning_wlb.data.tokenising.sources import check_no_copies, check_one_split
 
 FACTS = "lightning_wlb.json"
 """What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
@@ -190,8 +189,8 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
         raise ValueError(
             f"{name} has {kept[0].name}, a cache of datasets. Give files by a pattern."
         )
-    check_no_copies(files)
-    check_one_split(files, folder)
+    file_checks.check_no_copies(files)
+    file_checks.check_one_split(files, folder)
     return files
 
 
@@ -232,7 +231,7 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
             f"{name}: its state.json names {twice[0]} twice, whose documents would come twice. Make"
             " the folder again."
         )
-    check_no_copies(listed)
+    file_checks.check_no_copies(listed)
     return listed or _shards(path, suffix, name), facts
 
 

@@ -3,8 +3,8 @@
 A source is a file of JSON lines (``.jsonl``, ``.jsonl.gz``), a text file (``.txt``, ``.md``: one
 document), or a folder of one of these kinds, searched with everything below it, in order of path.
 Links are followed, and what is found twice by them is refused, as are copies and files of several
-splits (:func:`check_no_copies`, :func:`check_one_split`). Hidden files and folders are passed over,
-and so are text files beside JSON lines.
+splits (:func:`.check_no_copies`, :func:`.check_one_split`). Hidden files and folders are passed
+over, and so are text files beside JSON lines.
 
 Shards are ranges of bytes of the files one after another, about equal, and depend on the files'
 sizes alone: never on how many processes read them. A line belongs to the shard in which it begins;
@@ -19,9 +19,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,11 +37,6 @@ MOST_BYTES = 1 << 28
 
 _MOST_SHARDS = 1024
 _LEAST_SHARD_BYTES = 4 << 20
-_COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow)$)")
-_SPLIT = re.compile(
-    r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
-    r"(?![a-z])"
-)
 
 
 class Part(NamedTuple):
@@ -97,8 +91,8 @@ class Source:
             raise ValueError(
                 f"{path} holds {len(found)} files and none that can be read. Give {known}."
             )
-        check_no_copies(chosen, links=False)
-        check_one_split(chosen, path)
+        file_checks.check_no_copies(chosen, links=False)
+        file_checks.check_one_split(chosen, path)
         left = sorted(set(found) - set(chosen))
         return cls(path, tuple(chosen), tuple(each.relative_to(path).as_posix() for each in left))
 
@@ -195,44 +189,6 @@ def rows(part: Part) -> Iterator[Row]:
                 at += len(line)
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{part.path} cannot be unpacked: {error}. Compress it again.") from error
-
-
-def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
-    """Refuse files whose documents would come twice: as copies, packed and unpacked, or by a link.
-
-    Copies are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
-    ``a.jsonl.gz`` beside ``a.jsonl``. Without ``links`` these have been looked at.
-
-    Raises:
-        ValueError: naming both.
-    """
-    seen: dict[str, str] = {}
-    for path in files if links else ():
-        file_checks.check_once(path, seen)
-    names = set(map(str, files))
-    for path in files:
-        plain = _COPY.sub("", path.name)
-        for original in {plain, plain.removesuffix(".gz")} - {path.name}:
-            if str(path.with_name(original)) in names:
-                raise ValueError(
-                    f"{path} and its copy beside it, {original}, would both be read, and documents"
-                    " come twice. Remove or rename one of them."
-                )
-
-
-def check_one_split(files: Sequence[Path], folder: Path) -> None:
-    """Refuse files of a folder that all say of which split they are, if some alone are to train on.
-
-    Raises:
-        ValueError: naming two of them.
-    """
-    splits = [_SPLIT.search(path.relative_to(folder).as_posix()) for path in files]
-    train = {bool(each[1]): path for each, path in zip(splits, files, strict=True) if each}
-    if all(splits) and len(train) > 1:
-        raise ValueError(
-            f"{folder} has files of several splits, such as {train[True]} and {train[False]}. Give"
-            " those of one, by a folder of their own or a pattern."
-        )
 
 
 def _files_below(folder: Path) -> list[Path]:

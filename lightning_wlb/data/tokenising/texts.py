@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.file_checks import (
-    check_model,
-    hub_is_out_of_reach,
-    printable,
-    read_bytes,
-    read_json,
-    reason,
-)
+from lightning_wlb.file_checks import check_model, printable, read_bytes, read_json
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that are taken for the end of a document, if a tokenizer has just one of them."""
@@ -183,6 +180,21 @@ def tokenizer_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
+@cache
+def hub_is_out_of_reach() -> bool:
+    """Whether the hub's name cannot be resolved, which its library finds out in half a minute."""
+    from urllib.request import getproxies
+
+    if getproxies():
+        return False  # which may know the hub by its name
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return False
+
+
 def hugging_face_tokenizer(name: str) -> Any:
     """A tokenizer of transformers, by folder or name.
 
@@ -246,6 +258,17 @@ def _check_classes(*names: Any) -> None:
                 f"its tokenizer_class={name!r} is no tokenizer's class. Put that of the tokenizer"
                 " there, as PreTrainedTokenizerFast"
             )
+
+
+def reason(error: BaseException) -> str:
+    """Why transformers could not open something; if it wants foreign code run, with the remedy."""
+    if "trust_remote_code" not in str(error):
+        return str(error) or type(error).__name__
+    return (
+        "It asks for Python code of its own, which is not run. If you trust that code, import its"
+        " classes yourself, and register them before (AutoConfig.register, AutoTokenizer.register,"
+        " AutoModelForCausalLM.register of transformers)."
+    )
 
 
 @contextmanager

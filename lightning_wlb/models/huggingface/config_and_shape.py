@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
-from lightning_wlb.file_checks import check_counts, check_model, hub_is_out_of_reach, reason
+from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
+from lightning_wlb.file_checks import check_counts, check_model
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.model_parts import blank_model
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments

@@ -201,3 +201,26 @@ def test_the_digest_is_of_the_tokenizer_that_is_used(tmp_path, monkeypatch) -> N
     assert TextEncoder(str(path), "text").digest == before
     monkeypatch.setattr(texts, "Tokenizer", made)
     assert TextEncoder(str(path), "text").digest != before
+
+
+def test_the_hub_is_out_of_reach_where_its_name_is_not_known(monkeypatch) -> None:
+    asked = []
+
+    def unknown(host: str, port: object) -> None:
+        asked.append(host)
+        raise OSError("Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub")
+    texts.hub_is_out_of_reach.cache_clear()
+    try:
+        assert texts.hub_is_out_of_reach()
+        assert asked == ["mirror.example"]
+        texts.hub_is_out_of_reach.cache_clear()
+        monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+        assert not texts.hub_is_out_of_reach()
+    finally:
+        texts.hub_is_out_of_reach.cache_clear()
