@@ -1,8 +1,8 @@
 """All ranks read a checkpoint together and compare it with its manifest; no code in it is run.
 
-Sizes, and the checksums of the small files, are compared first. The checksums of the shards are
-computed in threads while the shards are read, each by one rank, so that every byte is looked at
-once; what was read counts when all ranks agree.
+Sizes, and the checksums of the small files, are compared first. The checksums of all files are
+computed in threads while the shards are read, each by one rank of those that see the same folder:
+a node may have a copy on a disk of its own. What was read counts when all ranks agree.
 
 torch.distributed.checkpoint unpickles ``.metadata``, and entries that are not tensors (an
 optimizer's settings), as whatever they are, which runs code that whoever wrote them chose. Here
@@ -77,11 +77,10 @@ def fill(
         ValueError: the folder does not hold what the state asks for, or holds more than tensors
             and plain types.
     """
-    names = sorted(filter(safe_metadata.SHARD.fullmatch, listed.files if listed else ()))
     with ThreadPoolExecutor(1) as pool:
-        mine = names[ranks.rank :: ranks.size]
         compared = None
         if listed is not None:
+            mine = _share(folder, sorted(listed.files), ranks)
             compared = pool.submit(manifest.check_files, folder, listed, mine)
         problem: Exception | None = None
         try:
@@ -99,6 +98,17 @@ def fill(
             ranks.each(compared.result)
     if problem is not None:
         raise problem
+
+
+def _share(folder: Path, names: list[str], ranks: Ranks) -> list[str]:
+    """The files that this rank compares, so that one rank compares each of each copy; collective.
+
+    A copy has another manifest: by its number, or by when it was made, which no copying keeps.
+    """
+    status = (folder / manifest.NAME).stat
+    seen = ranks.every(lambda: (status().st_ino, status().st_ctime_ns))
+    peers = [rank for rank, each in enumerate(seen) if each == seen[ranks.rank]]
+    return names[peers.index(ranks.rank) :: len(peers)]
 
 
 class _SafeReader(dcp.FileSystemReader):

@@ -1,5 +1,6 @@
 """What was damaged, or made to do harm, is refused; what is whole is read."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
-from tests.checkpoints.small_checkpoints import load, poison, save
+from tests.checkpoints.small_checkpoints import load, model, poison, save
+from tests.ranks import run_ranks
 
 FILES = ("__0_0.distcp", ".metadata", "meta.pt", "manifest.json")
 
@@ -67,6 +69,30 @@ def test_of_each_rank_meta_pt_is_of_the_save_that_rank_0_sees(saves, tmp_path, m
     monkeypatch.setattr(manifest, "check_files", lambda *_: None)
     with pytest.raises(manifest.Damaged, match=r"meta\.pt is of another save than manifest\.json"):
         load(path)
+
+
+def load_from_disks_of_their_own(rank: int, disks: list[Path], problem: str) -> None:
+    """Each rank reads below its own working folder, and names the same path."""
+    os.chdir(disks[rank])
+    with pytest.raises(manifest.Damaged, match=problem):
+        load(Path("6.ckpt"))
+    os.chdir(disks[0])
+    assert load(Path("6.ckpt")) == 6.0
+
+
+@pytest.mark.parametrize("exchanged", [False, True], ids=["damaged", "of another save"])
+def test_a_copy_that_another_rank_sees_is_compared_too(exchanged, saves, tmp_path):
+    """As where a checkpoint was copied to a disk of each node: rank 0's copy vouches for none."""
+    disks = [saves[0].parent, tmp_path]
+    shard = Path(shutil.copytree(saves[0], tmp_path / "6.ckpt")) / "__0_0.distcp"
+    content, weight = shard.read_bytes(), model(6.0)[0][0].weight.detach().numpy().tobytes()
+    assert weight in content
+    shard.write_bytes(
+        (saves[1] / shard.name).read_bytes() if exchanged else content.replace(weight, bytes(24))
+    )
+    assert shard.stat().st_size == len(content)
+    problem = r"rank 1 .*6\.ckpt is damaged: the content of __0_0.distcp is not what was written"
+    run_ranks(load_from_disks_of_their_own, 2, disks, problem)
 
 
 def test_a_checkpoint_without_a_manifest_is_damaged(saves, tmp_path):
