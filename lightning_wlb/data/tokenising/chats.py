@@ -115,6 +115,7 @@ class ChatEncoder:
                 text, spans = self._differences(messages, tools)
             if not all(learned):
                 spans = _learned(spans, learned)
+            _check_contents(messages, text)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
@@ -173,6 +174,16 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     ends = np.array([stop for _, stop in offsets], np.int64)
     starts, stops = np.sort(np.array(spans, np.int64).reshape(-1, 2), axis=0).T
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
+
+
+def _check_contents(messages: list[dict[str, Any]], text: str) -> None:
+    """Refuse content in parts that the template has written as Python writes a list."""
+    for content in (message.get("content") for message in messages):
+        if content and isinstance(content, list | dict) and str(content) in text:
+            raise ValueError(
+                f"it knows no content in parts, and would have {str(content)[:80]} learned. Put the"
+                " text itself there, or use a template that reads parts."
+            )
 
 
 def _learned(spans: list[Span], learned: list[bool]) -> list[Span]:

@@ -152,6 +152,17 @@ def test_tools_and_missing_entries_reach_the_template(folder) -> None:
     assert made[0].tokens.tolist() == fox + made[1].tokens.tolist()
 
 
+def test_content_in_parts_is_for_the_template_to_read(folder) -> None:
+    template = PLAIN.replace("m['content']", "m['content'][0]['text']")
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "parts", template), "messages")
+    plain = ChatEncoder(saved_chat_tokenizer(folder / "whole", PLAIN), "messages")
+    chat = [("user", "the fox"), ("assistant", "jumps")]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in chat]
+    (found,), (wanted,) = encoder.documents([row(parts)]), plain.documents([row(messages_of(chat))])
+    assert (found.tokens == wanted.tokens).all()
+    assert (found.mask == wanted.mask).all()
+
+
 def test_a_template_of_its_own_for_tools_is_marked_or_not_by_itself(folder) -> None:
     plain, marked = (
         ChatEncoder(saved_chat_tokenizer(folder / name, template), "messages")
@@ -220,6 +231,14 @@ FORGETS = (
             PLAIN,
             [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 0.5}],
             r"message 1, of 'assistant', has weight=0.5",
+        ),
+        (
+            PLAIN.replace("m['content']", "m['content'] | trim"),
+            [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "b"},
+            ],
+            r"knows no content in parts, and would have \[\{'type': 'text', 'text': 'a'\}\]",
         ),
         (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
         (
