@@ -174,23 +174,14 @@ def _too_large(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Advice in words: what balancing gains over cutting and concatenating, and over ``best_fit``.
+    """Advice in words: what balancing gains over cutting and concatenating, and ``best_fit``."""
 
-    Args:
-        request: by whose documents, model and profile all is simulated.
-        chosen: a packing that keeps documents whole.
-        original: cutting and concatenating at its fastest; None where that fits on no mesh.
-        reference: ``best_fit`` at its fastest; None likewise.
-        searched: whether each is on its own best mesh; else all are on one.
-        faster: one that keeps documents whole too and is faster, by less than is called a gain.
-    """
-
-    request: MeshRequest
-    chosen: Forecast
-    original: Forecast | None
-    reference: Forecast | None
-    searched: bool = False
-    faster: Forecast | None = None
+    request: MeshRequest  #: by whose documents, model and profile all is simulated
+    chosen: Forecast  #: a packing that keeps documents whole
+    original: Forecast | None  #: cut and concatenated at its fastest; None: that fits on no mesh
+    reference: Forecast | None  #: ``best_fit`` at its fastest; None likewise
+    searched: bool = False  #: whether each is on its own best mesh; else all are on one
+    faster: Forecast | None = None  #: keeps documents whole too, and is faster by less than a gain
 
     @property
     def gain(self) -> float:

@@ -41,18 +41,13 @@ Step = Sequence[Simulation]
 
 
 class TimelineRow(NamedTuple):
-    """A pipeline rank of a replica in a step.
+    """A pipeline rank of a replica in a step."""
 
-    Args:
-        name: as ``replica 0, rank 1``.
-        waits: begin and end in ns, and the name of the row that ends the wait, if it is known.
-        idle: share of the time from the replica's first action to the step's last in which it
-            waits.
-    """
-
-    name: str
+    name: str  #: as ``replica 0, rank 1``
     spans: tuple[Span, ...]
+    #: begin and end in ns, and the name of the row that ends the wait, if it is known
     waits: tuple[tuple[int, int, str], ...]
+    #: share of the time from the replica's first action to the step's last in which it waits
     idle: float
 
 

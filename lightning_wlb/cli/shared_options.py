@@ -65,20 +65,14 @@ def _with_changes(text: str) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class GivenModel:
-    """The model that ``plan --model`` names.
-
-    Args:
-        changes: fields that replace its own.
-        file: the LightningCLI YAML that it is in, if it is in one.
-        settings: what that file says of it beside its config, by argument of its class.
-        foreign: its Hugging Face config, if it has one.
-    """
+    """The model that ``plan --model`` names."""
 
     shape: ModelShape
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)  #: fields that replace its own
+    file: str = ""  #: the LightningCLI YAML that it is in, if it is in one
+    #: what that file says of it beside its config, by argument of its class
     settings: Mapping[str, Any] = field(default_factory=dict)
-    foreign: PretrainedConfig | None = None
+    foreign: PretrainedConfig | None = None  #: its Hugging Face config, if it has one
 
 
 def given_model(text: str) -> GivenModel:

@@ -40,35 +40,24 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class ActionOverhead:
-    """Time of a pass through a stage besides its layers and ends: dispatch and positions.
+    """Time of a pass through a stage besides its layers and ends: dispatch and positions."""
 
-    Args:
-        ns: per action of any size, (forward, backward).
-        row_ns: per row of the micro-batch, (forward, backward).
-        parameter_ns: per parameter of the stage's layers and head, in a backward: its gradient is
-            added to the sums of the step.
-    """
-
-    ns: tuple[float, float] = (0.0, 0.0)
-    row_ns: tuple[float, float] = (0.0, 0.0)
+    ns: tuple[float, float] = (0.0, 0.0)  #: per action of any size, (forward, backward)
+    row_ns: tuple[float, float] = (0.0, 0.0)  #: per row of the micro-batch, (forward, backward)
+    #: per parameter of the stage's layers and head, in a backward: its gradient is added to the
+    #: sums of the step
     parameter_ns: float = 0.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """One class of connection between two devices, in one direction.
+    """One class of connection between two devices, in one direction."""
 
-    Args:
-        latency_ns: time of a hop, as each step of a collective's ring is one.
-        bytes_per_second: what a device sends over the link with large messages.
-        launch_ns: time of a collective or message besides its hops and bytes.
-        ramp_ns: what a large transfer loses until the link is full; a small one loses as much as
-            its bytes take.
-    """
-
-    latency_ns: float
-    bytes_per_second: float
-    launch_ns: float = 0.0
+    latency_ns: float  #: time of a hop, as each step of a collective's ring is one
+    bytes_per_second: float  #: what a device sends over the link with large messages
+    launch_ns: float = 0.0  #: time of a collective or message besides its hops and bytes
+    #: what a large transfer loses until the link is full; a small one loses as much as its bytes
+    #: take
     ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:

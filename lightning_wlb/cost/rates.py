@@ -31,26 +31,19 @@ class AttentionTable:
 
     FLOPs are those of :func:`lightning_wlb.cost.flops.causal_pairs` with the queries rounded up to
     the tile; backward counts 2.5 times the forward's.
-
-    Args:
-        head_dim: width of one head.
-        tile: queries that the kernel rounds a segment up to; 1 where it does not.
-        queries: queries of a segment, ascending.
-        keys_per_query: keys of a segment over its queries, ascending from 1.
-        forward: FLOP/s of the forward pass, [queries][keys_per_query].
-        backward: FLOP/s of the backward pass, [queries][keys_per_query].
-        call_ns: time of a kernel call besides its segments, (forward, backward).
-        at_once: tiles of one head that the device works on at the same time, (forward, backward);
-            1 where a call takes as long as its segments together, however few.
     """
 
-    head_dim: int
-    tile: int
-    queries: tuple[int, ...]
-    keys_per_query: tuple[float, ...]
-    forward: tuple[tuple[float, ...], ...]
+    head_dim: int  #: width of one head
+    tile: int  #: queries that the kernel rounds a segment up to; 1 where it does not
+    queries: tuple[int, ...]  #: queries of a segment, ascending
+    keys_per_query: tuple[float, ...]  #: keys of a segment over its queries, ascending from 1
+    forward: tuple[tuple[float, ...], ...]  #: FLOP/s of the forward pass, [queries][keys_per_query]
+    #: FLOP/s of the backward pass, [queries][keys_per_query]
     backward: tuple[tuple[float, ...], ...]
+    #: time of a kernel call besides its segments, (forward, backward)
     call_ns: tuple[float, float] = (0.0, 0.0)
+    #: tiles of one head that the device works on at the same time, (forward, backward); 1 where a
+    #: call takes as long as its segments together, however few
     at_once: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
@@ -91,17 +84,12 @@ class AttentionTable:
 
 @dataclass(frozen=True)
 class LinearTable:
-    """Achieved FLOP/s of matrix products by rows: a short micro-batch has a lower utilisation.
+    """Achieved FLOP/s of matrix products by rows: a short micro-batch has a lower utilisation."""
 
-    Args:
-        rows: ascending; a call on fewer rows than the first takes as long as on the first.
-        forward: FLOP/s of the forward pass at each number of rows.
-        backward: FLOP/s of the backward pass, of twice the FLOPs.
-    """
-
+    #: ascending; a call on fewer rows than the first takes as long as on the first
     rows: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    forward: tuple[float, ...]  #: FLOP/s of the forward pass at each number of rows
+    backward: tuple[float, ...]  #: FLOP/s of the backward pass, of twice the FLOPs
 
     def __post_init__(self) -> None:
         _check_axis("rows", self.rows)

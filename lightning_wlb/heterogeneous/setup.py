@@ -182,16 +182,11 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
 
 @dataclass(frozen=True, eq=False)
 class HeterogeneousPipelines:
-    """Says what a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``.
-
-    Args:
-        build: makes the whole model, on the meta device.
-        redistribute: makes this rank's exchanges with the pipelines of a step.
-    """
+    """What a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``."""
 
     executor: Executor
-    build: Callable[[], Decoder]
-    redistribute: Callable[[Schemes], Redistribution]
+    build: Callable[[], Decoder]  #: makes the whole model, on the meta device
+    redistribute: Callable[[Schemes], Redistribution]  #: this rank's exchanges with pipelines
     group: dist.ProcessGroup
     timeout: timedelta | None
     _made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = field(

@@ -40,17 +40,13 @@ def modes_of(given: ActivationCheckpointing) -> Sequence[Recompute]:
 
 
 class PassTimes(NamedTuple):
-    """Times of a micro-batch in ns, with one kind of recomputation; pairs are (forward, backward).
+    """Times of a micro-batch in ns with one kind of recomputation, as (forward, backward)."""
 
-    Attributes:
-        attention_ns: the kernel of one layer on the slowest rank; the mean where layers differ.
-        mean_attention_ns: the same as a mean over the ranks.
-        layer_ns: everything in a layer of each kind (``ModelShape.kinds``) on the slowest rank,
-            communication included.
-    """
-
+    #: the kernel of one layer on the slowest rank; the mean where layers differ
     attention_ns: tuple[int, int]
-    mean_attention_ns: tuple[float, float]
+    mean_attention_ns: tuple[float, float]  #: the same as a mean over the ranks
+    #: everything in a layer of each kind (``ModelShape.kinds``) on the slowest rank, communication
+    #: included
     layer_ns: tuple[tuple[int, int], ...]
 
 

@@ -36,14 +36,10 @@ from lightning_wlb.sharding.integer_ranges import Integers
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the ranks of a pipeline; ``costs`` are those of one replica's micro-batches.
-
-    Args:
-        layers: for each stage, virtual ones in order, how many layers of each kind it has.
-    """
+    """Bytes on the ranks of a pipeline; ``costs`` are those of one replica's micro-batches."""
 
     model: MemoryModel
-    layers: tuple[tuple[int, ...], ...]
+    layers: tuple[tuple[int, ...], ...]  #: layers of each kind on each stage, virtual ones in order
 
     @staticmethod
     def of(model: MemoryModel, stages: Sequence[range]) -> StepMemory:

@@ -116,16 +116,12 @@ def peaks_besides(
 
 @dataclass(frozen=True, eq=False)
 class ReplicaTotals:
-    """What a replica adds to the totals of its step, each part made once when it is asked for.
+    """What a replica adds to the totals of its step, each part made once when it is asked for."""
 
-    Args:
-        predictor: one that :func:`has_totals`.
-        alike: the totals of the same plan with other costs, whose order is the same.
-    """
-
-    predictor: Predictor
+    predictor: Predictor  #: one that :func:`has_totals`
     replica: ReplicaPlan
     costs: Sequence[MicroBatchCost]
+    #: the totals of the same plan with other costs, whose order is the same
     alike: ReplicaTotals | None = None
 
     @cached_property

@@ -102,21 +102,15 @@ def receipts(
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One action as it ran on one rank; all times in seconds.
-
-    Args:
-        begin: when it began, from the start of the rank's step (receives included before it).
-        wall: elapsed time of the computation: without waits for the neighbouring stages, with
-            waits inside it (collectives of context and tensor parallelism).
-        compute: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU.
-        attention: the part of ``compute`` spent in attention kernels, collectives excluded.
-    """
+    """One action as it ran on one rank; all times in seconds."""
 
     action: Action
-    begin: float
+    begin: float  #: when it began, from the start of the rank's step (receives included before it)
+    #: elapsed time of the computation: without waits for the neighbouring stages, with waits inside
+    #: it (collectives of context and tensor parallelism)
     wall: float
-    compute: float
-    attention: float
+    compute: float  #: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU
+    attention: float  #: the part of ``compute`` spent in attention kernels, collectives excluded
 
 
 class Span(NamedTuple):

@@ -19,16 +19,11 @@ from lightning_wlb.schedule.packflow import backward_order, backward_orders, pac
 
 
 class Schedule(NamedTuple):
-    """A way to order the actions of a pipeline.
+    """A way to order the actions of a pipeline."""
 
-    Attributes:
-        program: makes the program of one rank, like
-            :func:`~lightning_wlb.schedule.packflow.packflow`.
-        virtual_stages: whether a rank may have several stages.
-    """
-
+    #: makes the program of one rank, like :func:`~lightning_wlb.schedule.packflow.packflow`
     program: Callable[[int, int, Sequence[int], Sequence[int], int], list[Action]]
-    virtual_stages: bool
+    virtual_stages: bool  #: whether a rank may have several stages
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -37,18 +37,13 @@ IDEAL_PERCENT = 102
 
 
 class Tokens(NamedTuple):
-    """What the choice of a sharding needs to know of a micro-batch.
+    """What the choice of a sharding needs to know of a micro-batch."""
 
-    Attributes:
-        lengths: tokens of each piece, at least 1.
-        contexts: tokens in front of each piece that its queries see too, where pieces are slices.
-            The shardings do not depend on them, but the choice among them does.
-        ranks: size of the micro-batch's context-parallel group.
-    """
-
-    lengths: Sequence[int]
+    lengths: Sequence[int]  #: tokens of each piece, at least 1
+    #: tokens in front of each piece that its queries see too, where pieces are slices. The
+    #: shardings do not depend on them, but the choice among them does
     contexts: Sequence[int]
-    ranks: int
+    ranks: int  #: size of the micro-batch's context-parallel group
 
 
 def choose(

@@ -54,23 +54,16 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SlicedIndices:
-    """What one rank needs to run a micro-batch whose slices have earlier or later ones.
+    """What one rank needs to run a micro-batch whose slices have earlier or later ones."""
 
-    Args:
-        own: rows and segments. ``cu_seqlens_k`` counts earlier keys too; ``key_index`` points into
-            the rows that all ranks put together, one rank's ``rows`` after another's. On a single
-            rank it is not used.
-        positions: int64 [n], position of each real local row from its piece's origin.
-        runs: the rows that this rank puts one after another.
-        rows: how many rows each rank puts together; no key is in those beyond a rank's runs.
-        keeps: whether later slices read this micro-batch's keys.
-    """
-
+    #: rows and segments. ``cu_seqlens_k`` counts earlier keys too; ``key_index`` points into the
+    #: rows that all ranks put together, one rank's ``rows`` after another's. On a single rank it is
+    #: not used
     own: RankIndices
-    positions: Integers
-    runs: tuple[Run, ...]
-    rows: int
-    keeps: bool
+    positions: Integers  #: int64 [n], position of each real local row from its piece's origin
+    runs: tuple[Run, ...]  #: the rows that this rank puts one after another
+    rows: int  #: how many rows each rank puts together; no key is in those beyond a rank's runs
+    keeps: bool  #: whether later slices read this micro-batch's keys
 
 
 class SlicedReplica:

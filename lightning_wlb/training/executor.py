@@ -231,14 +231,7 @@ class Executor:
 
 @dataclass(eq=False, repr=False)
 class Step:
-    """One step on one rank: its open micro-batches, the cached keys of slices, and its loss.
-
-    Args:
-        stopwatch: times every action; None: nothing is timed.
-
-    Attributes:
-        loss: sum of this rank's token losses, 0-dim, in at least float32.
-    """
+    """One step on one rank: its open micro-batches, the cached keys of slices, and its loss."""
 
     model: Decoder
     pipeline: PipelineRank
@@ -246,11 +239,12 @@ class Step:
     batch: StepBatch
     messages: Messages
     denominator: int
-    stopwatch: Stopwatch | None = None
+    stopwatch: Stopwatch | None = None  #: times every action; None: nothing is timed
 
     def __post_init__(self) -> None:
         self.cache = KeyValueCache()
         self.last_stage = len(self.pipeline.stages) - 1
+        # The sum of this rank's token losses, in at least float32.
         wide = torch.float64 if self.pipeline.dtype == torch.float64 else torch.float32
         self.loss = torch.zeros((), dtype=wide, device=self.pipeline.device)
         # The hidden state that a stage was given and what it made of it, until its backward.

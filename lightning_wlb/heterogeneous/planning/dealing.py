@@ -57,20 +57,14 @@ def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PipelineKind:
-    """The pipelines of one kind, which plan the pieces that are dealt to them.
+    """The pipelines of one kind, which plan the pieces that are dealt to them."""
 
-    Args:
-        scheme: one of the pipelines.
-        scorer: scores plans of the pipelines. Its predictor is that of a mesh of such pipelines
-            over all ranks, since parameters are sharded over all ranks.
-        sharding: how every micro-batch lies on the context ranks.
-        count: number of the pipelines.
-    """
-
-    scheme: Scheme
+    scheme: Scheme  #: one of the pipelines
+    #: scores plans of the pipelines. Its predictor is that of a mesh of such pipelines over all
+    #: ranks, since parameters are sharded over all ranks
     scorer: ProfileScorer
-    sharding: str = ADAPTIVE
-    count: int = 1
+    sharding: str = ADAPTIVE  #: how every micro-batch lies on the context ranks
+    count: int = 1  #: number of the pipelines
 
     @cached_property
     def place(self) -> Placement:

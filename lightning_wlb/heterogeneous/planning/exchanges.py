@@ -35,19 +35,13 @@ from lightning_wlb.plan import Schemes
 
 
 class ExchangedPiece(NamedTuple):
-    """A box of a parameter that a rank sends to a peer or receives from it.
+    """A box of a parameter that a rank sends to a peer or receives from it."""
 
-    Attributes:
-        peer: global rank of the other end.
-        name: of the parameter in the whole model.
-        place: the box in this rank's own tensor, its shard or what it holds in the step.
-        elements: how many it has.
-    """
-
-    peer: int
-    name: str
+    peer: int  #: global rank of the other end
+    name: str  #: of the parameter in the whole model
+    #: the box in this rank's own tensor, its shard or what it holds in the step
     place: tuple[slice, ...]
-    elements: int
+    elements: int  #: how many it has
 
 
 class TurnExchange(NamedTuple):
