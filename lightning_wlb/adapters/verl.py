@@ -35,15 +35,12 @@ def work_of_verl(tokens: Any) -> Any:
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Divide items into ``k_partitions`` of nearly equal sums.
+    """Divide items into ``k_partitions`` of nearly equal sums, none empty; items are ascending.
 
     Args:
         seqlen_list: the value of each item: its length, or its work.
         k_partitions: number of parts.
         equal_size: whether all parts have equally many items.
-
-    Returns:
-        The items of each part, ascending. No part is empty.
 
     Raises:
         ValueError: fewer items than parts, or a number of items that does not divide.

@@ -110,9 +110,8 @@ def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
 def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[Exposed, Exposed]:
     """What the attention and the feed-forward half of a layer wait for their messages.
 
-    Args:
-        rows: of the micro-batch on the rank.
-        chunks: parts in which the rows travel; 0 means :func:`chunks_of`.
+    ``rows`` are the micro-batch's on the rank, ``chunks`` the parts in which they travel; 0 means
+    :func:`chunks_of`.
     """
     gather, scatter = latency.messages_ns(rows)
     if latency.overlap == "off" or latency.mesh.tensor == 1:

@@ -78,64 +78,49 @@ class Link:
 class Profile:
     """One device and the links around it, in one dtype.
 
-    Args:
-        name: the profile's name in reports.
-        device: the processor's model.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        dtype: the dtype of the work: ``"bfloat16"``, ``"float32"``, ...
-        measured: whether the rates were measured on the device, not taken from publications.
-        sources: sentences that say where every figure comes from, or what was measured how.
-        date: of the measurement or of the figures, ISO 8601.
-        peak_flops: FLOP/s of the data sheet in that dtype, which utilisation is relative to; for
-            a device without a data sheet the highest rate measured.
-        memory_bytes: of one device.
-        devices_per_node: how many share the node's link.
-        element_bytes_per_second: memory traffic of element-wise work.
-        eager_factor: how much longer a layer's and the head's element-wise work takes uncompiled;
-            1 where ``element_bytes_per_second`` was measured on such work.
-        sustained: share of the rates of attention and of matrix products that whole steps reach: 1
-            where they were measured in steps, less where kernels were measured alone and briefly,
-            at clocks that the power limit lets no training hold.
-        attention: one table for each head size.
-        layer: matrix products of a decoder layer.
-        head: the output projection and the loss; backward counts three times the forward's
-            FLOPs, because it recomputes the logits.
-        action: overhead of a pass through a stage.
-        slowed_beside: how much longer products take while a collective runs beside them.
-        links: ``"node"`` (between devices of one node) and ``"network"`` (between nodes).
-        shape: sizes of the layers that were measured; others are extrapolated from them.
-        errors: relative errors of predictions of work that no fit used: of a measured profile
-            those of its own device, else the median of what others published of such devices, by
-            kind of work (docs/accuracy.md).
-        kernel: the attention kernel whose rates ``attention`` has, by the names of
-            ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ....
-
     Raises:
         ValueError: naming the field that is wrong.
     """
 
-    name: str
-    device: str
-    device_type: str
-    dtype: str
-    measured: bool
+    name: str  #: the profile's name in reports
+    device: str  #: the processor's model
+    device_type: str  #: ``"cpu"`` or ``"cuda"``
+    dtype: str  #: the dtype of the work: ``"bfloat16"``, ``"float32"``, ...
+    measured: bool  #: whether the rates were measured on the device, not taken from publications
+    #: sentences that say where every figure comes from, or what was measured how
     sources: tuple[str, ...]
-    date: str
+    date: str  #: of the measurement or of the figures, ISO 8601
+    #: FLOP/s of the data sheet in that dtype, which utilisation is relative to; for a device
+    #: without a data sheet the highest rate measured
     peak_flops: float
-    memory_bytes: int
-    devices_per_node: int
-    element_bytes_per_second: float
-    attention: tuple[AttentionTable, ...]
-    layer: LinearTable
+    memory_bytes: int  #: of one device
+    devices_per_node: int  #: how many share the node's link
+    element_bytes_per_second: float  #: memory traffic of element-wise work
+    attention: tuple[AttentionTable, ...]  #: one table for each head size
+    layer: LinearTable  #: matrix products of a decoder layer
+    #: the output projection and the loss; backward counts three times the forward's FLOPs, because
+    #: it recomputes the logits
     head: LinearTable
+    #: ``"node"`` (between devices of one node) and ``"network"`` (between nodes)
     links: Mapping[str, Link]
-    action: ActionOverhead
+    action: ActionOverhead  #: overhead of a pass through a stage
+    #: sizes of the layers that were measured; others are extrapolated from them
     shape: Mapping[str, int]
+    #: relative errors of predictions of work that no fit used: of a measured profile those of its
+    #: own device, else the median of what others published of such devices, by kind of work
+    #: (docs/accuracy.md)
     errors: Mapping[str, float]
+    #: the attention kernel whose rates ``attention`` has, by the names of
+    #: ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...
     kernel: str
+    #: how much longer a layer's and the head's element-wise work takes uncompiled; 1 where
+    #: ``element_bytes_per_second`` was measured on such work
     eager_factor: float
+    #: share of the rates of attention and of matrix products that whole steps reach: 1 where they
+    #: were measured in steps, less where kernels were measured alone and briefly, at clocks that
+    #: the power limit lets no training hold
     sustained: float
-    slowed_beside: float
+    slowed_beside: float  #: how much longer products take while a collective runs beside them
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "element_bytes_per_second", "eager_factor"):

@@ -56,24 +56,34 @@ class Recurrence:
 class LayerShape:
     """The sizes of one decoder layer that its FLOPs, time and memory depend on.
 
+    Args:
+        heads: query heads; 1, as are the next three, in a layer without attention.
+        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
+        head_dim: width of one head's query and key.
+        value_dim: width of a value of one head; ``head_dim`` in most models.
+        attention_parameters: elements of the matrices before and after attention.
+        feed_forward_parameters: elements of the matrices that a token meets in the feed-forward
+            network: of a mixture of experts the router, the shared experts, and as many experts as
+            a token is sent to.
+        idle_parameters: elements of the experts' matrices that a token does not meet.
+        vector_parameters: elements of norms and biases.
+        sliding_window: most keys that a query sees, its own included; None for no bound.
+        recurrence: what the layer has in place of attention; None where it attends.
+
     Raises:
         ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
             multiple of ``kv_heads``.
     """
 
-    heads: int  #: query heads; 1, as are the next three, in a layer without attention
-    kv_heads: int  #: key and value heads (grouped-query attention where fewer than ``heads``)
-    head_dim: int  #: width of one head's query and key
-    value_dim: int  #: width of a value of one head; ``head_dim`` in most models
-    attention_parameters: int  #: elements of the matrices before and after attention
-    #: elements of the matrices that a token meets in the feed-forward network: of a mixture of
-    #: experts the router, the shared experts, and as many experts as a token is sent to
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    attention_parameters: int
     feed_forward_parameters: int
-    idle_parameters: int = 0  #: elements of the experts' matrices that a token does not meet
-    vector_parameters: int = 0  #: elements of norms and biases
-    #: most keys that a query sees, its own included; None for no bound
+    idle_parameters: int = 0
+    vector_parameters: int = 0
     sliding_window: int | None = None
-    #: what the layer has in place of attention; None where it attends
     recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:

@@ -210,9 +210,7 @@ class HeterogeneousPipelines:
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
     """Refuse a model that differs from what ``build_model`` makes, which other pipelines would run.
 
-    Args:
-        module: its model may have been split.
-        rebuilt: a whole model from ``build_model``, on the meta device.
+    The module's may have been split; ``rebuilt`` is a whole one from there, on the meta device.
 
     Raises:
         MisconfigurationException: naming the module or parameter. Other ranks may not raise.

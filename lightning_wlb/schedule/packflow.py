@@ -106,9 +106,8 @@ def rounds_of(micro_batches: int, ranks: int) -> list[range]:
 def planned_warm_up(needs: Sequence[int]) -> list[int]:
     """Forwards to run before each backward, so that none waits for more than one.
 
-    Returns:
-        The smallest numbers that are at least those of ``needs`` (as in :func:`packflow`), never
-        fall, and rise by at most one from one backward to the next.
+    They are the smallest numbers that are at least those of ``needs`` (as in :func:`packflow`),
+    never fall, and rise by at most one from one backward to the next.
     """
     result = list(accumulate(needs, max))
     for index in range(len(result) - 2, -1, -1):

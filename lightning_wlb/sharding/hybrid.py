@@ -190,9 +190,8 @@ def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:
 def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
     """Fill the ranks with what was held back until each misses only tiles of the longest pieces.
 
-    Returns:
-        The number of tiles that each rank misses. Together they are those of ``longs``, the first
-        of which may lose some of its first tiles here.
+    The result is the number of tiles that each rank misses. Together they are those of ``longs``,
+    the first of which may lose some of its first tiles here.
     """
     ranks = range(len(deal.room))
     pieces = [(share.document, *chunk) for share in held for chunk in share.chunks]

@@ -31,23 +31,17 @@ SHARDINGS: dict[str, Sharding] = {
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How the tokens of one micro-batch lie on a context-parallel group.
+    """How the tokens of one micro-batch lie on a context-parallel group."""
 
-    Args:
-        lengths: tokens of each piece.
-        rows: rows of each rank, with padding at the end.
-        shared: most rows that any rank holds of pieces that lie on several ranks. These rows come
-            first on each rank, so other ranks read none beyond the first ``shared``.
-        table: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of
-            ranks and of their local rows; none is empty, none is adjacent to its predecessor.
-        first: int64 [ranks + 1], where the chunks of each rank begin, then their number.
-    """
-
-    lengths: tuple[int, ...]
-    rows: int
+    lengths: tuple[int, ...]  #: tokens of each piece
+    rows: int  #: rows of each rank, with padding at the end
+    #: most rows that any rank holds of pieces that lie on several ranks. These rows come first on
+    #: each rank, so other ranks read none beyond the first ``shared``
     shared: int
+    #: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of ranks and of
+    #: their local rows; none is empty, none is adjacent to its predecessor
     table: Integers
-    first: Integers
+    first: Integers  #: int64 [ranks + 1], where the chunks of each rank begin, then their number
 
     @property
     def ranks(self) -> int:
