@@ -23,8 +23,7 @@ from lightning_wlb.argument_checks import choice, whole
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.inherited_hooks import keep_hooks
-from lightning_wlb.data.loader import StepDataset, StepLoader, refuse_prediction
+from lightning_wlb.data.loader import StepDataset, StepLoader
 from lightning_wlb.data.open_documents import (
     Documents,
     check_documents,
@@ -34,6 +33,7 @@ from lightning_wlb.data.open_documents import (
 from lightning_wlb.data.planning_context import context_of
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
+from lightning_wlb.data.trainer_guards import keep_hooks, refuse_prediction
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS

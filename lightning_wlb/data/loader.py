@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -48,6 +48,7 @@ from lightning_wlb.data.open_documents import Documents
 from lightning_wlb.data.store_checks import check_corpora, check_has_targets, count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
+from lightning_wlb.data.trainer_guards import refuse_to_read_ahead
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
@@ -334,6 +335,9 @@ class StepLoader(StatefulDataLoader[StepBatch]):
 
         ``waited`` is how many seconds the workers took to start; the first batch counts them too.
         """
+        if self.begin_at is None:
+            # Only now: of an error at an iteration's beginning Lightning's teardown makes another.
+            refuse_to_read_ahead()
         handed_out = False
         while True:
             begin = time.perf_counter()
@@ -364,13 +368,3 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         """
         if self.begin_at is None:
             self.dataset.load_state_dict(state_dict)
-
-
-def refuse_prediction() -> NoReturn:
-    """Raise MisconfigurationException: there is no ``trainer.predict``."""
-    raise MisconfigurationException(
-        "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
-        " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
-        " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
-        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a folder."
-    )

@@ -31,8 +31,11 @@ from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.inherited_hooks import keep_hooks
-from lightning_wlb.data.loader import StepLoader, refuse_prediction
+from lightning_wlb.data.trainer_guards import (
+    keep_hooks,
+    refuse_accumulation,
+    refuse_prediction,
+)
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, names_and_shapes
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
@@ -147,12 +150,19 @@ class LanguageModule(LoadsCheckpoints):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        names = "setup", "on_train_start", "on_save_checkpoint", "on_load_checkpoint"
+        names = "setup", "on_save_checkpoint", "on_load_checkpoint"
         keep_hooks(LanguageModule, cls, names)
 
     def setup(self, stage: str) -> None:
-        """Count tokens from 0 where a run does not go on: its learning rate begins anew, too."""
-        if stage == TrainerFn.FITTING and not self.trainer.global_step:
+        """Count tokens from 0 where a run does not go on: its learning rate begins anew, too.
+
+        Raises:
+            MisconfigurationException: gradients of several batches are to be accumulated.
+        """
+        if stage != TrainerFn.FITTING:
+            return
+        refuse_accumulation(self.trainer)
+        if not self.trainer.global_step:
             self.tokens_seen, self._counted = 0, (0, 0, 0)
 
     def configure_model(self) -> None:
@@ -251,17 +261,6 @@ class LanguageModule(LoadsCheckpoints):
         """What a step's sum of token losses is divided by, at least 1."""
         nominal = self.loss_normalisation == "nominal"
         return max(plan.nominal_tokens if nominal else plan.target_tokens, 1)
-
-    def on_train_start(self) -> None:
-        """Refuse a StepLoader of the user's own, whose checkpoints would lose a batch."""
-        loader = self.trainer.train_dataloader
-        if isinstance(loader, StepLoader) and loader.begin_at is None:
-            raise MisconfigurationException(
-                "The Trainer was given a StepLoader. Lightning takes a batch ahead of the one that"
-                " it trains on, so that a resumed run would skip a step. Give the Trainer a"
-                " WLBDataModule: trainer.fit(model, WLBDataModule(documents, context_window=...,"
-                " micro_batches=...)). A StepLoader of your own is for a loop without a Trainer."
-            )
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -56,13 +55,6 @@ def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> La
             " optimization cannot work. Remove the setting and return the loss of"
             " self.step(batch) from training_step."
         )
-    if trainer.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but a step plan"
-            " already holds all micro-batches of an optimizer step. Use"
-            " accumulate_grad_batches=1 and WLBDataModule(micro_batches=...) to make a step"
-            " larger."
-        )
     return module
 
 
@@ -88,14 +80,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(each).__name__
-        if isinstance(each, GradientAccumulationScheduler):
-            if each.going_to_accumulate_grad_batches():
-                raise MisconfigurationException(
-                    f"{name}({each.scheduling}) would accumulate gradients of several batches, but"
-                    " a step plan already holds all micro-batches of an optimizer step. Remove it,"
-                    " and make steps larger by WLBDataModule(micro_batches=...)."
-                )
-        elif isinstance(each, BatchSizeFinder):
+        if isinstance(each, BatchSizeFinder):
             raise MisconfigurationException(
                 f"{name} looks for a batch size, but the size of a step is that of its documents."
                 " Remove it; lightning-wlb plan says how many tokens of a micro-batch (cap) fit in"

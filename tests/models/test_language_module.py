@@ -4,6 +4,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -126,12 +127,82 @@ def test_a_loop_without_a_trainer_is_data_parallel_by_summing_gradients():
         assert relative_error(gradient, wanted[name]) <= 1e-10, name
 
 
-def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path):
-    trained = LanguageModule(config(), seed=3)
+class Plain(L.LightningModule):
+    """A module of the user's own around one, which takes the first of the batches it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.steps = module(), []
+
+    def training_step(self, batches, _):
+        batch, *_ = batches.values() if isinstance(batches, dict) else (batches,)
+        self.steps.append(batch.plan.step)
+        return self.inner.step(batch)
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return self.inner.configure_optimizers()
+
+
+class Rereads(L.Callback):
+    """Runs a loop of its own inside a Trainer's."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps = [each.plan.step for each in steps_of(module.inner)]
+
+
+def steps_of(trained):
     settings = DataSettings(context_window=32, micro_batches=2)
-    dataset = StepDataset.for_model(documents(), settings, trained.model_shape)
+    return StepLoader(StepDataset.for_model(documents(), settings, trained.model_shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 1}])
+@pytest.mark.parametrize("own", [Plain, lambda: LanguageModule(config(), seed=3)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda each: each,
+        lambda each: {"t": each},
+        lambda each: [each],
+        lambda each: (b for b in each),
+    ],
+    ids=["bare", "dictionary", "list", "iterable"],
+)
+def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path, given, own, options):
+    loader = given(steps_of(module()))
     with pytest.raises(MisconfigurationException, match=r"would skip a step.*WLBDataModule"):
-        trainer(tmp_path, max_steps=1).fit(trained, StepLoader(dataset))
+        trainer(tmp_path, max_steps=1, **options).fit(own(), loader)
+
+
+def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):
+    trained, rereads = Plain(), Rereads()
+    batches = list(steps_of(trained.inner))
+    numbers = [each.plan.step for each in batches]
+    run = trainer(tmp_path, max_epochs=1, callbacks=[rereads], num_sanity_val_steps=0)
+    run.fit(trained, loader(batches), steps_of(trained.inner))
+    assert rereads.steps == numbers
+    assert trained.steps == numbers * 2
+    run.validate(trained, steps_of(trained.inner))
+    assert trained.steps == numbers * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+    ],
+)
+def test_gradients_of_several_batches_are_not_accumulated(tmp_path, options):
+    """The tokens of one of them alone would count."""
+    pattern = (
+        r"(accumulate_grad_batches=2|GradientAccumulationScheduler\(\{1: 2, 0: 1\}\)) would"
+        r" accumulate .*WLBDataModule\(micro_batches=...\)"
+    )
+    data = WLBDataModule(documents(), context_window=32, micro_batches=2, num_workers=0)
+    with pytest.raises(MisconfigurationException, match=pattern):
+        trainer(tmp_path, **options).fit(LanguageModule(config()), data)
 
 
 def test_precision_does_not_change_initial_values(tmp_path):

@@ -1,0 +1,100 @@
+"""What keeps a Trainer from repeating, losing or miscounting steps: refusals, and hooks that stay.
+
+Lightning's own hooks do nothing, so that most users override them and call nobody. A few of ours
+keep what a run resumes from, and a run would repeat documents or begin its learning rate anew if
+they were left out. A class that calls :func:`keep_hooks` as it is subclassed has them run in front
+of the override. They run twice where that calls ``super()`` too, and must allow it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from traceback import walk_stack
+from typing import Any, NoReturn
+
+import lightning.pytorch as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+
+def keep_hooks(root: type, cls: type, names: tuple[str, ...]) -> None:
+    """Let the hooks that ``cls`` overrides run behind those that it would hide.
+
+    Args:
+        root: the class whose hooks, and those of whose subclasses, are kept.
+        cls: a subclass that was just made.
+        names: of the hooks.
+    """
+    hidden = next(each for each in cls.__mro__[1:] if issubclass(each, root))
+    for name in names:
+        own, theirs = getattr(cls, name), getattr(hidden, name)
+        if own is not theirs:  # it may also be that of a mixin
+            setattr(cls, name, _behind(theirs, own))
+
+
+def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        kept = theirs(*args, **kwargs)
+        given = own(*args, **kwargs)
+        return {**kept, **given} if isinstance(kept, dict) and isinstance(given, dict) else given
+
+    return hook
+
+
+def refuse_to_read_ahead() -> None:
+    """Refuse a loader of the user's own if its caller iterates over it for a Trainer's training.
+
+    Lightning tells a loader nothing of the Trainer that it was given to, be it alone, in a
+    dictionary or inside an iterable of the user's. But where a Trainer trains on it, one of its
+    fetchers is on the stack, called by the training loop. (Nearer than a loop of the user's in a
+    hook no fetcher is.)
+
+    Raises:
+        MisconfigurationException: naming the remedy.
+    """
+    loops = []
+    for frame, _ in walk_stack(sys._getframe()):
+        home, _, loop = frame.f_globals.get("__name__", "").partition(".loops.")
+        if home in ("lightning.pytorch", "pytorch_lightning"):
+            loops.append(loop)
+    asking = next((each for each in loops if each != "fetchers"), "")
+    if loops[:1] == ["fetchers"] and asking in ("fit_loop", "training_epoch_loop"):
+        raise MisconfigurationException(
+            "The Trainer was given a StepLoader. Lightning takes a batch ahead of the one that it"
+            " trains on, so that a resumed run would skip a step. Give the Trainer a WLBDataModule:"
+            " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=...))."
+            " A StepLoader of your own is for a loop without a Trainer."
+        )
+
+
+def refuse_accumulation(trainer: L.Trainer) -> None:
+    """Refuse a Trainer that takes an optimizer step for several batches, now or in later epochs.
+
+    Raises:
+        MisconfigurationException: naming the option or callback and the remedy.
+    """
+    number = trainer.accumulate_grad_batches
+    asked = [f"accumulate_grad_batches={number}"] if number != 1 else []
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, GradientAccumulationScheduler):
+            several = each.going_to_accumulate_grad_batches()
+            asked += [f"{type(each).__name__}({each.scheduling})"] if several else []
+    if asked:
+        raise MisconfigurationException(
+            f"{' and '.join(asked)} would accumulate gradients of several batches, but a batch"
+            " already holds all micro-batches of an optimizer step. Remove it, and make steps"
+            " larger by WLBDataModule(micro_batches=...)."
+        )
+
+
+def refuse_prediction() -> NoReturn:
+    """Raise MisconfigurationException: there is no ``trainer.predict``."""
+    raise MisconfigurationException(
+        "trainer.predict is not there: a step's documents are split over ranks, and no rank has the"
+        " logits of a whole document. For losses use WLBDataModule(test_documents=...) and"
+        " trainer.test; to score or generate, take the model elsewhere: lightning-wlb export writes"
+        " a Hugging Face folder, and LanguageModule.load_from_checkpoint reads a folder."
+    )
