@@ -3,7 +3,8 @@
 Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists of integers. The
 mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 and 1, or ``labels``
 as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
-were padded are refused. Other columns are not looked at.
+were padded are refused, and so are rows of several documents, which ``PACKED_COLUMNS`` tell. Other
+columns are not looked at.
 
 Lengths come from the list offsets, and tokens are slices of the lists' values, straight from the
 memory map: no token is read before it is asked for. Offsets of a damaged file that lead outside its
@@ -27,6 +28,7 @@ from lightning_wlb.file_checks import check_regular
 TOKEN_COLUMNS = ("input_ids", "tokens")
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
 ATTENTION_COLUMN = "attention_mask"
+PACKED_COLUMNS = ("position_ids", "seq_lengths", "cu_seqlens")
 LABELS = "labels"
 IGNORED_LABEL = -100
 """The label that Hugging Face gives to a token that may not be a target."""
@@ -59,6 +61,13 @@ def columns_of(
     """
     if column is None:
         column = _token_column(schema, name)
+    others = (each for each in schema if each.name != column and _is_integers(each.type))
+    if packed := [each.name for each in others if each.name in PACKED_COLUMNS]:
+        raise ValueError(
+            f"{name} has a column {packed[0]!r}, as rows have that were packed of several"
+            " documents, which would attend to each other. Give each document a row of its own,"
+            " since steps are packed here; or leave the column out if each row is one document."
+        )
     if mask_column == AUTO:
         present = [each for each in MASK_COLUMNS if each in schema.names and each != column]
         if len(present) > 1:

@@ -195,6 +195,11 @@ def beside(name: str, values: Any, kind: Any = None) -> pa.Table:
             beside("labels", TOKENS).append_column("loss_mask", pa.array(TOKENS)),
             "several columns that may be masks: loss_mask, labels",
         ),
+        (
+            beside("seq_lengths", [[1, 2], [1], [2]]),
+            "a column 'seq_lengths', as rows have that were",
+        ),
+        (beside("position_ids", [[0, 0, 1], [0], [0, 1]]), "a column 'position_ids', as rows have"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(tmp_path: Path, table: pa.Table, message: str) -> None:
