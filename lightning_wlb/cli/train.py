@@ -47,8 +47,16 @@ SECTIONS = {"trainer": Trainer, "data": WLBDataModule, "wlb": WLBStrategy}
 _WARNINGS = "`isinstance.treespec, LeafSpec", "The dirpath has changed from"
 
 
-class HelpParser(LightningArgumentParser):
-    """Prints docstrings without the roles and marks that Sphinx reads."""
+class WordsParser(LightningArgumentParser):
+    """Takes words of a configuration for words, and prints docstrings without Sphinx's marks."""
+
+    def _add_signature_parameter(self, *given: Any, **options: Any) -> Any:
+        """Jsonargparse's; no value but of ``--config`` and of a whole section names a file.
+
+        Else ``wlb``, ``tiny`` or ``cpu`` would be whatever lies by that name in the working folder,
+        or beside the configuration: a configuration of another user's, whose classes are made.
+        """
+        return super()._add_signature_parameter(*given, **options | {"sub_configs": False})
 
     def format_help(self, *given: Any, **options: Any) -> str:
         """The help as plain text."""
@@ -91,7 +99,7 @@ class WLBCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser, of the command or of a subcommand."""
         parser = super().init_parser(**kwargs)
-        parser.__class__ = HelpParser
+        parser.__class__ = WordsParser
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

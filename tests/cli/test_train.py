@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import re
 import shlex
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.request import requests_of
 from lightning_wlb.cli.train import BESIDE_THE_POINT, WLBCLI, quieten
+from lightning_wlb.cost.profile import Profile
+from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.plan import Scheme
 from lightning_wlb.strategy.launch import RunDevices
@@ -46,6 +50,35 @@ def test_the_strategy_takes_its_sizes_from_its_section():
     assert isinstance(strategy, WLBStrategy)
     assert "('auto', 2, 'auto', 'auto')" in repr(strategy)
     assert strategy.schedule == "interleaved"
+
+
+def test_words_stand_for_no_files(tmp_path, monkeypatch):
+    """What another user put into the working folder, or beside the configuration, is not read."""
+    made = tmp_path / "made"
+    runs = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", str(made)]}}
+    strategy = "lightning.pytorch.strategies.DeepSpeedStrategy"
+    spec = {"class_path": strategy, "init_args": {"config": {"x": runs}}}
+    for name in ("wlb", "auto", "cpu", "wlb_auto", "lightning_wlb.LanguageModule"):
+        (tmp_path / name).write_text(yaml.safe_dump(spec))
+    (tmp_path / "tiny").write_text(yaml.safe_dump({"dim": 32, "x": runs}))
+    for name in ("stdlib", "h100"):
+        os.mkfifo(tmp_path / name)
+    words = {
+        "trainer": {"strategy": "wlb", "accelerator": "cpu"},
+        "data": {"documents": "stdlib", "profile": "h100", "packing": "auto"},
+        "model": {"class_path": "lightning_wlb.LanguageModule", "init_args": {"config": "tiny"}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(words))
+    monkeypatch.chdir(tmp_path)
+    for given in (["--config=run.yaml"], [f"--config={tmp_path / 'run.yaml'}"]):
+        made_of = WLBCLI(run=False, args=[*given, *QUIET, *DATA[1:]])
+        assert isinstance(made_of.trainer.strategy, WLBStrategy)
+        assert made_of.model.config == TransformerConfig()
+        assert made_of.datamodule.profile == Profile.load("h100")
+    assert not made.exists()
+    # A section may be a file by itself, if it is given as one.
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(words["data"]))
+    assert cli("--data=data.yaml").datamodule.profile == Profile.load("h100")
 
 
 def test_strategies_that_steps_may_take_come_from_a_file(tmp_path):

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import takewhile
@@ -206,7 +206,10 @@ def hugging_face_tokenizer(name: str) -> Any:
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
     try:
         from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config
+        from transformers.models.auto.tokenization_auto import (
+            TOKENIZER_MAPPING_NAMES,
+            get_tokenizer_config,
+        )
         from transformers.utils import cached_file
     except ImportError as error:
         raise ValueError(
@@ -230,7 +233,10 @@ def hugging_face_tokenizer(name: str) -> Any:
         except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
             config = PretrainedConfig.from_pretrained(name, local_files_only=local)
         settings = get_tokenizer_config(name, local_files_only=local)
-        _check_classes(settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None))
+        # One of several tokenizers (RAG's) opens these anew, without the options.
+        families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
+        named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)
+        _check_classes(*named, *families)
         tokenizer = AutoTokenizer.from_pretrained(name, config=config, **options)
         fast = tokenizer.is_fast
     if not fast:
@@ -239,6 +245,15 @@ def hugging_face_tokenizer(name: str) -> Any:
             " Convert it with the tokenizers library first."
         )
     return tokenizer
+
+
+def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The families of a config and of those in it; AutoTokenizer looks into ``encoder``."""
+    if isinstance(kind := fields.get("model_type"), str):
+        yield kind
+    for each in fields.values():
+        if isinstance(each, Mapping):
+            yield from _model_types(each)
 
 
 def _check_classes(*names: Any) -> None:
@@ -255,8 +270,7 @@ def _check_classes(*names: Any) -> None:
         # Where it knows none the family's own class is taken.
         if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             raise ValueError(
-                f"its tokenizer_class={name!r} is no tokenizer's class. Put that of the tokenizer"
-                " there, as PreTrainedTokenizerFast"
+                f"{name}, by its tokenizer_class or a config's model_type, is no tokenizer's class"
             )
 
 

@@ -221,6 +221,11 @@ def test_the_code_of_a_folder_is_not_run(tmp_path, monkeypatch) -> None:
     assert not made.exists()
 
 
+GPT2 = {"model_type": "gpt2"}
+# Opens two tokenizers by AutoTokenizer, whatever it was told of foreign code.
+RAG = {"model_type": "rag", "question_encoder": GPT2, "generator": GPT2}
+
+
 @pytest.mark.parametrize(
     ("settings", "config"),
     [
@@ -230,6 +235,8 @@ def test_the_code_of_a_folder_is_not_run(tmp_path, monkeypatch) -> None:
         ({"tokenizer_class": "RagTokenizer"}, {}),
         ({}, {"tokenizer_class": "AutoModelForImageClassification"}),
         ({}, {"attribute_map": {"tokenizer_class": "other"}, "other": "AutoModel"}),
+        ({}, RAG),
+        ({}, {"model_type": "encoder-decoder", "encoder": RAG, "decoder": GPT2}),
     ],
 )
 def test_a_tokenizers_folder_is_opened_by_a_tokenizers_class_alone(
