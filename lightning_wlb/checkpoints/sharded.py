@@ -75,10 +75,7 @@ def collect(
 
 
 def load(
-    path: Path,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    renamed: Mapping[str, str],
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], renamed: Mapping[str, str]
 ) -> dict[str, Any]:
     """Read a checkpoint into the model and the optimizers, in place; collective over all ranks.
 

@@ -39,10 +39,7 @@ UNITS = 4
 
 
 def reference_kernel_cost(
-    queries: Integers,
-    keys: Integers,
-    overhead: int = OVERHEAD,
-    sliding_window: int | None = None,
+    queries: Integers, keys: Integers, overhead: int = OVERHEAD, sliding_window: int | None = None
 ) -> Integers:
     """Cost of causal segments aligned at the bottom right, int64 [segments].
 

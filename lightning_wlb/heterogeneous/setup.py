@@ -121,10 +121,7 @@ def pool_of(
 
 
 def attach_pipelines(
-    executor: Executor,
-    choices: Sequence[Schemes],
-    module: LanguageModule,
-    timeout: timedelta,
+    executor: Executor, choices: Sequence[Schemes], module: LanguageModule, timeout: timedelta
 ) -> None:
     """Let an executor run steps on some sets of pipelines; collective over all ranks.
 

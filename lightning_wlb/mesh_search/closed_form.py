@@ -174,11 +174,7 @@ class ClosedForm:
 
 
 def _stage_ns(
-    predictor: Predictor,
-    rows: int,
-    attention: Integers,
-    keys: tuple[int, int],
-    mode: Recompute,
+    predictor: Predictor, rows: int, attention: Integers, keys: tuple[int, int], mode: Recompute
 ) -> list[int]:
     """Forward and backward of a micro-batch on each stage, virtual ones in order.
 

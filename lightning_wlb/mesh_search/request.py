@@ -162,10 +162,7 @@ class MeshRequest:
         )
 
     def planner(
-        self,
-        predictor: Predictor,
-        scorer: ProfileScorer | None,
-        mesh: Mesh | None = None,
+        self, predictor: Predictor, scorer: ProfileScorer | None, mesh: Mesh | None = None
     ) -> Planner:
         """The run's planner on the predictor's mesh; without a scorer it goes by exact work.
 

@@ -194,10 +194,7 @@ def exchange_ns(
 
 
 def times_by_mode(
-    latency: LatencyModel,
-    rows: Sequence[int],
-    attention: Integers,
-    exchange: Integers,
+    latency: LatencyModel, rows: Sequence[int], attention: Integers, exchange: Integers
 ) -> list[tuple[PassTimes, ...]]:
     """Times of micro-batches with each recomputation, in the order of :data:`MODES`.
 

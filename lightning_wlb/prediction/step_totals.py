@@ -207,10 +207,7 @@ class StepTotals:
 
 
 def held_besides(
-    memory: StepMemory,
-    order: ActionOrder,
-    costs: Sequence[MicroBatchCost],
-    constant: Sequence[int],
+    memory: StepMemory, order: ActionOrder, costs: Sequence[MicroBatchCost], constant: Sequence[int]
 ) -> Integers:
     """Bytes that each rank holds while it runs each backward, besides what forwards have saved.
 

@@ -60,10 +60,7 @@ class Layout:
 
 
 def layout(
-    sharding: str,
-    lengths: Sequence[int],
-    context_parallel_size: int,
-    tensor_parallel_size: int,
+    sharding: str, lengths: Sequence[int], context_parallel_size: int, tensor_parallel_size: int
 ) -> Layout:
     """Spread the pieces of a micro-batch over the context-parallel group.
 

@@ -174,9 +174,7 @@ def _some(names: list[str]) -> str:
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter],
-    device: torch.device,
-    copies: Collection[nn.Parameter] = (),
+    parameters: Iterable[nn.Parameter], device: torch.device, copies: Collection[nn.Parameter] = ()
 ) -> Tensor:
     """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
