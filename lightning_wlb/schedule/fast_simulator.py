@@ -26,26 +26,21 @@ Durations = Sequence[Sequence[int]]
 
 
 class Pipeline(NamedTuple):
-    """The step of one replica; all times in one unit, ns where they are predicted.
-
-    Attributes:
-        transfer: how long a message between a rank and the one before it takes, activations or
-            their gradients; unused for rank 0.
-        order: micro-batches in the order of their backwards.
-        planned: forwards that the last rank runs before each backward, see
-            :func:`~lightning_wlb.schedule.packflow.planned_warm_up`.
-        members: for each shared micro-batch, the numbers of the replicas that share it; shared
-            ones are the first.
-        begins: the time before which each rank runs nothing; empty: 0 for all.
-    """
+    """The step of one replica; all times in one unit, ns where they are predicted."""
 
     forward: Durations
     backward: Durations
+    #: how long a message between a rank and the one before it takes, activations or their
+    #: gradients; unused for rank 0
     transfer: Durations
-    order: Sequence[int]
+    order: Sequence[int]  #: micro-batches in the order of their backwards
+    #: forwards that the last rank runs before each backward, see
+    #: :func:`~lightning_wlb.schedule.packflow.planned_warm_up`
     planned: Sequence[int]
+    #: for each shared micro-batch, the numbers of the replicas that share it; shared ones are the
+    #: first
     members: Sequence[tuple[int, ...]] = ()
-    begins: Sequence[int] = ()
+    begins: Sequence[int] = ()  #: the time before which each rank runs nothing; empty: 0 for all
 
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:

@@ -35,35 +35,25 @@ class RankIndices:
 
     The keys of its segments are rows of a buffer that holds first the rows that arrive from other
     ranks and then its own local rows, padding included.
-
-    Args:
-        document: int64 [queries], the piece of each real local row, in local order.
-        offset: int64 [queries], its token, from the start of the piece.
-        cu_seqlens_q: int32 [segments + 1], first query row of each segment, then their number.
-        cu_seqlens_k: int32 [segments + 1], first key of each segment, then their number.
-        max_seqlen_q: most queries of a segment.
-        max_seqlen_k: most keys of a segment.
-        key_index: int64 [keys], the row of the buffer that holds each key, in the order of
-            ``cu_seqlens_k``.
-        gathered: how many of its first local rows every rank sends to all (all-gather); 0 where
-            nothing is sent or an all-to-all is used.
-        send_index: int64 [sum of send_counts], the local rows that an all-to-all sends, by
-            receiving rank.
-        send_counts: rows to send to each rank; empty without an all-to-all.
-        receive_counts: rows that arrive from each rank; empty without an all-to-all.
     """
 
-    document: Integers
-    offset: Integers
+    document: Integers  #: int64 [queries], the piece of each real local row, in local order
+    offset: Integers  #: int64 [queries], its token, from the start of the piece
+    #: int32 [segments + 1], first query row of each segment, then their number
     cu_seqlens_q: npt.NDArray[np.int32]
+    #: int32 [segments + 1], first key of each segment, then their number
     cu_seqlens_k: npt.NDArray[np.int32]
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: int  #: most queries of a segment
+    max_seqlen_k: int  #: most keys of a segment
+    #: int64 [keys], the row of the buffer that holds each key, in the order of ``cu_seqlens_k``
     key_index: Integers
+    #: how many of its first local rows every rank sends to all (all-gather); 0 where nothing is
+    #: sent or an all-to-all is used
     gathered: int
+    #: int64 [sum of send_counts], the local rows that an all-to-all sends, by receiving rank
     send_index: Integers
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
+    send_counts: tuple[int, ...]  #: rows to send to each rank; empty without an all-to-all
+    receive_counts: tuple[int, ...]  #: rows that arrive from each rank; empty without an all-to-all
 
 
 def traffic(layout: Layout, sliding_window: int | None = None) -> Integers:
