@@ -115,7 +115,7 @@ class ChatEncoder:
                 text, spans = self._differences(messages, tools)
             if not all(learned):
                 spans = _learned(spans, learned)
-            _check_contents(messages, text)
+            _check_written(messages, tools, text)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
@@ -176,13 +176,25 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
 
 
-def _check_contents(messages: list[dict[str, Any]], text: str) -> None:
-    """Refuse content in parts that the template has written as Python writes a list."""
-    for content in (message.get("content") for message in messages):
+def _check_written(messages: list[dict[str, Any]], tools: Any, text: str) -> None:
+    """Refuse what the template has left out, or has written as Python writes a list."""
+    functions = list(tools or ())
+    for message in messages:
+        content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
             raise ValueError(
                 f"it knows no content in parts, and would have {str(content)[:80]} learned. Put the"
                 " text itself there, or use a template that reads parts."
+            )
+        functions += [*(message.get("tool_calls") or ()), message.get("function_call")]
+    for each in functions:
+        function = each.get("function", each) if isinstance(each, dict) else each
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and name not in text:
+            raise ValueError(
+                f"it leaves out the tool {name[:80]!r}, so that an answer which calls it would be"
+                " learned without the call, or without its description. Use a template that knows"
+                " tools (tool_calls, tools), or take them out of the chat."
             )
 
 

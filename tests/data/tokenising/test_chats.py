@@ -148,6 +148,10 @@ def test_tools_and_missing_entries_reach_the_template(folder) -> None:
     made = encoder.documents(
         [Row(record | {"tools": [{"name": "fox"}]}, Path("a.txt"), 0, 1), row(messages)]
     )
+    with pytest.raises(ValueError, match="leaves out the tool 'wolf'"):
+        ChatEncoder(saved_chat_tokenizer(folder / "toolless", PLAIN), "messages").documents(
+            [Row(record | {"tools": [{"function": {"name": "wolf"}}]}, Path("a.txt"), 0, 1)]
+        )
     fox = encoder._tokenizer("fox")["input_ids"]
     assert made[0].tokens.tolist() == fox + made[1].tokens.tolist()
 
@@ -239,6 +243,18 @@ FORGETS = (
                 {"role": "assistant", "content": "b"},
             ],
             r"knows no content in parts, and would have \[\{'type': 'text', 'text': 'a'\}\]",
+        ),
+        (
+            PLAIN,
+            [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "weather_at"}}],
+                },
+            ],
+            r"leaves out the tool 'weather_at'",
         ),
         (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
         (
