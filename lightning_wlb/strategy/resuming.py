@@ -281,10 +281,11 @@ def count_as_unbroken(trainer: pl.Trainer) -> bool:
 
     A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
     validates by the old number of batches, and trains an epoch more if it is resumed again. With
-    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. It also counts a
-    step that failed before the save on an exception, and validates a step too soon. Returns whether
-    the run resumes: then what loggers count is to be set at its first step, since Lightning adds
-    one or not by where the save was.
+    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. One that was saved
+    as an epoch began has that epoch counted as ready twice: resumed again, at the last step of a
+    short one, it would stay in it. Lightning also counts a step that failed before the save on an
+    exception, and validates a step too soon. Returns whether the run resumes: then what loggers
+    count is to be set at its first step, since Lightning adds one or not by where the save was.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress
@@ -295,7 +296,7 @@ def count_as_unbroken(trainer: pl.Trainer) -> bool:
     over = steps.batch_progress.is_last_batch
     if over and epochs.current.processed == epochs.current.started:
         for count in (epochs.total, epochs.current):
-            count.completed = count.processed
+            count.ready, count.completed = count.started, count.processed
         steps.reset()  # counts the step that was saved
         loop.reset_restart_stage()
         steps.reset_restart_stage()

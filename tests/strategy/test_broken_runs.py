@@ -1,6 +1,7 @@
 """A run that breaks off and is resumed counts as one that nothing broke."""
 
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Breaks(L.Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """Options of the keeper and of the Trainer; after which steps it breaks, and where.
+    """Options of the keeper and of the Trainer; after which steps it breaks, and where, in turn.
 
     With ``max_tokens`` nothing breaks: so many tokens end every attempt but the last.
     """
@@ -56,7 +57,7 @@ class Case:
     keeper: dict[str, Any]
     options: dict[str, Any]
     breaks: tuple[int, ...]
-    where: str = "on_train_batch_start"
+    where: tuple[str, ...] = ("on_train_batch_start",)
     max_tokens: int | None = None
     searches: bool = False  # every attempt begins with a search for a learning rate
 
@@ -74,13 +75,19 @@ CASES = {
         {"every_n_train_steps": 99, "save_on_exception": True},
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         (1, 2, 4),
-        "on_after_backward",
+        ("on_after_backward",),
+    ),
+    "twice around the begin of an epoch that the documents' end makes short": Case(
+        {"every_n_train_steps": 3, "save_on_exception": True},
+        {"limit_train_batches": 2},
+        (2, 3),
+        ("on_train_epoch_start", "on_train_epoch_end"),
     ),
     "stopped where a validation was due, saved at the epoch's end": Case(
         {"save_on_train_epoch_end": True},
         {"val_check_interval": 2, "check_val_every_n_epoch": None},
         (2,),
-        "stop",
+        ("stop",),
     ),
     "a search for a learning rate reads before the position is restored": Case(
         {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (2,), searches=True
@@ -112,8 +119,8 @@ def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], li
         ran: dict[int, Any] = {}
         validated: list[int] = []
         folder = home / str(len(breaks))
-        for steps in (*breaks, None):
-            watch = Breaks(steps, case.where)
+        for steps, where in zip((*breaks, None), cycle(case.where)):
+            watch = Breaks(steps, where)
             keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)
             given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
             search = [LearningRateFinder(num_training_steps=5)] if case.searches else []
