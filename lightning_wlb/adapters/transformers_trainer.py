@@ -102,15 +102,17 @@ class BalancedTraining:
 
 
 class _FromTrainer(BalancedBatchSampler):
-    """A sampler that reads its epoch from the Trainer, since a resumed loader sets none."""
+    """A sampler that reads its epoch from the Trainer, since a resumed loader sets none.
+
+    On several processes Accelerate's loader that skips batches does not reach the sampler.
+    """
 
     trainer: Any
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Where an epoch is resumed, the Trainer itself skips the batches that it has had.
-        # An epoch that a callback ended early counts less there than set_epoch has said.
-        epoch = max(int(self.trainer.state.epoch or 0), self.epoch)
-        self.load_state_dict({"epoch": epoch, "batches": 0})
+        # An epoch that a callback ended early counts less here than set_epoch has said.
+        if (epoch := int(self.trainer.state.epoch or 0)) > self.epoch:
+            self.set_epoch(epoch)
         return super().__iter__()
 
 

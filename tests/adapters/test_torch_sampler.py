@@ -1,4 +1,4 @@
-"""Balanced batches for any loader: what each rank gets, epochs, positions, Accelerate's dealing."""
+"""Balanced batches for any loader: what each rank gets, epochs, positions, what is refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
 
@@ -31,38 +29,6 @@ def test_ranks_share_a_step_and_epochs_differ() -> None:
     assert list(every) != in_turn  # the next epoch
     every.set_epoch(0)
     assert list(every) == in_turn
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdata_resumes_where_it_stood(workers: int) -> None:
-    def loader() -> StatefulDataLoader:
-        sampler = BalancedBatchSampler(LENGTHS, rank=1, **GIVEN)
-        return StatefulDataLoader(
-            range(50), batch_sampler=sampler, collate_fn=list, num_workers=workers
-        )
-
-    whole = list(loader())
-    first = loader()
-    source = iter(first)
-    for _ in range(5):
-        next(source)
-    state = first.state_dict()
-    again = loader()
-    again.load_state_dict(state)
-    assert list(again) == whole[5:]
-
-
-def test_accelerate_deals_a_batch_to_each_process() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    shards = [
-        accelerate.data_loader.BatchSamplerShard(
-            BalancedBatchSampler(LENGTHS, **GIVEN), num_processes=2, process_index=rank
-        )
-        for rank in range(2)
-    ]
-    for rank, shard in enumerate(shards):
-        expected = list(BalancedBatchSampler(LENGTHS, rank=rank, **GIVEN))
-        assert list(DataLoader(range(50), batch_sampler=shard, collate_fn=list)) == expected
 
 
 @pytest.mark.parametrize("rank", [None, 0])
@@ -91,17 +57,32 @@ def test_behind_a_step_other_ranks_and_micro_batches_go_on(rank: int | None) -> 
             another.load_state_dict(sampler.state_dict())
     within = BalancedBatchSampler(LENGTHS, ranks=1, micro_batches=3, **given)
     next(iter(within))
-    with pytest.raises(ValueError, match=r"1 of 3 batches of step 0, .* here a step has 2 in"):
+    with pytest.raises(ValueError, match=r"1 of 3 batches of step 0, .*'a_step': 3.*: 2,"):
         BalancedBatchSampler(LENGTHS, ranks=1, micro_batches=2, **given).load_state_dict(
             within.state_dict()
         )
     # As many batches to a step, but other sequences in them.
     more = BalancedBatchSampler(LENGTHS, ranks=2, micro_batches=3, **given | {"rank": 0})
     next(iter(more))
-    with pytest.raises(ValueError, match=r"on 2 ranks; here a step has 3 in .* on 4"):
+    with pytest.raises(ValueError, match=r"'a_step': 3, 'step': .*: 3, 'step': "):
         BalancedBatchSampler(
             LENGTHS, ranks=4, micro_batches=3, **given | {"rank": 0}
         ).load_state_dict(more.state_dict())
+
+
+def test_inside_of_a_step_the_plan_must_be_the_same() -> None:
+    given = {"sequences": 12, "ranks": 1, "rank": 0, "micro_batches": 4, "max_tokens": 3000}
+    sampler = BalancedBatchSampler(LENGTHS, model="tiny", **given)
+    next(iter(sampler))
+    state = sampler.state_dict()
+    BalancedBatchSampler(LENGTHS, model="tiny", **given).load_state_dict(state)
+    for other in ({"model": "7b"}, {"work": lambda tokens: tokens**3}):
+        resumed = BalancedBatchSampler(LENGTHS, **given, **other)
+        assert next(resumed.steps()) != next(sampler.steps())
+        with pytest.raises(ValueError, match="Sequences would be lost or repeated"):
+            resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="'step': '"):
+        sampler.load_state_dict({**state, "batches": 4001, "a_step": 4})
 
 
 def test_its_own_state_and_what_is_refused() -> None:
