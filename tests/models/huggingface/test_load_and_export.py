@@ -113,7 +113,7 @@ def on_ranks(rank: int, folders: Path) -> list[tuple[Any, ...]]:
     results = []
     for family, mesh in LOADED:
         module = Loading(str(folders / family), pretrained=True)
-        runner = trainer(WLBStrategy(*mesh), 4, precision="32-true", max_steps=1)
+        runner = trainer(WLBStrategy(*mesh), 4, precision="32-true", limit_train_batches=0)
         runner.fit(module, data(Case()))
         results.append((module.wrong, module.bytes, module.share))
     return results
