@@ -33,7 +33,11 @@ from lightning_wlb.data.open_documents import (
 from lightning_wlb.data.planning_context import context_of
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.data.trainer_guards import keep_hooks, refuse_prediction
+from lightning_wlb.data.trainer_guards import (
+    keep_hooks,
+    refuse_prediction,
+    refuse_without_position,
+)
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
@@ -242,7 +246,8 @@ class WLBDataModule(L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note the batch whose state becomes the run's with the next optimiser step."""
-        if isinstance(batch, StepBatch) and self.trainer is not None and self.trainer.training:
+        if self.trainer is not None and self.trainer.training:
+            refuse_without_position(batch)
             self._consumed.begin(batch, self.trainer.global_step)
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:

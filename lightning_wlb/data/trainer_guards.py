@@ -18,6 +18,8 @@ import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_wlb.data.batch import StepBatch
+
 
 def keep_hooks(root: type, cls: type, names: tuple[str, ...]) -> None:
     """Let the hooks that ``cls`` overrides run behind those that it would hide.
@@ -67,6 +69,21 @@ def refuse_to_read_ahead() -> None:
             " trains on, so that a resumed run would skip a step. Give the Trainer a WLBDataModule:"
             " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=...))."
             " A StepLoader of your own is for a loop without a Trainer."
+        )
+
+
+def refuse_without_position(batch: Any) -> None:
+    """Refuse what a data module is to train on if it is no step batch, which has a position.
+
+    Raises:
+        MisconfigurationException: a subclass wraps or converts step batches.
+    """
+    if not isinstance(batch, StepBatch):
+        raise MisconfigurationException(
+            f"A batch to train on came as a {type(batch).__name__}: the position in the documents"
+            " would not move, and every epoch and every resumed run repeat them. Let"
+            " train_dataloader return the loader of WLBDataModule as it is, and"
+            " on_before_batch_transfer its StepBatch."
         )
 
 

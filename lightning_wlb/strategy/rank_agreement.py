@@ -89,7 +89,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
         "what is run": trainer.state.fn,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "precision of float32 products": torch.get_float32_matmul_precision(),
-        **{name: getattr(trainer, name) for name in _TRAINER},
+        **{name: getattr(trainer, name, None) for name in _TRAINER},
         "callbacks": [*_callbacks(trainer)],
         "module": type(module).__name__,
     }

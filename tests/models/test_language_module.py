@@ -317,6 +317,26 @@ class OwnData(WLBDataModule):
         self.seen = state_dict["mine"]
 
 
+class InADictionary(WLBDataModule):
+    def train_dataloader(self):
+        return {"t": super().train_dataloader()}
+
+
+class Converts(WLBDataModule):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch]
+
+
+@pytest.mark.parametrize("kind", [InADictionary, Converts])
+def test_a_data_module_that_hides_its_batches_is_refused(tmp_path, kind):
+    """Documents would come again in every epoch."""
+    data = kind(documents(), context_window=32, micro_batches=2, num_workers=0)
+    trained = Plain()
+    trained.model_shape = trained.inner.model_shape
+    with pytest.raises(MisconfigurationException, match=r"came as a (dict|list): .* repeat them"):
+        trainer(tmp_path, max_epochs=1).fit(trained, data)
+
+
 class Steps(L.Callback):
     def __init__(self):
         self.taken = []
