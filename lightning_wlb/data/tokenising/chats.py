@@ -11,6 +11,8 @@ template makes of it, and only what the assistant said may be a target:
   what was thought, say) is refused.
 
 A message of the assistant with ``"weight": 0`` is read and not learned: none of it is a target.
+Whatever else a row says must be in the text: a chat of which the template leaves out a message, a
+tool or what was thought is refused, and so is what it writes otherwise than JSON does.
 
 A token that spans a border belongs to what follows it. Nothing is added to what the template
 writes, no end-of-document token either. Rows may have ``tools``, which the template is given.
@@ -21,6 +23,7 @@ the text is tokenised once.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +45,15 @@ from lightning_wlb.data.tokenising.texts import (
 Span = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OTHER_WEIGHTS = "loss", "loss_weight", "mask", "train", "trainable", "training"
+_OTHER_WEIGHTS = (
+    *("loss", "loss_mask", "loss_weight", "mask", "masked", "train", "trainable", "training"),
+    *("train_on_turn", "train_detail", "training_detail"),
+)
 """Names by which other programs' messages say whether they are learned."""
+_THOUGHTS = "reasoning_content", "reasoning", "thinking"
+"""Names by which messages say what the assistant thought before it spoke."""
+_BESIDE = "system", "system_prompt", "functions", "chat_template_kwargs"
+"""Columns by which other programs' rows say more of a chat than its messages do."""
 
 
 class ChatEncoder:
@@ -77,8 +87,10 @@ class ChatEncoder:
         definition = self._backend.to_str().encode()
         self.vocab_size = plain_vocabulary(self._backend, name)
         special = sorted(self._tokenizer.special_tokens_map.items())
-        # Folders that were made without a look at weights are not gone on with.
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "weight")
+        added = self._backend.get_added_tokens_decoder()
+        self._stripping = [number for number, token in added.items() if token.rstrip]
+        # Folders that were made without a look at what is left out are not gone on with.
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "written")
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
@@ -88,8 +100,13 @@ class ChatEncoder:
                 [text for text, _ in rendered], add_special_tokens=False
             )
         result: list[Document | None] = []
-        for (_, spans), each in zip(rendered, encoded, strict=True):
-            mask = _mask(spans, each.offsets)
+        for (text, spans), each in zip(rendered, encoded, strict=True):
+            offsets = each.offsets
+            # A token that takes the white space after it, as <|end|> may, ends before that.
+            for at in np.flatnonzero(np.isin(each.ids, self._stripping)).tolist():
+                start, stop = offsets[at]
+                offsets[at] = start, start + len(text[start:stop].rstrip())
+            mask = _mask(spans, offsets)
             result.append(Document(np.array(each.ids, np.int32), mask) if mask.any() else None)
         return result
 
@@ -109,13 +126,16 @@ class ChatEncoder:
         tools = row.record.get("tools")
         try:
             # A tokenizer may have a template of its own for chats with tools.
-            if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
-                text, spans = self._marked(messages, tools)
+            template = self._tokenizer.get_chat_template(tools=tools)
+            if _MARKS.search(template):
+                text, spans = self._marked(messages, tools, template)
             else:
                 text, spans = self._differences(messages, tools)
             if not all(learned):
                 spans = _learned(spans, learned)
-            _check_written(messages, tools, text)
+            _check_messages_written(messages, template, text)
+            _check_tools_written(messages, tools, text)
+            _check_beside(row, text)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
@@ -123,12 +143,13 @@ class ChatEncoder:
         check_encodable(row, text)
         return text, spans
 
-    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def _marked(
+        self, messages: list[dict[str, Any]], tools: Any, template: str
+    ) -> tuple[str, list[Span]]:
         # apply_chat_template makes masks of these spans, but leaves them out from the first one on
         # that begins with a space which the tokenizer's offsets do not count.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._tokenizer.get_chat_template(tools=tools)
         texts, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,
@@ -176,25 +197,70 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
 
 
-def _check_written(messages: list[dict[str, Any]], tools: Any, text: str) -> None:
-    """Refuse what the template has left out, or has written as Python writes a list."""
-    functions = list(tools or ())
-    for message in messages:
+def _check_messages_written(messages: list[dict[str, Any]], template: str, text: str) -> None:
+    """Refuse what the template has left out of messages, or has written as Python's lists."""
+    for number, message in enumerate(messages):
         content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
             raise ValueError(
                 f"it knows no content in parts, and would have {str(content)[:80]} learned. Put the"
                 " text itself there, or use a template that reads parts."
             )
+        # What was thought in earlier turns is left out by design.
+        if isinstance(content, str) and not _is_in(content.rpartition("</think>")[2], text):
+            raise ValueError(
+                f"it leaves out message {number}, of {message['role']!r}. Use a template that"
+                " writes this role's messages, or say it in a message of another role."
+            )
+        for name in _THOUGHTS:
+            if message.get(name) and not re.search(rf"['\".]{name}\b", template):
+                raise ValueError(
+                    f"it does not know {name!r}, which message {number} has. Put that into the"
+                    " content as the model is to write it, or remove it."
+                )
+
+
+def _is_in(content: str, text: str) -> bool:
+    """Whether the text has this in it, perhaps cut at the ends or with some signs escaped."""
+    words = re.findall(r"\w+", content)
+    return content.strip() in text or max(words, key=len, default="") in text
+
+
+def _check_tools_written(messages: list[dict[str, Any]], tools: Any, text: str) -> None:
+    """Refuse a tool or a call that the template has left out or written as no JSON object."""
+    functions = list(tools or ())
+    for message in messages:
         functions += [*(message.get("tool_calls") or ()), message.get("function_call")]
     for each in functions:
         function = each.get("function", each) if isinstance(each, dict) else each
-        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict):
+            continue
+        name, arguments = function.get("name"), function.get("arguments")
         if isinstance(name, str) and name not in text:
             raise ValueError(
                 f"it leaves out the tool {name[:80]!r}, so that an answer which calls it would be"
                 " learned without the call, or without its description. Use a template that knows"
                 " tools (tool_calls, tools), or take them out of the chat."
+            )
+        if isinstance(arguments, str):  # as OpenAI writes them
+            wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
+        else:
+            wrong = {str(arguments)} - {json.dumps(arguments)} if arguments else set()
+        if found := [written for written in wrong if written in text]:
+            raise ValueError(
+                f"it would have the arguments of a call learned as {found[0][:80]}. Give them as"
+                " an object if it is a text that is encoded twice, and as a text if it is Python's."
+            )
+
+
+def _check_beside(row: Row, text: str) -> None:
+    """Refuse a row that says more of a chat in columns which no template is given."""
+    for name in _BESIDE:
+        said = row.record.get(name)
+        if said and not (isinstance(said, str) and said.strip() in text):
+            raise ValueError(
+                f"it is not given the row's {name!r}. Put that into the messages (functions into"
+                " 'tools'), or remove the column."
             )
 
 
@@ -226,13 +292,20 @@ def _messages(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]]:
         given = {name: value for name, value in message.items() if value is not None}
         speaks = given["role"] == "assistant"
         weight = given.pop("weight", speaks)
-        others = [name for name in _OTHER_WEIGHTS if isinstance(given.get(name), int | float)]
+        kinds = int | float | list | dict
+        others = [name for name in _OTHER_WEIGHTS if isinstance(given.get(name), kinds)]
         if others or weight not in (0, 1) or (weight and not speaks):
             said = f"{others[0]}={given[others[0]]!r}" if others else f"weight={weight!r}"
             raise ValueError(
                 f"{row.place()}: message {number}, of {given['role']!r}, has {said}. What the"
                 ' assistant says is learned, unless it has "weight": 0; other roles are not, and'
                 " nothing counts by another weight or name. Mend or remove it."
+            )
+        content, calls = given.get("content"), given.get("tool_calls", given.get("function_call"))
+        if not (isinstance(content, str | list | dict) or (content is None and calls)):
+            raise ValueError(
+                f"{row.place()}: message {number}, of {given['role']!r}, has no text as content:"
+                f" {str(given)[:80]}. Write the chat as {wanted}."
             )
         plain.append(given)
         learned += [bool(weight)] if speaks else []

@@ -3,8 +3,8 @@
 A tokenizer is a ``tokenizer.json`` file of the tokenizers library, or the folder or name of a
 Hugging Face tokenizer, which needs transformers. A document's tokens are what the tokenizer makes
 of its text, special tokens that it adds by itself (such as a beginning-of-text token) included,
-and then the end-of-document token, unless the tokens end in it already. Settings of the tokenizer
-that cut or pad texts are turned off: documents are never cut here.
+and then the end-of-document token; neither is there twice where the text has it already. Settings
+of the tokenizer that cut or pad texts are turned off: documents are never cut here.
 
 Cost: that of the tokenizer.
 """
@@ -32,6 +32,13 @@ from lightning_wlb.file_checks import check_model, printable, read_bytes, read_j
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that are taken for the end of a document, if a tokenizer has just one of them."""
+
+_SAMPLE = (
+    "a\nIt's 1234567 of 89 Foxes,  they'LL\tjump...\n\n    def f(x): return x**2 # \u00dcber"
+    " nai\u0308ve \ufb01 caf\u00e9 \u4f60\u597d \uff21 \u0416\u0443\u043a \U0001f98a"
+    " e-mail@x.org\r\n  end "
+)
+"""A text that tokenizers of different rules divide otherwise."""
 
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
@@ -84,7 +91,13 @@ class TextEncoder:
                 " Name one that is, or ask for none (--no-eos, eos: false)."
             )
         self._end, self._end_number = end, None if end is None else vocabulary[end]
-        self.digest = digest_of(definition, self._end_number)
+        with explained(f"The tokenizer {name!r} fails"):
+            encoded = self._tokenizer.encode("a")
+        marked = zip(encoded.ids, encoded.tokens, encoded.special_tokens_mask, strict=True)
+        added = list(takewhile(lambda each: each[2], marked))
+        self._added, self._begin = [each[1] for each in added], [each[0] for each in added]
+        # Documents that an older version made may have had their beginning twice.
+        self.digest = digest_of(definition, self._end_number, *(["once"] if added else []))
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """The tokens of each row's text; None for an empty text, or one of white space alone."""
@@ -96,6 +109,8 @@ class TextEncoder:
         for number, tokens in zip(wanted, (each.ids for each in encoded), strict=True):
             if not tokens:
                 continue
+            if self._begin and tokens[len(self._begin) :][: len(self._begin)] == self._begin:
+                del tokens[: len(self._begin)]
             if self._end_number is not None and tokens[-1] != self._end_number:
                 tokens.append(self._end_number)
             result[number] = Document(np.array(tokens, np.int32))
@@ -103,9 +118,7 @@ class TextEncoder:
 
     def describe(self) -> str:
         """Which tokens mark the beginning and the end of a document, in words."""
-        encoded = self._tokenizer.encode("a")
-        marked = zip(encoded.tokens, encoded.special_tokens_mask, strict=True)
-        added = " ".join(repr(token) for token, _ in takewhile(lambda each: each[1], marked))
+        added = " ".join(map(repr, self._added))
         start = f"begin with what the tokenizer adds, {added}" if added else ""
         if self._end is not None:
             end = f"end in {self._end!r} (token {self._tokenizer.token_to_id(self._end)})"
@@ -219,11 +232,11 @@ def hugging_face_tokenizer(name: str) -> Any:
     with explained(f"The tokenizer {name!r} cannot be opened"):
         here = Path(name).exists()
         local = here or hub_is_out_of_reach()
+        kinds = ("missing_entries", "gated_repo", "connection_errors")
+        quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}
         if here:
             check_model(name)
         else:  # a name on the hub, whose files lie in a cache
-            kinds = ("missing_entries", "gated_repo", "connection_errors")
-            quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}
             config = cached_file(name, "config.json", local_files_only=local, **quiet)
             if config is not None:
                 check_model(Path(config).parent)
@@ -239,12 +252,38 @@ def hugging_face_tokenizer(name: str) -> Any:
         _check_classes(*named, *families)
         tokenizer = AutoTokenizer.from_pretrained(name, config=config, **options)
         fast = tokenizer.is_fast
+        file = cached_file(name, "tokenizer.json", local_files_only=local, **quiet)
+        if fast and file is not None:
+            _check_as_in_file(tokenizer, Path(file))
     if not fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
             " Convert it with the tokenizers library first."
         )
     return tokenizer
+
+
+def _check_as_in_file(tokenizer: Any, file: Path) -> None:
+    """Refuse a tokenizer that reads texts otherwise than the tokenizer.json it was opened from.
+
+    Some classes of transformers (GPT2Tokenizer, Qwen2Tokenizer) take the vocabulary alone of that
+    file, and divide texts as their own family does: numbers, accents or capitals otherwise.
+    """
+    found = []
+    for each in (Tokenizer.from_buffer(read_bytes(file, 1 << 28)), tokenizer.backend_tokenizer):
+        each.no_truncation()
+        each.no_padding()
+        # What comes before the first word is also for the settings beside the file to say.
+        encoded = each.encode(_SAMPLE, add_special_tokens=False)
+        starts = [start for start, _ in encoded.offsets]
+        found.append([number for number, at in zip(encoded.ids, starts, strict=True) if at > 1])
+    if found[0] != found[1]:
+        kind = type(tokenizer).__name__
+        raise ValueError(
+            f"{kind} of transformers reads texts otherwise than its {file.name} says; if that file"
+            ' is the model\'s, write "tokenizer_class": "PreTrainedTokenizerFast" into'
+            " tokenizer_config.json (for texts, the file alone may be given, too)"
+        )
 
 
 def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:

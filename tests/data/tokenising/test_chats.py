@@ -1,5 +1,6 @@
 """Only what the assistant says may be a target, by every way to find it."""
 
+import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,57 @@ FORGETS = (
 )
 
 
+TRIMS = PLAIN.replace("m['content']", "m['content'] | trim")
+USERS = PLAIN.replace("in messages", "in messages if m['role'] != 'function'")
+CALLS = PLAIN.replace(
+    "m['content'] +",
+    "(m['tool_calls'] or [{}])[0]['function'] and m['tool_calls'][0]['function']['name'] }}"
+    "{{ m['tool_calls'][0]['function']['arguments'] | tojson }}{{",
+)
+"""Templates that write nothing of what is not there, no functions, and the first call alone."""
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "weather_at", "arguments": arguments}}
+    return [*messages_of([("user", "a")]), {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("said", [{"system": "Be brief."}, {"functions": [{"name": "fox"}]}])
+def test_what_a_row_says_beside_its_messages_is_not_left_out(folder, said) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "beside", PLAIN), "messages")
+    messages = messages_of([("system", "Be brief."), ("user", "a"), ("assistant", "b")])
+    if "system" in said:  # which is there
+        assert encoder.documents([Row({"messages": messages} | said, Path("a.txt"), 0, 1)])[0]
+    with pytest.raises(ValueError, match=rf"is not given the row's '{next(iter(said))}'"):
+        encoder.documents([Row({"messages": messages[1:]} | said, Path("a.txt"), 0, 1)])
+
+
+def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "json", CALLS), "messages")
+    (document,) = encoder.documents([row(called({"city": "Oslo"}))])
+    assert encoder._tokenizer.decode(document.tokens[document.mask]).startswith(
+        'weather_at{"city": "Oslo"}'
+    )
+    template = PLAIN.replace("else %}{{ m['content']", "else %}{{ m['content'] | trim | tojson")
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "json", template), "messages")
+    chat = [("user", ' say "the fox"\n'), ("assistant", "jumps"), ("user", " "), ("assistant", "")]
+    assert encoder.documents([row(messages_of(chat))])[0]
+
+
+def test_an_end_that_takes_the_line_end_after_it_is_learned(folder) -> None:
+    """Phi-3's tokens do; the mark ends before the line's end."""
+    path = Path(saved_chat_tokenizer(folder / "strips", MARKED), "tokenizer.json")
+    made = json.loads(path.read_text())
+    for token in made["added_tokens"]:
+        token["rstrip"] = True
+    path.write_text(json.dumps(made))
+    encoder = ChatEncoder(str(path.parent), "messages")
+    (document,) = encoder.documents([row(messages_of([("user", "a"), ("assistant", " b")]))])
+    tokens = [encoder._tokenizer.convert_ids_to_tokens(int(each)) for each in document.tokens]
+    assert tokens == ["<|user|>", "a", "\u010a", "<|assistant|>", "b", "</s>"]
+    assert document.mask.tolist() == [False] * 4 + [True] * 2
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
@@ -222,8 +274,42 @@ FORGETS = (
         (PLAIN, messages_of([("assistant", "a")]), r"begins with the assistant"),
         (
             PLAIN,
-            [{"role": "system", "content": "a"}, {"role": "assistant"}],
+            [{"role": "system", "content": ["a"]}, {"role": "assistant", "content": "b"}],
             r"a.txt: the chat template refuses the chat",
+        ),
+        (
+            TRIMS,
+            [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}],
+            r"message 0, of 'user', has no text as content: {'role': 'user', 'text': 'a'}",
+        ),
+        (
+            TRIMS,
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
+            r"message 1, of 'assistant', has no text as content",
+        ),
+        (
+            TRIMS,
+            [{"role": "user", "content": 5}, {"role": "assistant", "content": "b"}],
+            r"message 0, of 'user', has no text as content",
+        ),
+        (
+            USERS,
+            messages_of([("user", "a"), ("function", "lots of rain"), ("assistant", "b")]),
+            r"leaves out message 1, of 'function'",
+        ),
+        (
+            PLAIN,
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "reasoning_content": "since"},
+            ],
+            r"does not know 'reasoning_content', which message 1 has",
+        ),
+        (CALLS, called('{"city": "Oslo"}'), r'learned as "{\\"city\\": \\"Oslo\\"}"\. Give them'),
+        (
+            CALLS.replace(" | tojson", ""),
+            called({"city": "Oslo"}),
+            r"learned as {'city': 'Oslo'}\. Give them",
         ),
         (PLAIN, messages_of([("user", "\ud800")]), "half of a surrogate pair"),
         (
@@ -237,7 +323,7 @@ FORGETS = (
             r"message 1, of 'assistant', has weight=0.5",
         ),
         (
-            PLAIN.replace("m['content']", "m['content'] | trim"),
+            TRIMS,
             [
                 {"role": "user", "content": [{"type": "text", "text": "a"}]},
                 {"role": "assistant", "content": "b"},
@@ -259,7 +345,7 @@ FORGETS = (
         (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
         (
             PLAIN,
-            [{"role": "user"}, {"role": "assistant", "train": False}],
+            [{"role": "user", "content": "a"}, {"role": "assistant", "train": False}],
             r"message 1, of 'assistant', has train=False",
         ),
         (

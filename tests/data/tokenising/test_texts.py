@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers, trainers
 
 from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.data.tokenising.texts import USUAL_ENDS, TextEncoder
 from tests.data.tokenising.support import LINES, saved, tokenizer
 
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXTS = st.lists(
     st.text(max_size=30) | st.sampled_from([*LINES, "", " \n", "ends</s>", "<s>starts"]), max_size=5
 )
@@ -41,7 +43,7 @@ def test_tokens_are_the_tokenizers_own(folder, starts, ends, eos) -> None:
     @given(TEXTS)
     def check(texts: list[str]) -> None:
         for text, tokens in zip(texts, documents(encoder, texts), strict=True):
-            expected = model.encode(text).ids
+            expected = model.encode(text.removeprefix("<s>") if starts else text).ids
             if not text.strip():
                 assert tokens is None
             elif end is None or expected[-1] == end:
@@ -109,6 +111,41 @@ def test_a_hugging_face_tokenizer_gives_the_same(tmp_path) -> None:
     digest = encoder.digest
     assert TextEncoder(str(tmp_path), "text").digest == digest
     assert TextEncoder(str(tmp_path), "text", False).digest != digest
+
+
+def test_a_beginning_that_a_text_has_already_is_not_there_twice(folder) -> None:
+    """As of texts that a chat template has written."""
+    encoder = TextEncoder(saved(folder, starts=True), "text")
+    fox = tokenizer().encode("the fox").ids
+    texts = ["the fox", "<s>the fox", "<s>the fox</s>", "<s><s>the fox"]
+    once = [0, *fox, 1]
+    assert documents(encoder, texts) == [once, once, once, [0, *once]]
+    plain = TextEncoder(saved(folder), "text")
+    assert documents(plain, texts[:2]) == [[*fox, 1], once]
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_class_that_divides_texts_otherwise_than_the_file_is_refused(kind, tmp_path) -> None:
+    """GPT2Tokenizer takes the vocabulary alone, and knows nothing of single digits (SmolLM's)."""
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    model = tokenizer()
+    trainer = trainers.BpeTrainer(vocab_size=320, show_progress=False, initial_alphabet=ALPHABET)
+    model.train_from_iterator([*LINES, *["in 1234567"] * 9], trainer)
+    model.save(str(tmp_path / "tokenizer.json"))
+    wanted = documents(TextEncoder(str(tmp_path / "tokenizer.json"), "text", False), ["in 1234567"])
+    assert documents(TextEncoder(str(tmp_path), "text", False), ["in 1234567"]) == wanted
+    digits, whole = pre_tokenizers.Digits(individual_digits=True), model.pre_tokenizer
+    model.pre_tokenizer = pre_tokenizers.Sequence([digits, whole])
+    model.save(str(tmp_path / "tokenizer.json"))
+    if kind == "GPT2Tokenizer":
+        with pytest.raises(
+            ValueError, match=r"GPT2Tokenizer of transformers reads texts otherwise"
+        ):
+            TextEncoder(str(tmp_path), "text")
+    else:
+        wanted = [model.encode("in 1234567").ids]
+        assert documents(TextEncoder(str(tmp_path), "text", False), ["in 1234567"]) == wanted
 
 
 def test_rows_without_a_text_are_named(tmp_path) -> None:
