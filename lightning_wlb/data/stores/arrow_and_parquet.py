@@ -53,7 +53,7 @@ FACTS = "lightning_wlb.json"
 PARTIAL = "lightning_wlb.partial.json"
 """What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _TOKENS_AT_ONCE = 4_000_000
 """Tokens of a Parquet file that are unpacked at once."""
 _KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
@@ -127,6 +127,11 @@ class ArrowDocuments(CheckedDocuments):
         assert self._columns is not None
         if self._columns.attention is not None:
             kept = self._values(self._columns.attention, row, start, stop)
+            if (kept > 1).any():
+                raise ValueError(
+                    f"document {row} of {self.name} is packed of several: its attention_mask is"
+                    f" {kept.max()} somewhere. Give each document a row of its own."
+                )
             padding = np.flatnonzero(kept == 0)
             if len(padding):
                 raise ValueError(
@@ -316,8 +321,6 @@ def _fingerprint(path: Path) -> str:
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     source = parquet.schema_arrow
     kinds = [(name, _small(source.field(name).type)) for name in columns.names]
-    if columns.attention is not None:
-        kinds[-1] = columns.attention, pa.list_(pa.bool_())
     schema = pa.schema(kinds)
     counts, bits = _token_counts(parquet.metadata, columns.tokens), 0
     for name, kind in kinds:

@@ -4,7 +4,7 @@ Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists
 mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 and 1, or ``labels``
 as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
 were padded are refused, and so are rows of several documents, which ``PACKED_COLUMNS`` tell. Other
-columns are not looked at.
+columns are not looked at, but one that may be a mask by its name must be chosen or not.
 
 Lengths come from the list offsets, and tokens are slices of the lists' values, straight from the
 memory map: no token is read before it is asked for. Offsets of a damaged file that lead outside its
@@ -13,6 +13,7 @@ values, or decrease, are refused.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,11 @@ from lightning_wlb.file_checks import check_regular
 TOKEN_COLUMNS = ("input_ids", "tokens")
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
 ATTENTION_COLUMN = "attention_mask"
-PACKED_COLUMNS = ("position_ids", "seq_lengths", "cu_seqlens")
+PACKED_COLUMNS = (
+    *("position_ids", "seq_lengths", "seq_lens", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q"),
+    *("seq_idx", "segment_ids", "sequence_ids", "document_ids"),
+)
+_MAY_BE_MASK = re.compile(r"(?<!attention_)(?<!special_tokens_)mask|label|loss|target", re.I)
 LABELS = "labels"
 IGNORED_LABEL = -100
 """The label that Hugging Face gives to a token that may not be a target."""
@@ -76,6 +81,13 @@ def columns_of(
                 " with mask_column=..., or none with mask_column=None."
             )
         mask_column = present[0] if present else None
+        others = (each for each in schema if each.name != column and is_list(each.type))
+        may = [each.name for each in others if _MAY_BE_MASK.search(each.name)]
+        if mask_column is None and may:
+            raise ValueError(
+                f"{name} has a column {may[0]!r}, which may say what is learned. Choose it with"
+                " mask_column=... if it is 0 and 1 by token, or none with mask_column=None."
+            )
     _check(schema, column, _is_integers, "lists of integers", name)
     if mask_column is not None:
         wanted = "lists of booleans or integers"

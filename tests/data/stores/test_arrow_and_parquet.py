@@ -423,6 +423,34 @@ def test_parquet_columns_that_do_not_fit_are_refused(tmp_path, rows, others, mes
         documents(write_parquet(tmp_path / "a.parquet", rows, **others))
 
 
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_rows_whose_attention_mask_counts_documents_are_refused(tmp_path: Path, form: str) -> None:
+    """As LLaMA-Factory's neat_packing writes them."""
+    table = pa.table({"input_ids": [[1, 2, 3, 4]], "attention_mask": [[1, 1, 2, 2]]})
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    store = documents(str(path))
+    with pytest.raises(ValueError, match=r"is packed of several: its attention_mask is 2"):
+        store.read(0, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["response_mask", "assistant_mask", "loss_weights", "label_ids"])
+def test_a_column_that_may_be_a_mask_is_chosen_or_not(tmp_path: Path, name: str) -> None:
+    kept = {"attention_mask": [[1, 1]], "special_tokens_mask": [[1, 0]]}
+    pq.write_table(
+        pa.table({"input_ids": [[5, 6]], name: [[0, 1]], **kept}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(ValueError, match=rf"'{name}', which may say what is learned"):
+        documents(str(tmp_path / "a.parquet"))
+    chosen = documents(str(tmp_path / "a.parquet"), mask_column=name)
+    assert chosen.mask(0, 0, 2).tolist() == [False, True]
+    assert documents(str(tmp_path / "a.parquet"), mask_column=None).mask(0, 0, 2) is None
+
+
 def test_padded_rows_are_refused_when_read(tmp_path: Path) -> None:
     store = documents(
         write_parquet(tmp_path / "a.parquet", TOKENS, attention_mask=[[1, 1, 0], [1], [1, 1]])
