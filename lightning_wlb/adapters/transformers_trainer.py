@@ -137,17 +137,19 @@ def attend_by_sequence(
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence of one row: [1, heads, tokens, width] -> [1, tokens, ...].
 
     Raises:
-        ValueError: several rows, a window, chunks, sinks or capped scores, or no word of where
-            sequences begin.
+        ValueError: several rows, attention to later tokens, a window, chunks, sinks or capped
+            scores, or no word of where sequences begin.
     """
     beyond = [sliding_window, *(others.get(name) for name in ("softcap", "s_aux"))]
     packed = cu_seq_lens_q is not None or position_ids is not None
-    if len(query) != 1 or not packed or any(each is not None for each in beyond):
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if len(query) != 1 or not (packed and causal) or any(each is not None for each in beyond):
         raise _not_packed()
     if cu_seq_lens_q is not None:
         sizes = cu_seq_lens_q.diff().tolist()
@@ -169,8 +171,9 @@ def _without_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
 def _not_packed() -> ValueError:
     return ValueError(
         "attn_implementation='wlb_packed' needs one row of packed sequences, with position_ids or"
-        " cu_seq_lens_q, and knows no sliding window, chunks, attention sinks or capped scores. Use"
-        " 'sdpa' or 'eager' for anything else."
+        " cu_seq_lens_q, and knows no attention to later tokens (is_causal,"
+        " use_bidirectional_attention), sliding window, chunks, attention sinks or capped scores."
+        " Use 'sdpa' or 'eager' for anything else."
     )
 
 

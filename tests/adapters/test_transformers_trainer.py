@@ -52,6 +52,11 @@ def test_attention_by_sequence_is_that_of_masks() -> None:
     )
     with pytest.raises(ValueError, match="needs one row"):
         tiny_llama("wlb_packed")(input_ids=torch.ones(2, 3, dtype=torch.long))
+    both_ways = tiny_llama("wlb_packed")
+    for layer in both_ways.model.layers:  # as a model's folder may say
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="knows no attention to later tokens"):
+        both_ways(**batch)
 
 
 def test_lengths_of_data_sets() -> None:

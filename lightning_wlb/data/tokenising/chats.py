@@ -64,7 +64,7 @@ class ChatEncoder:
         column: the rows' column that holds the messages.
 
     Raises:
-        ValueError: no such tokenizer, or one without a chat template.
+        ValueError: no such tokenizer, one without a chat template, or too old a Jinja.
     """
 
     masked = True
@@ -76,6 +76,7 @@ class ChatEncoder:
                 " folder or name of a Hugging Face tokenizer that has one."
             )
         self._column, self._tokenizer = column, hugging_face_tokenizer(name)
+        _check_sandbox()
         try:
             self._template = self._tokenizer.get_chat_template()
         except ValueError as error:
@@ -184,6 +185,19 @@ class ChatEncoder:
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+
+def _check_sandbox() -> None:
+    """Refuse versions of Jinja out of whose sandbox a template gets, to run what it likes."""
+    from transformers.utils.versions import require_version
+
+    try:
+        require_version("jinja2>=3.1.6")
+    except ImportError as error:
+        raise ValueError(
+            f"Chat templates are not rendered: {str(error).partition(chr(10))[0]} In older ones a"
+            " template can run any code: pip install 'jinja2>=3.1.6'."
+        ) from error
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:

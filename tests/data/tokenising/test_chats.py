@@ -4,6 +4,7 @@ import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -364,6 +365,15 @@ def test_chats_that_cannot_be_read_are_named(folder, template, messages, message
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "bad", template), "messages")
     with pytest.raises(ValueError, match=message):
         encoder.documents([row(messages)])
+
+
+def test_templates_are_rendered_in_no_sandbox_that_they_get_out_of(folder):
+    name = saved_chat_tokenizer(folder / "old", PLAIN)
+    with (
+        mock.patch("importlib.metadata.version", return_value="3.1.5"),
+        pytest.raises(ValueError, match=r"not rendered: jinja2>=3\.1\.6 is required.*3\.1\.5"),
+    ):
+        ChatEncoder(str(name), "messages")
 
 
 def test_tokenizers_without_a_template_are_refused(tmp_path) -> None:
