@@ -319,25 +319,29 @@ class StepLoader(StatefulDataLoader[StepBatch]):
 
     def __iter__(self) -> Any:
         begin = time.perf_counter()
-        if self.begin_at is not None and (state := self.begin_at()) is not self.dataset.state:
-            self.dataset.state = state
-            # What the state belongs to is compared here: in a worker it would end in its traceback.
-            self.dataset.planner()
+        state = self.dataset.state if self.begin_at is None else self.begin_at()
+        is_new = state is not self.dataset.state
+        self.dataset.state = state
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
         with workers.safe_path():
             batches = self._get_iterator()
         workers.can_be_ended(batches)
-        return self._hand_out(batches, time.perf_counter() - begin)
+        return self._hand_out(batches, time.perf_counter() - begin, is_new)
 
-    def _hand_out(self, batches: Iterator[StepBatch], waited: float) -> Iterator[StepBatch]:
+    def _hand_out(
+        self, batches: Iterator[StepBatch], waited: float, is_new: bool
+    ) -> Iterator[StepBatch]:
         """Hand out the batches, each with the time that was waited for it, and move the position.
 
         ``waited`` is how many seconds the workers took to start; the first batch counts them too.
+        ``is_new`` says that the data set's state is to be compared with what it belongs to.
         """
+        # Only now: of an error at an iteration's beginning Lightning's teardown makes another.
         if self.begin_at is None:
-            # Only now: of an error at an iteration's beginning Lightning's teardown makes another.
             refuse_to_read_ahead()
+        if is_new:  # in a worker it would end in the worker's traceback
+            self.dataset.planner()
         handed_out = False
         while True:
             begin = time.perf_counter()
