@@ -356,3 +356,14 @@ def test_no_checkpoint_makes_a_data_module(tmp_path, weights_only) -> None:
     for kind in (WLBDataModule, Own):
         with pytest.raises(ValueError, match=rf"Make a {kind.__name__} of its arguments; trainer"):
             kind.load_from_checkpoint(path, weights_only=weights_only)
+
+
+def test_other_settings_are_the_last_that_a_resumed_run_says(tmp_path):
+    """Lightning's teardown had the last word, and asked for iter(combined_loader)."""
+    runner = harness.trainer("auto", 1)
+    runner.fit(harness.module(harness.SMALL), harness.data(harness.SMALL))
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    again = harness.trainer("auto", 1, max_steps=6)
+    other = harness.data(harness.SMALL, micro_batches=2)
+    with pytest.raises(ValueError, match="data settings: micro_batches=3 in the saved state, 2"):
+        again.fit(harness.module(harness.SMALL), other, ckpt_path=tmp_path / "a.ckpt")
