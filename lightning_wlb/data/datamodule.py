@@ -328,6 +328,7 @@ class WLBDataModule(L.LightningDataModule):
                 elif given:
                     store, other = hold_out(store, given, self.settings.seed, name)
                 others.append(other)
+            opening.warn_of_vocabularies([store, *others])
             self._opened = store, others[0], others[1]
         return self._opened
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import glob
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -139,7 +140,29 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
             )
         stores.append(store)
         shares.append(StoreShare(str(name), len(store.lengths), weight, repeat))
+    warn_of_vocabularies(stores)
     return MixedDocuments(stores, shares)
+
+
+def warn_of_vocabularies(stores: Iterable[DocumentStore | None]) -> None:
+    """Warn where two stores are known to have been tokenised with other vocabularies.
+
+    Folders of ``lightning-wlb tokenize`` have a fingerprint of theirs. Of two vocabularies one may
+    extend the other, so that this is no error.
+    """
+    first: dict[str, DocumentStore] = {}
+    for given in stores:
+        for store in given.stores if isinstance(given, MixedDocuments) else [given]:
+            if store is not None and (vocabulary := getattr(store, "vocabulary", None)):
+                first.setdefault(vocabulary, store)
+    if len(first) > 1:
+        one, other, *_ = first.values()
+        warnings.warn(
+            f"{one!r} and {other!r} were tokenised with other vocabularies, so that one number may"
+            " stand for two tokens. Tokenise both with one tokenizer, unless one only adds tokens"
+            " to the other.",
+            stacklevel=2,
+        )
 
 
 def _path_of(source: Any) -> Path | None:

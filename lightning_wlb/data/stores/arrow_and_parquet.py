@@ -89,6 +89,7 @@ class ArrowDocuments(CheckedDocuments):
         name = f"{type(self).__name__}({named})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
         files, facts = _files(given, name, self._suffix)
+        self.vocabulary = facts.get("vocabulary")
         if vocab_size is None:
             vocab_size = facts.get("vocab_size")
         self._batches: list[pa.RecordBatch] = []

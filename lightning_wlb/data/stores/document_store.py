@@ -155,6 +155,7 @@ class DocumentSubset(RenumberedDocuments):
             )
         small = np.int32 if documents <= np.iinfo(np.int32).max else np.int64
         self.store, self.vocab_size = store, store.vocab_size
+        self.vocabulary = getattr(store, "vocabulary", None)
         self.numbers = array.astype(small, copy=False)
         self.lengths = np.asarray(store.lengths)[self.numbers]
         check_lengths(self.lengths, "DocumentSubset")

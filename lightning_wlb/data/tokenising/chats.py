@@ -86,7 +86,7 @@ class ChatEncoder:
             ) from error
         self._backend = self._tokenizer.backend_tokenizer
         definition = self._backend.to_str().encode()
-        self.vocab_size = plain_vocabulary(self._backend, name)
+        self.vocab_size, self.vocabulary = plain_vocabulary(self._backend, name)
         special = sorted(self._tokenizer.special_tokens_map.items())
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]

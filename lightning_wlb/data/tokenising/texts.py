@@ -61,6 +61,7 @@ class TextEncoder:
 
     Attributes:
         vocab_size: tokens are in ``[0, vocab_size)``.
+        vocabulary: a fingerprint of which number each token has.
         digest: a fingerprint of all that decides which tokens come out.
         masked: whether documents have masks.
 
@@ -82,7 +83,7 @@ class TextEncoder:
             loaded = hugging_face_tokenizer(name)
             self._tokenizer, own = loaded.backend_tokenizer, loaded.eos_token
             definition = self._tokenizer.to_str().encode()
-        self.vocab_size = plain_vocabulary(self._tokenizer, name)
+        self.vocab_size, self.vocabulary = plain_vocabulary(self._tokenizer, name)
         vocabulary = self._tokenizer.get_vocab()
         end = own if eos is True else None if eos is False else eos
         if end is not None and end not in vocabulary:
@@ -132,19 +133,20 @@ class TextEncoder:
         return f"Documents {' and '.join(filter(None, (start, end)))}."
 
 
-def plain_vocabulary(tokenizer: Tokenizer, name: str) -> int:
-    """Let a tokenizer neither cut nor pad texts; returns its vocabulary's size.
+def plain_vocabulary(tokenizer: Tokenizer, name: str) -> tuple[int, str]:
+    """Let a tokenizer neither cut nor pad texts; returns its vocabulary's size and digest.
 
     Raises:
         ValueError: it has no tokens, or numbers beyond those of documents' files.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    numbers = tokenizer.get_vocab().values()
+    vocabulary = tokenizer.get_vocab()
+    numbers = vocabulary.values()
     if not 0 <= max(numbers, default=-1) < 1 << 31:
         has = f"a token {max(numbers):,}, beyond 2^31" if numbers else "no tokens"
         raise ValueError(f"The tokenizer {name!r} has {has}. Give one that was trained.")
-    return max(numbers) + 1
+    return max(numbers) + 1, digest_of(sorted(vocabulary.items()))
 
 
 def _text_of(row: Row, column: str) -> str:

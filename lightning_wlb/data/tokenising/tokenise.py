@@ -233,6 +233,7 @@ def _work(
         )
     about = {
         "vocab_size": encoder.vocab_size,
+        "vocabulary": encoder.vocabulary,
         "tokenizer": str(request.tokenizer),
         "source": str(request.source),
         "format": FORMAT,

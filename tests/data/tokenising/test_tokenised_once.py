@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 import lightning_wlb
 from lightning_wlb import file_checks
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.tokenising import tokenise as job
 from lightning_wlb.data.tokenising import tokenised_folder
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise, tokenised_once
@@ -154,3 +157,30 @@ def test_texts_with_a_tokenizer_are_opened(tmp_path) -> None:
     wanted = [[*tokenizer().encode(text).ids, 1] for text in ("the fox", "jumps")]
     assert store.lengths.tolist() == [len(each) for each in wanted]
     assert store.read(0, 0, len(wanted[0])).tolist() == wanted[0]
+
+
+def test_documents_of_two_vocabularies_are_warned_of(tmp_path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}] * 4)
+    other = tokenizer()
+    other.add_tokens(["another"])
+    other.save(str(tmp_path / "other.json"))
+    one, same, extended = (
+        {"texts": str(source), "tokenizer": path, **options}
+        for path, options in (
+            (saved(tmp_path), {}),
+            (saved(tmp_path, starts=True), {"eos": "</s>"}),  # other documents, same numbers
+            (str(tmp_path / "other.json"), {}),
+        )
+    )
+
+    def opened(*parts: Any) -> None:
+        documents({"mixture": [{"documents": d, "weight": 1, "name": str(d)} for d in parts]})
+        options = {"context_window": 8, "micro_batches": 1}
+        WLBDataModule(parts[0], validation_documents=parts[1], **options)._stores()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened(one, same)
+    with pytest.warns(UserWarning, match="were tokenised with other vocabularies") as said:
+        opened(same, extended)
+    assert len(said) == 2
