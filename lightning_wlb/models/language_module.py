@@ -380,7 +380,9 @@ class LanguageModule(LoadsCheckpoints):
             return
         data = getattr(self.trainer, "datamodule", None)
         name = type(data).__qualname__
-        if data is not None and "planner" not in checkpoint.get(name, ()):
+        position = (checkpoint.get(name) or {}).get("planner", data)
+        begun = position is None and checkpoint.get("global_step")  # as only an edit leaves it
+        if data is not None and (begun or position is data):
             raise ValueError(
                 f"the checkpoint has no position in the documents of a {name}, by which Lightning"
                 " looks for it: documents would be repeated. Resume with a data module of the"

@@ -367,3 +367,19 @@ def test_other_settings_are_the_last_that_a_resumed_run_says(tmp_path):
     other = harness.data(harness.SMALL, micro_batches=2)
     with pytest.raises(ValueError, match="data settings: micro_batches=3 in the saved state, 2"):
         again.fit(harness.module(harness.SMALL), other, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_a_position_at_the_beginning_after_steps_is_refused(tmp_path):
+    runner = harness.trainer("auto", 1)
+    runner.fit(harness.module(harness.SMALL), harness.data(harness.SMALL))
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt")
+    state["WLBDataModule"]["planner"] = None
+    torch.save(state, tmp_path / "a.ckpt")
+    again = harness.trainer("auto", 1, max_steps=6)
+    with pytest.raises(ValueError, match="has no position in the documents of a WLBDataModule"):
+        again.fit(
+            harness.module(harness.SMALL),
+            harness.data(harness.SMALL),
+            ckpt_path=tmp_path / "a.ckpt",
+        )
