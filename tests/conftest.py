@@ -34,7 +34,7 @@ if sys.argv[0] == "-c":
 # By the CPU time that they take, most first.
 LONG = (
     "strategy/test_gradients.py",
-    "checkpoints/test_sharded.py",
+    "checkpoints/test_resuming_on_meshes.py",
     "strategy/test_wlb.py",
     "test_examples.py",
     "models/huggingface",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Collection, Sequence
 from itertools import cycle
 from typing import Any
+
+import lightning.pytorch as L
+from torch.utils.data import DataLoader
 
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.store_checks import count_targets
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
+from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import MicroBatch, Piece, Recompute, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.sharding import layout
@@ -98,3 +103,31 @@ def spread(model: Transformer, seed: int = 7) -> Transformer:
     model.initial_deviation = lambda name: 0.3
     model.initialise(seed)
     return model
+
+
+def loader(batches):
+    """A loader that gives these batches as they are."""
+    return DataLoader(batches, batch_size=None)
+
+
+def trainer(path, **options):
+    """A quiet Trainer of one process, without the package's strategy."""
+    defaults = {
+        "accelerator": "cpu",
+        "strategy": "auto",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": path,
+    }
+    return L.Trainer(**(defaults | options))
+
+
+def module(sliding_window=None, **options):
+    """The small model of :func:`config` in float64, trained by itself."""
+    sizes = dataclasses.replace(config(), sliding_window=sliding_window)
+    built = LanguageModule(sizes, seed=3, **options).double()
+    built.configure_model()
+    return built.double()

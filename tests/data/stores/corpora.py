@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
@@ -92,3 +93,8 @@ def answers(store: DocumentStore, workers: int) -> list[Any]:
 
 def _as_it_is(item: Any) -> Any:
     return item
+
+
+def write_parquet(path: Path, rows: Any, per_group: int = 2, **others: Any) -> Path:
+    pq.write_table(pa.table({"input_ids": rows, **others}), path, row_group_size=per_group)
+    return path

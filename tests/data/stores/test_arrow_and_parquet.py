@@ -1,6 +1,4 @@
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.data import cache as cached
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores import arrow_and_parquet as parquet
 from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
@@ -22,10 +19,10 @@ from tests.data.stores.corpora import (
     Documents,
     Masks,
     check,
-    check_in_workers,
     corpora,
     masks_of,
     write_arrow,
+    write_parquet,
 )
 
 INTEGERS = st.sampled_from([pa.int32(), pa.int64(), pa.uint16(), pa.uint32(), pa.uint64()])
@@ -304,123 +301,6 @@ def test_a_state_that_names_documents_twice_is_refused(named, message, tmp_path:
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match=message):
         documents(tmp_path)
-
-
-def write_parquet(path: Path, rows: Any, per_group: int = 2, **others: Any) -> Path:
-    pq.write_table(pa.table({"input_ids": rows, **others}), path, row_group_size=per_group)
-    return path
-
-
-def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", TOKENS)
-    writes: list[Path] = []
-    write = parquet._write
-
-    def counted(folder: Path, *rest: Any) -> None:
-        writes.append(folder)
-        write(folder, *rest)
-
-    monkeypatch.setattr(parquet, "_write", counted)
-    check(documents(path), TOKENS)
-    assert len(writes) == 1
-    kept = list((tmp_path / cached.BESIDE).iterdir())
-    write_parquet(path, [[7, 8]])
-    check(documents(path), [[7, 8]])
-    assert len(writes) == 2
-    now = list((tmp_path / cached.BESIDE).iterdir())
-    assert len(now) == 1  # what was made of the older file is gone
-    assert now != kept
-    status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    documents(path)
-    assert len(writes) == 3
-    # An archive sets the size and the time of change, but not the time of the change of status.
-    status = path.stat()
-    write_parquet(path, [[9, 8]])
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.stat().st_size == status.st_size
-    check(documents(path), [[9, 8]])
-
-
-def test_where_one_may_not_write_the_users_cache_is_taken(tmp_path, monkeypatch):
-    """It keeps apart files that differ in their folder only."""
-    monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / name))
-    for name, rows in (("a", [[1, 2]]), ("b", [[3, 4]])):
-        (tmp_path / name).mkdir()
-        path = write_parquet(tmp_path / name / "train.parquet", rows)
-        os.utime(path, ns=(0, 0))
-        (tmp_path / name / cached.BESIDE).write_text("a file, in which nothing can be made")
-        check(documents(path), rows)
-    kept = list((tmp_path / "lightning_wlb").iterdir())
-    assert len(kept) == 2
-    check(documents(tmp_path / "a" / "train.parquet"), [[1, 2]])
-    assert list((tmp_path / "lightning_wlb").iterdir()) == kept
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch) -> None:
-    """Else the copy of what it was before would be kept as that of what it is now."""
-    path = write_parquet(tmp_path / "a.parquet", [[1, 2], [3]])
-    other = write_parquet(tmp_path / "b.parquet", [[7, 8], [9]])
-    columns_of = parquet.columns_of
-
-    def exchanged(*given: Any) -> Any:
-        if other.exists():
-            other.replace(path)
-        return columns_of(*given)
-
-    monkeypatch.setattr(parquet, "columns_of", exchanged)
-    with pytest.raises(ValueError, match=r"a\.parquet has changed while it was read"):
-        documents(path)
-    assert documents(path).read(0, 0, 2).tolist() == [7, 8]
-
-
-def test_a_file_system_that_takes_no_copy_is_not_told_as_damage(tmp_path, monkeypatch) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [[1, 2], [3]])
-
-    def fails(*_: Any) -> Any:
-        raise OSError(errno.EFBIG, "File too large")
-
-    for name in ("_write", "built_once"):
-        with monkeypatch.context() as patch:
-            patch.setattr(parquet, name, fails)
-            with pytest.raises(ValueError, match=r"cannot be kept: .*File too large. Look at the"):
-                documents(path)
-
-
-def test_an_interrupted_reading_leaves_nothing(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", [[1], [2], [2**40], [3]])
-    with pytest.raises(ValueError, match="not in range"):
-        documents(path)
-    assert list((tmp_path / cached.BESIDE).iterdir()) == []
-
-
-def test_folders_patterns_and_workers(tmp_path: Path) -> None:
-    rows = [[number] * (number + 1) for number in range(9)]
-    for number in range(2):
-        name = f"train-{number:05d}-of-00002.parquet"
-        masks = masks_of(rows[number::2], number)
-        write_parquet(tmp_path / name, rows[number::2], loss_mask=masks)
-    store = documents(tmp_path)
-    assert store.lengths.tolist() == [len(row) for row in rows[::2] + rows[1::2]]
-    check_in_workers(store)
-    (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match="1 of 2 files are there"):
-        documents(tmp_path)
-    check(documents(f"{tmp_path}/*.parquet", mask_column=None), rows[::2])
-
-
-@pytest.mark.parametrize(
-    ("rows", "others", "message"),
-    [
-        ([1, 2], {}, "'input_ids' is of type int64, not lists of integers"),
-        ([[1.5]], {}, r"'input_ids' is of type list<element: double>"),
-        ([[1], [None]], {}, "'input_ids' has nulls"),
-        ([[1, 2]], {"loss_mask": [[True]]}, r"a\.parquet: 1 rows .* the first has 2 and 1"),
-    ],
-)
-def test_parquet_columns_that_do_not_fit_are_refused(tmp_path, rows, others, message):
-    with pytest.raises(ValueError, match=message):
-        documents(write_parquet(tmp_path / "a.parquet", rows, **others))
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])

@@ -11,8 +11,7 @@ import pytest
 
 from lightning_wlb.data.open_documents import documents
 from lightning_wlb.data.stores import arrow_and_parquet as parquet
-from tests.data.stores.corpora import check, write_arrow
-from tests.data.stores.test_arrow_and_parquet import write_parquet
+from tests.data.stores.corpora import check, write_arrow, write_parquet
 
 
 @pytest.mark.parametrize("where", ["tokens", "words"])

@@ -1,0 +1,189 @@
+"""What is refused of a Trainer, its loaders and data modules, and hooks that stay."""
+
+import lightning.pytorch as L
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.data.loader import StepDataset, StepLoader
+from lightning_wlb.models.language_module import LanguageModule
+from lightning_wlb.planning import DataSettings
+from tests.models.steps import config, documents, loader, module, trainer
+
+
+class Plain(L.LightningModule):
+    """A module of the user's own around one, which takes the first of the batches it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.steps = module(), []
+
+    def training_step(self, batches, _):
+        batch, *_ = batches.values() if isinstance(batches, dict) else (batches,)
+        self.steps.append(batch.plan.step)
+        return self.inner.step(batch)
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return self.inner.configure_optimizers()
+
+
+class Rereads(L.Callback):
+    """Runs a loop of its own inside a Trainer's."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps = [each.plan.step for each in steps_of(module.inner)]
+
+
+def steps_of(trained):
+    settings = DataSettings(context_window=32, micro_batches=2)
+    return StepLoader(StepDataset.for_model(documents(), settings, trained.model_shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 1}])
+@pytest.mark.parametrize("own", [Plain, lambda: LanguageModule(config(), seed=3)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda each: each,
+        lambda each: {"t": each},
+        lambda each: [each],
+        lambda each: (b for b in each),
+    ],
+    ids=["bare", "dictionary", "list", "iterable"],
+)
+def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path, given, own, options):
+    loader = given(steps_of(module()))
+    with pytest.raises(MisconfigurationException, match=r"would skip a step.*WLBDataModule"):
+        trainer(tmp_path, max_steps=1, **options).fit(own(), loader)
+
+
+def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):
+    trained, rereads = Plain(), Rereads()
+    batches = list(steps_of(trained.inner))
+    numbers = [each.plan.step for each in batches]
+    run = trainer(tmp_path, max_epochs=1, callbacks=[rereads], num_sanity_val_steps=0)
+    run.fit(trained, loader(batches), steps_of(trained.inner))
+    assert rereads.steps == numbers
+    assert trained.steps == numbers * 2
+    run.validate(trained, steps_of(trained.inner))
+    assert trained.steps == numbers * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+    ],
+)
+def test_gradients_of_several_batches_are_not_accumulated(tmp_path, options):
+    """The tokens of one of them alone would count."""
+    pattern = (
+        r"(accumulate_grad_batches=2|GradientAccumulationScheduler\(\{1: 2, 0: 1\}\)) would"
+        r" accumulate .*WLBDataModule\(micro_batches=...\)"
+    )
+    data = WLBDataModule(documents(), context_window=32, micro_batches=2, num_workers=0)
+    with pytest.raises(MisconfigurationException, match=pattern):
+        trainer(tmp_path, **options).fit(LanguageModule(config()), data)
+
+
+class OwnHooks(LanguageModule):
+    """Overrides what keeps a run's position, as Lightning's own hooks, which do nothing, may be."""
+
+    seen = None
+
+    def setup(self, stage):
+        pass
+
+    def on_train_start(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = self.trainer.global_step
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["mine"]
+
+
+class Rescaled:
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = 10 * checkpoint["mine"]
+
+
+class OwnHooksOfAMixin(Rescaled, OwnHooks):
+    pass
+
+
+class OwnData(WLBDataModule):
+    seen = None
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+    def state_dict(self):
+        return {"mine": 5}
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict["mine"]
+
+
+class InADictionary(WLBDataModule):
+    def train_dataloader(self):
+        return {"t": super().train_dataloader()}
+
+
+class Converts(WLBDataModule):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch]
+
+
+@pytest.mark.parametrize("kind", [InADictionary, Converts])
+def test_a_data_module_that_hides_its_batches_is_refused(tmp_path, kind):
+    """Documents would come again in every epoch."""
+    data = kind(documents(), context_window=32, micro_batches=2, num_workers=0)
+    trained = Plain()
+    trained.model_shape = trained.inner.model_shape
+    with pytest.raises(MisconfigurationException, match=r"came as a (dict|list): .* repeat them"):
+        trainer(tmp_path, max_epochs=1).fit(trained, data)
+
+
+class Steps(L.Callback):
+    def __init__(self):
+        self.taken = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rate = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        loss = outputs["loss"].item()
+        self.taken.append((batch.plan.step, loss, self.rate, module.tokens_seen))
+
+
+def test_a_run_goes_on_whatever_hooks_are_overridden_without_super(tmp_path):
+    options = {"learning_rate": 0.1, "warmup_tokens": 170, "decay_tokens": 510, "seed": 3}
+
+    def run(module, data, steps, ckpt_path=None):
+        recorder = Steps()
+        built = module(config(), **options)
+        given = data(documents(), context_window=32, micro_batches=2, num_workers=0)
+        fit = trainer(tmp_path, max_steps=steps, max_epochs=-1, callbacks=[recorder])
+        fit.fit(built, given, ckpt_path=ckpt_path)
+        fit.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+        return recorder.taken, built, given
+
+    plain, *_ = run(LanguageModule, WLBDataModule, 6)
+    assert [step for step, *_ in plain] == [0, 1, 2, 3, 4, 5]
+    for kind, factor in ((OwnHooks, 1), (OwnHooksOfAMixin, 10)):
+        first, *_ = run(kind, OwnData, 3)
+        second, built, given = run(kind, OwnData, 6, tmp_path / "last.ckpt")
+        assert first + second == plain
+        assert (built.seen, given.seen) == (3 * factor, 5)
+        # Another run of the same module begins anew.
+        assert trainer(tmp_path, max_steps=1).fit(built, given) is None
+        assert built.tokens_seen == plain[0][3]
