@@ -24,9 +24,9 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 	@$(RUN) examples/train_stdlib.py
 
 # Two files at a time, in the order of tests/conftest.py: a test of many ranks waits much, and the
-# others are single processes.
+# others are single processes. Bytecode is kept: else each of some hundred processes compiles anew.
 test: $(VENV)/ready  ## run the tests (CPU only, about 8 minutes on two cores)
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/ready  ## run the tests that need no second process (about 90 s on two cores)
 	@$(RUN) -m pytest -n 2 -m 'not processes and not families and not slurm and not soak'

@@ -81,7 +81,11 @@ class StepGuard:
         # Scaling by a norm that is not finite makes all gradients NaN, and the report could not say
         # any more which parameters' were.
         if self._finite or self.on_nonfinite == "ignore":
-            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+            scale = (most / (norm + 1e-6)).clamp(max=1.0)
+            # The rank's shards: DTensor would look up for every shape how it is scaled.
+            gradients = [held(each.grad) for each in parameters if each.grad is not None]
+            if gradients:  # a frozen stage has none
+                torch._foreach_mul_(gradients, scale)
 
     def clip_by_value(self, parameters: list[nn.Parameter], most: float) -> None:
         """Bound every gradient to ``[-most, most]``."""
