@@ -299,5 +299,4 @@ def _epochs(state: dict[str, Any]) -> dict[str, float]:
 
 def _executor(trainer: L.Trainer) -> Executor:
     assert isinstance(trainer.strategy, WLBStrategy)
-    assert trainer.strategy.executor is not None
     return trainer.strategy.executor

@@ -26,7 +26,7 @@ from lightning_wlb.cli.shared_options import given_model
 from lightning_wlb.mesh import AXES
 from lightning_wlb.mesh_search.evaluate import MeshChoice
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import TAKES, Progress, choose_mesh, progress_bar
+from lightning_wlb.mesh_search.search import Progress, choose_mesh, progress_bar
 from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.sharding import ADAPTIVE
 
@@ -41,7 +41,7 @@ def run_search(
     by_packing = {each.data.packing_choice.method: each for each in requests}
     packing = arguments.packing or DEFAULT
     request = by_packing[packing]
-    with progress_bar(f"Simulating meshes of {request.devices} devices, {TAKES}.") as tell:
+    with progress_bar(f"Simulating meshes of {request.devices} devices") as tell:
         found = choose_mesh(request, progress=tell)
         original, reference = (_best_of(by_packing[name], tell) for name in (BASELINE, REFERENCE))
     chosen = Forecast(packing, found.best)

@@ -3,9 +3,9 @@
 A process group lives as long as its process, with its sockets and threads and, under NCCL, its
 buffers on the device. A script that fits, validates and tests with a Trainer each must not add
 groups each time, so :func:`kept` keeps them, by mesh or pipelines and kind of device, until the
-default process group is another one. Besides the axes of the mesh there are groups for the channels
-of pipeline messages (:func:`pipeline_groups`) and for replicas that share a micro-batch
-(:class:`MergedGroups`).
+default process group is another one, and all of them have one time-out (:func:`mesh_groups`).
+Besides the axes of the mesh there are groups for the channels of pipeline messages
+(:func:`pipeline_groups`) and for replicas that share a micro-batch (:class:`MergedGroups`).
 
 Cost: nothing for a mesh or pipelines whose groups have been made before.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -70,16 +70,13 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks.
-
-    Operations on its axes may wait for ``timeout``; None means torch's default.
-    """
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks."""
     made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
-    flat = data_context(made)
-    if timeout is not None:
-        # torch gives the axes its own default, whatever the default group was given.
-        set_timeout(timeout, *made.get_all_groups(), flat.get_group())
+    axes = [*made.get_all_groups(), data_context(made).get_group()]
+    # torch gives them its own default, whatever the default group was given.
+    _set_timeout(*axes)
+    _groups.extend(axes)
     return made
 
 
@@ -90,12 +87,6 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
     Collective at its first call for a mesh, which :func:`device_mesh` makes.
     """
     return mesh["data", "context"]._flatten("data_context")
-
-
-def set_timeout(timeout: timedelta, *groups: ProcessGroup | None) -> None:
-    """Let operations on the groups wait for ``timeout`` from now on."""
-    for group in groups:
-        _set_pg_timeout(timeout, group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,68 +118,66 @@ class MeshGroups:
     def _along(self, axis: str) -> ProcessGroup | None:
         return self.mesh.get_group(axis) if self.mesh.size(AXES.index(axis)) > 1 else None
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of these groups, and of the group of all ranks."""
-        flat = data_context(self.mesh).get_group()
-        groups = [*self.mesh.get_all_groups(), *self.channels.values(), flat, self.parameters]
-        set_timeout(timeout, *groups, dist.group.WORLD)
-        self.merged.set_timeout(timeout)
 
-
-class _HasTimeout(Protocol):
-    def set_timeout(self, timeout: timedelta) -> None: ...
-
-
-_T = TypeVar("_T", bound=_HasTimeout)
+_T = TypeVar("_T")
 
 # Made under the default process group _world; under another one they would be dead.
 _made: dict[Hashable, Any] = {}
+_groups: list[ProcessGroup] = []
 _world: ProcessGroup | None = None
+_timeout: timedelta | None = None  # of operations on all groups; None: torch's default
 
 
-def kept(key: Hashable, make: Callable[[], _T], timeout: timedelta | None) -> _T:
+def kept(key: Hashable, make: Callable[[], _T]) -> _T:
     """The process groups that ``make`` made at the first call with ``key``; collective over all
     ranks.
-
-    Their operations may wait for ``timeout`` from now on; None: torch's default, or what was set
-    before.
     """
     global _world
     if _world is not dist.group.WORLD:
         _made.clear()
+        _groups.clear()
         _world = dist.group.WORLD
     if key not in _made:
         _made[key] = make()
     made: _T = _made[key]
-    if timeout is not None:
-        made.set_timeout(timeout)
     return made
+
+
+def _set_timeout(*groups: ProcessGroup | None) -> None:
+    if _timeout is not None:
+        for group in groups:
+            _set_pg_timeout(_timeout, group)
 
 
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
-    ``timeout`` as in :func:`kept`; the group of all ranks gets it too.
+    Operations on all groups of this process, that of all ranks too, may wait for ``timeout`` from
+    now on; None: torch's default, or what was set before.
     """
+    global _timeout
+    _timeout = timeout
 
     def make() -> MeshGroups:
-        mesh = device_mesh(rank.mesh, device.type, timeout)
-        channels = pipeline_groups(rank, timeout)
+        mesh = device_mesh(rank.mesh, device.type)
+        channels = pipeline_groups(rank)
         if channels:
             # The two ends of a pipeline exchange tied gradients by batch_isend_irecv, which torch
             # allows as a group's first operation only if all of its ranks join.
             dist.all_reduce(torch.zeros(1, device=device), group=mesh["pipeline"].get_group())
             connect_channels(rank.group("pipeline"), rank.index, device, channels)
         ranks = np.arange(rank.mesh.devices).reshape(rank.mesh.shape)
-        merged = MergedGroups([ranks], rank.index, timeout)
-        return MeshGroups(mesh, channels, merged, _parameter_group(rank, mesh, timeout))
+        merged = MergedGroups([ranks], rank.index)
+        return MeshGroups(mesh, channels, merged, _parameter_group(rank, mesh))
 
     # Virtual stages need the ring's groups, however many they are.
     mesh = replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2))
-    return kept((mesh, device.type), make, timeout)
+    groups = kept((mesh, device.type), make)
+    _set_timeout(*_groups, dist.group.WORLD)
+    return groups
 
 
-def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) -> ProcessGroup:
+def _parameter_group(rank: Rank, mesh: DeviceMesh) -> ProcessGroup:
     """The ranks that share this rank's parameters, in a group of their own.
 
     torch gives every axis that has all ranks the default group, in which the keys of
@@ -196,7 +185,7 @@ def _parameter_group(rank: Rank, mesh: DeviceMesh, timeout: timedelta | None) ->
     """
     group = data_context(mesh).get_group()
     if group is dist.group.WORLD and group.size() > 1:
-        own = own_group([list(range(group.size()))], rank.index, timeout)
+        own = own_group([list(range(group.size()))], rank.index)
         assert own is not None
         return own
     return group
@@ -226,7 +215,7 @@ def connect_channels(
                 dist.recv(token, sender, group)
 
 
-def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, ProcessGroup]:
+def pipeline_groups(rank: Rank) -> dict[Channel, ProcessGroup]:
     """A process group over this rank's pipeline for each channel of messages; collective.
 
     With virtual stages, messages also go from the last rank to the first and back.
@@ -238,7 +227,7 @@ def pipeline_groups(rank: Rank, timeout: timedelta | None) -> dict[Channel, Proc
     groups = {}
     for closes_ring in (False, True) if mesh.virtual_stages > 1 else (False,):
         for kind in (FORWARD, BACKWARD):
-            group = own_group(pipelines, rank.index, timeout)
+            group = own_group(pipelines, rank.index)
             assert group is not None
             groups[Channel(kind, closes_ring)] = group
     return groups
@@ -261,18 +250,10 @@ class MergedGroups:
     tensor] global ranks.
     """
 
-    def __init__(
-        self, alike: Sequence[NDArray[np.int64]], global_rank: int, timeout: timedelta | None
-    ) -> None:
+    def __init__(self, alike: Sequence[NDArray[np.int64]], global_rank: int) -> None:
         self._alike, self._rank = alike, global_rank
-        self._timeout = timeout
         self._groups: dict[int, ProcessGroup] = {}
         self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of these groups, and of those made later."""
-        self._timeout = timeout
-        set_timeout(timeout, *self._groups.values())
 
     def prepare(self, plan: StepPlan) -> dict[int, ProcessGroup]:
         """Make the groups that a step needs and that are not there yet; collective over all ranks.
@@ -290,34 +271,47 @@ class MergedGroups:
                 whole = ranks[: len(ranks) // count * count]  # others cannot be asked for
                 every = whole.reshape(-1, count, stages, context, tensor)
                 sets += every.transpose(0, 2, 4, 1, 3).reshape(-1, count * context).tolist()
-            group = own_group(sets, self._rank, self._timeout)
+            group = own_group(sets, self._rank)
             if group is not None:
                 self._groups[count] = group
         return self._groups
 
 
-def own_group(
-    sets: Sequence[Sequence[int]], global_rank: int, timeout: timedelta | None
-) -> ProcessGroup | None:
+def own_group(sets: Sequence[Sequence[int]], global_rank: int) -> ProcessGroup | None:
     """The process group of the set of ranks that holds ``global_rank``; None where no set does.
 
     Collective over all ranks, which give the same disjoint sets of global ranks. Every rank makes
     one group, however many sets there are: ``dist.new_group`` for each set would take every rank
     through all of them, hundreds on a thousand ranks. Where the group of all ranks is bound to a
     device (NCCL), all are split off it in one call, which ranks of no set have to make too (read in
-    torch 2.13); else the members of a set make theirs among themselves. ``timeout`` None means
-    torch's default.
+    torch 2.13); else the members of a set make theirs among themselves.
     """
     world = dist.group.WORLD
     assert world is not None
     device = world.bound_device_id
     if device is not None and world._get_backend(device).supports_splitting:
-        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
-    own = next((list(ranks) for ranks in sets if global_rank in ranks), None)
-    # torch names such a group by how many its ranks have made, so a rank that is in none makes one
-    # for itself: else it would wait for ever in the next one.
-    made = dist.new_group(own or [global_rank], timeout=timeout, use_local_synchronization=True)
-    return made if own else None
+        made = dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=_timeout)
+    else:
+        own = next((list(ranks) for ranks in sets if global_rank in ranks), None)
+        # torch names such a group by how many its ranks have made, so a rank that is in none makes
+        # one for itself: else it would wait for ever in the next one.
+        alone = dist.new_group(
+            own or [global_rank], timeout=_timeout, use_local_synchronization=True
+        )
+        made = alone if own else None
+    if made is not None:
+        _groups.append(made)
+    return made
+
+
+def saving_group() -> ProcessGroup:
+    """All ranks on the CPU, for saves in the background; made at the first call, collective."""
+
+    def make() -> ProcessGroup:
+        _groups.append(dist.new_group(backend="gloo", timeout=_timeout))
+        return _groups[-1]
+
+    return kept("saves", make)
 
 
 def message_device(device: torch.device, group: ProcessGroup) -> torch.device:

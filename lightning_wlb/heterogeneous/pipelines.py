@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from lightning_wlb.distributed.process_groups import (
     connect_channels,
     kept,
     own_group,
-    set_timeout,
 )
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
 from lightning_wlb.mesh import Rank
@@ -40,35 +38,22 @@ from lightning_wlb.training.parallelize import convert_tensors, keep_stages
 from lightning_wlb.training.pipeline_messages import PipelineRank
 
 
-@dataclass(frozen=True, eq=False)
-class ExchangeGroup:
-    """The group of all ranks over which parameters and their gradients are exchanged."""
+def exchange_group(rank: int, ranks: int, device: torch.device) -> ProcessGroup:
+    """The group of all ranks over which parameters and their gradients are exchanged.
 
-    group: ProcessGroup
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of the group."""
-        set_timeout(timeout, self.group)
-
-
-def exchange_group(
-    rank: int, ranks: int, device: torch.device, timeout: timedelta | None
-) -> ProcessGroup:
-    """The group of all exchanges, over which nothing else is sent; made at the first call.
-
-    Collective. ``timeout`` as for :func:`.kept`. All ranks are connected: under NCCL an uneven
-    all-to-all connects two ranks when one first sends something to the other, and holds each up
-    until the other has come too, which may be a rank that the step waits for.
+    Nothing else is sent over it. It is made at the first call; collective. All ranks are connected:
+    under NCCL an uneven all-to-all connects two ranks when one first sends something to the other,
+    and holds each up until the other has come too, which may be a rank that the step waits for.
     """
 
-    def make() -> ExchangeGroup:
-        group = own_group([range(ranks)], rank, timeout)
+    def make() -> ProcessGroup:
+        group = own_group([range(ranks)], rank)
         assert group is not None, "every rank is in it"
         sent, each = torch.zeros(ranks, device=device), [1] * ranks
         dist.all_to_all_single(torch.empty_like(sent), sent, each, each, group=group)
-        return ExchangeGroup(group)
+        return group
 
-    return kept(("exchanges", device.type), make, timeout).group
+    return kept(("exchanges", device.type), make)
 
 
 class HeterogeneousStage:
@@ -87,13 +72,12 @@ class HeterogeneousStage:
         redistribution: Redistribution,
         build: Callable[[], Decoder],
         pipeline: PipelineRank,
-        timeout: timedelta | None,
     ) -> None:
         self.redistribution = redistribution
         schemes, number = redistribution.schemes, redistribution.rank
         rank = rank_in(schemes, number)
         scheme, device = schemes[rank.data], pipeline.device
-        self._groups = _groups_of(schemes, number, device, timeout)
+        self._groups = _groups_of(schemes, number, device)
         self.pipeline = replace(
             pipeline,
             rank=rank,
@@ -135,21 +119,14 @@ class _SchemeGroups:
     of_pipeline: ProcessGroups
     merged: MergedGroups
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        several = (self.of_pipeline.context, self.of_pipeline.tensor, *self.channels.values())
-        set_timeout(timeout, *(group for group in several if group is not None))
-        self.merged.set_timeout(timeout)
 
-
-def _groups_of(
-    schemes: Schemes, rank: int, device: torch.device, timeout: timedelta | None
-) -> _SchemeGroups:
+def _groups_of(schemes: Schemes, rank: int, device: torch.device) -> _SchemeGroups:
     """The process groups of some pipelines, made and connected at the first call; collective."""
 
     def make() -> _SchemeGroups:
         # All ranks make them in this order: two for messages, one each for context and tensor.
         forward, backward, context, tensor = (
-            own_group(sets, rank, timeout) if (sets := _along(schemes, axis)) else None
+            own_group(sets, rank) if (sets := _along(schemes, axis)) else None
             for axis in (0, 0, 1, 2)
         )
         channels = {
@@ -165,10 +142,10 @@ def _groups_of(
             np.array([schemes[number].ranks for number in numbers]).reshape(-1, len(layers), *among)
             for (layers, *among), numbers in alike(schemes).items()
         ]
-        merged = MergedGroups(kinds, rank, timeout)
+        merged = MergedGroups(kinds, rank)
         return _SchemeGroups(channels, ProcessGroups(context, tensor), merged)
 
-    return kept((schemes, device.type), make, timeout)
+    return kept((schemes, device.type), make)
 
 
 def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import Literal
 
@@ -53,7 +52,7 @@ from lightning_wlb.heterogeneous.planning.pool_search import (
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import TAKES, progress_bar
+from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import placement_of
@@ -121,7 +120,7 @@ def pool_of(
 
 
 def attach_pipelines(
-    executor: Executor, choices: Sequence[Schemes], module: LanguageModule, timeout: timedelta
+    executor: Executor, choices: Sequence[Schemes], module: LanguageModule
 ) -> None:
     """Let an executor run steps on some sets of pipelines; collective over all ranks.
 
@@ -152,9 +151,9 @@ def attach_pipelines(
             f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
             f" {described(schemes)}."
         )
-    group = exchange_group(rank, mesh.devices, pipeline.device, timeout)
+    group = exchange_group(rank, mesh.devices, pipeline.device)
     executor.heterogeneous = HeterogeneousPipelines(
-        executor, module.build_blank_model, redistribute, group, timeout
+        executor, module.build_blank_model, redistribute, group
     )
 
 
@@ -185,7 +184,6 @@ class HeterogeneousPipelines:
     build: Callable[[], Decoder]  #: makes the whole model, on the meta device
     redistribute: Callable[[Schemes], Redistribution]  #: this rank's exchanges with pipelines
     group: dist.ProcessGroup
-    timeout: timedelta | None
     _made: dict[Schemes, tuple[HeterogeneousStage, ExchangedParameters]] = field(
         default_factory=dict, init=False
     )
@@ -196,7 +194,7 @@ class HeterogeneousPipelines:
         """
         if plan.schemes not in self._made:
             mine, links = self.executor, self.redistribute(plan.schemes)
-            stage = HeterogeneousStage(links, self.build, mine.pipeline, self.timeout)
+            stage = HeterogeneousStage(links, self.build, mine.pipeline)
             wide = mine.parameters.sum_dtype
             own = ExchangedParameters(stage, mine.model, self.group, wide)
             self._made[plan.schemes] = stage, own
@@ -286,8 +284,7 @@ def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 
     def search() -> str:
-        said = f"WLBStrategy: simulating pipelines of {mesh.devices} devices, {TAKES}."
-        with progress_bar(said) as tell:
+        with progress_bar(f"WLBStrategy: simulating pipelines of {mesh.devices} devices") as tell:
             return choose_pool(request, mesh, progress=tell).to_json()
 
     return PoolChoice.from_json(remembered(name, search))

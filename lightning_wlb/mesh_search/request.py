@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import get_args
 
 import numpy as np
@@ -87,7 +87,6 @@ class MeshRequest:
     sharding: str = ADAPTIVE
     mixture: tuple[StoreShare, ...] = ()
     steps: int = 3
-    _stages: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("devices", "devices_per_node", "virtual_stages", "steps"):
@@ -121,7 +120,7 @@ class MeshRequest:
     def digest(self) -> str:
         """64 hexadecimal digits of everything that decides the answer."""
         packing, lengths = self.data.packing_choice, np.ascontiguousarray(self.lengths, "<i8")
-        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {
+        facts = {each.name: getattr(self, each.name) for each in fields(self)} | {
             "lengths": [len(lengths), hashlib.sha256(lengths.data).hexdigest()],
             "shape": asdict(self.shape),
             "data": asdict(self.data) | {"packing": [packing.method, asdict(packing.options)]},
@@ -181,11 +180,8 @@ class MeshRequest:
             mixture=self.mixture,
         )
 
-    def _stages_of(self, number: int) -> tuple[range, ...]:
-        if number not in self._stages:
-            self._stages[number] = tuple(model_stages(self.shape, number, self._mean_context))
-        return self._stages[number]
-
     @cached_property
-    def _mean_context(self) -> int:
-        return mean_context_of(self.lengths, self.data.context_window)
+    def _stages_of(self) -> Callable[[int], tuple[range, ...]]:
+        """The layers of each of so many stages, split once for each number."""
+        mean_context = mean_context_of(self.lengths, self.data.context_window)
+        return cache(lambda number: tuple(model_stages(self.shape, number, mean_context)))

@@ -54,9 +54,6 @@ over n of them by this over the root of n. What is further behind is simulated n
 LARGEST = 1 << 16
 """Most devices that are tried where nothing fits on those given."""
 
-TAKES = "which takes seconds for 16 of them, and one to three minutes for 1,024"
-"""How long a search lasts, in words."""
-
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, how much of it is done, and how much there is."""
 
@@ -69,7 +66,8 @@ def progress_bar(search: str) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        print(search, file=sys.stderr, flush=True)
+        takes = "which takes seconds for 16 of them, and one to three minutes for 1,024"
+        print(f"{search}, {takes}.", file=sys.stderr, flush=True)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 

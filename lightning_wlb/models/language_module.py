@@ -31,11 +31,7 @@ from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.trainer_guards import (
-    keep_hooks,
-    refuse_accumulation,
-    refuse_prediction,
-)
+from lightning_wlb.data.trainer_guards import keep_hooks, refuse_accumulation, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, names_and_shapes
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered

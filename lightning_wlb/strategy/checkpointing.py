@@ -20,8 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,11 @@ from torch.optim import Optimizer
 
 from lightning_wlb.argument_checks import flag
 from lightning_wlb.checkpoints import atomic_folders, sharded
-from lightning_wlb.checkpoints.async_saving import (
-    COPIES,
-    BackgroundSaves,
-    FilesAfterSaves,
-    Stager,
-)
+from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, FilesAfterSaves, Stager
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
+from lightning_wlb.distributed.process_groups import saving_group
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
@@ -61,15 +56,11 @@ def _is_so(record: logging.LogRecord) -> bool:
 
 
 class Checkpointer:
-    """Writes one checkpoint of all ranks together, and reads it on any mesh.
+    """Writes one checkpoint of all ranks together, and reads it on any mesh."""
 
-    ``timeout`` limits operations between ranks while a checkpoint is written in the background.
-    """
-
-    def __init__(self, *, async_save: bool, timeout: timedelta | None) -> None:
+    def __init__(self, *, async_save: bool) -> None:
         self.async_save = flag("async_save", async_save)
         rank_zero.rank_zero_module.log.addFilter(_is_so)
-        self._timeout = timeout
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
@@ -173,10 +164,8 @@ class Checkpointer:
         parts = sharded.collect(module, [] if weights_only else optimizers, checkpoint, renamed)
         if stager is not None:
             copied = stager.stage(parts, self._jobs.holds_copies)
-            world = dist.group.WORLD
-            assert world is not None
-            group = saving_group(world, self._timeout)
-            self._jobs.submit(path, partial(self.write, path, copied, group), copies=1, leaves=path)
+            save = partial(self.write, path, copied, saving_group())
+            self._jobs.submit(path, save, copies=1, leaves=path)
             return
         try:
             self.write(path, parts)
@@ -342,12 +331,3 @@ def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     if inside and epochs["current"]["processed"] == epochs["current"]["started"]:
         for each in epochs.values():
             each["processed"] = each["completed"] = each["started"] - 1
-
-
-@cache
-def saving_group(world: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A process group on the CPU for saves in the background; collective.
-
-    A new default group ``world`` needs another one. ``timeout`` None means torch's default.
-    """
-    return dist.new_group(backend="gloo", timeout=timeout)

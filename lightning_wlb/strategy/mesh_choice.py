@@ -42,7 +42,7 @@ from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.evaluate import MeshChoice, MeshRow
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import TAKES, choose_mesh, progress_bar
+from lightning_wlb.mesh_search.search import choose_mesh, progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.profiling.device import shipped_profile
@@ -327,8 +327,7 @@ def _recalled(request: MeshRequest) -> MeshChoice:
     """The answer in the cache folder, or the search's, which is put there."""
 
     def search() -> str:
-        said = f"WLBStrategy: simulating meshes of {request.devices} devices, {TAKES}."
-        with progress_bar(said) as tell:
+        with progress_bar(f"WLBStrategy: simulating meshes of {request.devices} devices") as tell:
             return choose_mesh(request, progress=tell).to_json()
 
     return MeshChoice.from_json(remembered(f"mesh-{request.digest[:16]}", search))

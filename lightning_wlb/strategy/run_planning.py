@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -97,13 +96,9 @@ class RunPlanning:
         split: SplitModel,
         module: LanguageModule,
         devices: RunDevices,
-        timeout: timedelta,
         data: WLBDataModule | None,
     ) -> None:
         """Plan for a split model; collective over all ranks.
-
-        Args:
-            timeout: how long operations between heterogeneous pipelines may wait.
 
         Raises:
             MisconfigurationException: steps may leave the mesh, but no device profile is known, or
@@ -131,9 +126,9 @@ class RunPlanning:
             PROGRESS.begin()
         if not self.schemes:
             return
-        if split.prepared_for != (self.schemes, timeout):
-            attach_pipelines(split.executor, self.schemes, module, timeout)
-            split.prepared_for = self.schemes, timeout
+        if split.prepared_for != self.schemes:
+            attach_pipelines(split.executor, self.schemes, module)
+            split.prepared_for = self.schemes
         # A new context, whose predictor knows the process groups of these pipelines.
         predictor = self.context(data).predictor
         assert predictor is not None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn
 
 import lightning.pytorch as pl
@@ -46,15 +45,14 @@ class SplitModel:
     Args:
         precision: the Trainer's, such as ``"bf16-mixed"``.
         mesh_searched: whether its mesh was searched for.
-        prepared_for: the heterogeneous pipelines that the executor can run steps on, and their
-            time-out; None: none yet.
+        prepared_for: the heterogeneous pipelines that the executor can run steps on.
     """
 
     executor: Executor
     groups: MeshGroups
     precision: str
     mesh_searched: bool
-    prepared_for: tuple[tuple[Schemes, ...], timedelta] | None = None
+    prepared_for: tuple[Schemes, ...] = ()
 
     @staticmethod
     def of(module: LanguageModule) -> SplitModel | None:

@@ -149,7 +149,7 @@ class WLBStrategy(ParallelStrategy):
         # YAML reads off without quotes as False.
         self.overlap = choice("overlap", "off" if overlap is False else overlap, ("auto", "off"))
         self.processes = Processes(process_group_backend=process_group_backend, timeout=timeout)
-        self.checkpoints = Checkpointer(async_save=async_save, timeout=self.processes.timeout)
+        self.checkpoints = Checkpointer(async_save=async_save)
         self.planning = RunPlanning(dynamic)
         self.guard = StepGuard(on_nonfinite)
         self.num_nodes = 1  # Lightning sets it.
@@ -300,7 +300,7 @@ class WLBStrategy(ParallelStrategy):
         self.split.check(self.mesh, self.schedule, self.mesh_groups, precision)
         self.model_to_device()
         self.executor = self.split.executor
-        self.planning.attach(self.split, module, self._devices, self.processes.timeout, data)
+        self.planning.attach(self.split, module, self._devices, data)
         self.executor.begin(self.reduce_dtype, self.planning.chunks(data))
         name_document = "document {}".format if data is None else data.name_of
         self.steps = StepRunner(self.split, module, self.guard, name_document)

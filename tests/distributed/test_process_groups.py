@@ -218,7 +218,7 @@ def test_the_device_mesh_of_a_thousand_ranks_agrees_with_the_sizes(calls):
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_rank_makes_one_process_group_for_each_channel(calls, ring):
     mesh = replace(MESH, virtual_stages=2 if ring else 1)
-    groups = pipeline_groups(replace(RANK, mesh=mesh), None)
+    groups = pipeline_groups(replace(RANK, mesh=mesh))
     mine = [Rank(MESH, 21, place, 0, 0).index for place in range(8)]
     assert calls == [mine] * (4 if ring else 2)
     assert len({id(group) for group in groups.values()}) == len(calls)
@@ -234,7 +234,7 @@ def plan_shared_by(*sizes: int) -> StepPlan:
 
 
 def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
-    merged = MergedGroups([np.arange(MESH.devices).reshape(MESH.shape)], RANK.index, None)
+    merged = MergedGroups([np.arange(MESH.devices).reshape(MESH.shape)], RANK.index)
     groups = merged.prepare(plan_shared_by(4, 2))
     assert sorted(groups) == [2, 4]
     pair, four = (
@@ -252,7 +252,7 @@ def test_a_rank_makes_one_process_group_for_each_size_of_merged_set(calls):
 
 def test_a_rank_that_no_merged_set_holds_joins_its_making_once(calls):
     """The others make theirs once, and all ranks have to make as many."""
-    merged = MergedGroups([np.arange(2).reshape(2, 1, 1, 1)], RANK.index, None)
+    merged = MergedGroups([np.arange(2).reshape(2, 1, 1, 1)], RANK.index)
     for _ in range(2):
         assert merged.prepare(plan_shared_by(2)) == {}
         assert calls == [[RANK.index]]

@@ -262,8 +262,8 @@ def executor_of(run: Run, number: int, dtype: torch.dtype) -> Executor:
     pipeline = PipelineRank(rank, run.stages, "1f1b", groups.channels, run.config.dim, dtype, CPU)
     made = Executor(model, pipeline, groups, gathering)
     redistribute = partial(Redistribution, weights, run.of_mesh, rank=number)
-    exchanging = exchange_group(number, run.mesh.devices, CPU, None)
-    made.heterogeneous = HeterogeneousPipelines(made, build, redistribute, exchanging, None)
+    exchanging = exchange_group(number, run.mesh.devices, CPU)
+    made.heterogeneous = HeterogeneousPipelines(made, build, redistribute, exchanging)
     return made
 
 

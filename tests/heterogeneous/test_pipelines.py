@@ -24,7 +24,7 @@ from lightning_wlb.training.pipeline_messages import PipelineRank
 
 def stage_of(link: Redistribution, build, device: torch.device) -> HeterogeneousStage:
     pipeline = PipelineRank(Rank(), (), "1f1b", {}, 8, torch.float32, device)
-    return HeterogeneousStage(link, build, pipeline, None)
+    return HeterogeneousStage(link, build, pipeline)
 
 
 def test_buffers_of_a_stage_are_on_the_device_of_the_rank() -> None:
@@ -96,7 +96,7 @@ def test_all_who_exchange_have_met_before_a_step(monkeypatch) -> None:
         assert into.shape == out.shape
         met.append((counts, of, group))
 
-    monkeypatch.setattr(pipelines, "own_group", lambda sets, rank, timeout: tuple(sets[0]))
+    monkeypatch.setattr(pipelines, "own_group", lambda sets, rank: tuple(sets[0]))
     monkeypatch.setattr(dist, "all_to_all_single", meet)
-    assert exchange_group(5, 8, torch.device("cpu"), None) == tuple(range(8))
+    assert exchange_group(5, 8, torch.device("cpu")) == tuple(range(8))
     assert met == [([1] * 8, [1] * 8, tuple(range(8)))]

@@ -226,7 +226,7 @@ def test_weights_that_a_hook_puts_in_place_of_the_models_are_not_dropped(tmp_pat
 
 
 def test_lightning_says_saved_only_of_what_is_there(tmp_path, caplog):
-    saving.Checkpointer(async_save=False, timeout=None)
+    saving.Checkpointer(async_save=False)
     (tmp_path / "a.ckpt").mkdir()
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         for name in ("a.ckpt", "b.ckpt"):

@@ -22,7 +22,7 @@ def checkpoints(monkeypatch) -> Checkpointer:
         write(path, 1, 1.0, **parts.rest)
 
     monkeypatch.setattr(saving, "write", fake)
-    return Checkpointer(async_save=False, timeout=None)
+    return Checkpointer(async_save=False)
 
 
 def names(folder: Path) -> list[str]:

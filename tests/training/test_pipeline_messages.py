@@ -50,7 +50,7 @@ def crossing(rank: int) -> tuple[list[float], list[float], list[type]]:
         return isend(tensor, *args, **rest)
 
     place = Mesh(pipeline=2).coordinate(rank)
-    channels = pipeline_groups(place, None)
+    channels = pipeline_groups(place)
     pipeline = PipelineRank(place, (range(1), range(1, 2)), "1f1b", channels, 2, torch.float32, CPU)
     travelling = Messages(pipeline, {})
     weight = nn.Parameter(torch.zeros(2))

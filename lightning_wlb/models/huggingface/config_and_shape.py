@@ -23,12 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionInterface,
-    AutoConfig,
-    PretrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PretrainedConfig
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason

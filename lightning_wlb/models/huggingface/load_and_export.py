@@ -34,12 +34,7 @@ from lightning_wlb.models.decoder import names_and_shapes
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import is_adapter, peft_config
 from lightning_wlb.models.huggingface.model_parts import blank_model
-from lightning_wlb.models.huggingface.safetensors_folder import (
-    Box,
-    Folder,
-    Tiles,
-    find_sources,
-)
+from lightning_wlb.models.huggingface.safetensors_folder import Box, Folder, Tiles, find_sources
 from lightning_wlb.models.tensor_parallel import held, share_of
 
 # Dtypes of weights. A weight stored in another dtype is quantised: codes, and a scale beside them.
