@@ -127,7 +127,7 @@ def _groups_of(schemes: Schemes, rank: int, device: torch.device) -> _SchemeGrou
         # All ranks make them in this order: two for messages, one each for context and tensor.
         forward, backward, context, tensor = (
             own_group(sets, rank) if (sets := _along(schemes, axis)) else None
-            for axis in (0, 0, 1, 2)
+            for axis in ("pipeline", "pipeline", "context", "tensor")
         )
         channels = {
             Channel(kind, False): group
@@ -154,12 +154,7 @@ def _chain(scheme: Scheme, place: Rank) -> tuple[int, ...]:
     return tuple(scheme.ranks[first :: scheme.context * scheme.tensor])
 
 
-def _along(schemes: Schemes, axis: int) -> list[list[int]]:
-    """Global ranks of all groups of several ranks along stages (0), context (1) or tensor (2)."""
-    found: list[list[int]] = []
-    for scheme in schemes:
-        shape = len(scheme.stages), scheme.context, scheme.tensor
-        if shape[axis] > 1:
-            ranks = np.arange(scheme.size).reshape(shape) + scheme.first
-            found += np.moveaxis(ranks, axis, -1).reshape(-1, shape[axis]).tolist()
-    return found
+def _along(schemes: Schemes, axis: str) -> list[list[int]]:
+    """Global ranks of all groups of several ranks along an axis of the pipelines."""
+    groups = [(scheme.first + scheme.mesh().groups(axis)).tolist() for scheme in schemes]
+    return [group for of_scheme in groups for group in of_scheme if len(group) > 1]

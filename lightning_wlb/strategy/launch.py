@@ -87,7 +87,7 @@ class StepsBar(RichProgressBar):
 
 @dataclass(frozen=True, kw_only=True)
 class RunDevices:
-    """The devices that a run has, and what it computes in on them.
+    """The devices that a run has, and how it keeps and sends values on them.
 
     Args:
         parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
@@ -98,7 +98,6 @@ class RunDevices:
     device: torch.device
     count: int
     per_node: int
-    compute_dtype: torch.dtype
     parameter_dtype: str
     reduce_dtype: str
     overlap: bool

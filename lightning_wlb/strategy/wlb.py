@@ -238,7 +238,6 @@ class WLBStrategy(ParallelStrategy):
             device=self.root_device,
             count=self.world_size,
             per_node=self.num_processes,
-            compute_dtype=precision.compute_dtype,
             parameter_dtype=name_of(precision.parameter_dtype),
             reduce_dtype=name_of(self.reduce_dtype),
             overlap=self.overlap == "auto",

@@ -228,7 +228,7 @@ def test_plan_and_fit_of_the_readme_ask_for_the_same_mesh(tmp_path, monkeypatch)
     made.datamodule.prepare_data()
     ranks = made.trainer.num_devices
     devices = RunDevices(
-        device=torch.device("cpu"), count=ranks, per_node=ranks, compute_dtype=torch.float32,
+        device=torch.device("cpu"), count=ranks, per_node=ranks,
         parameter_dtype="float32", reduce_dtype="float32", overlap=True,
     )  # fmt: skip
     profile = run_profile(devices, "auto", made.datamodule, searched=True)

@@ -230,6 +230,7 @@ def test_counts_add_up(devices: int) -> None:
 
 
 def test_where_no_terminal_shows_a_bar_a_line_says_what_is_done(capsys) -> None:
-    with search.progress_bar("Simulating all.") as tell:
+    with search.progress_bar("Simulating all") as tell:
         tell("meshes", 1, 2)
-    assert capsys.readouterr().err == "Simulating all.\n"
+    takes = "which takes seconds for 16 of them, and one to three minutes for 1,024"
+    assert capsys.readouterr().err == f"Simulating all, {takes}.\n"

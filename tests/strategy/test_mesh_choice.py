@@ -294,7 +294,6 @@ def known(device: str, searched: bool, profile: Profile | str | None = None, nod
         device=torch.device(device),
         count=4 * nodes,
         per_node=4,
-        compute_dtype=torch.float32,
         parameter_dtype="float32",
         reduce_dtype="float32",
         overlap=True,

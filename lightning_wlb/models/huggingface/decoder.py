@@ -47,7 +47,7 @@ from lightning_wlb.models.huggingface.model_parts import (
     part_names,
     without_memory_on_meta,
 )
-from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments, recurrent_modules
+from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
 from lightning_wlb.models.huggingface.tensor_parallel import (
     Split,
     add_hooks,
@@ -143,9 +143,7 @@ class HuggingFaceDecoder(Decoder):
         }
         self._longrope_window = longrope_window(self.config)
         self._across_rows = set(range(len(layers))) - row_by_row(self.config)
-        self._recurrent = {each.layer_idx for each in recurrent_modules(self.layers.values())}
-        if self._recurrent:
-            by_segments(self.layers.values(), self.config.model_type)
+        by_segments(self.layers.values(), self.config.model_type)
         self._recompute()
         self._split()
         self.attention_kernel = VarlenAttention(attention_backend)
