@@ -128,8 +128,7 @@ def load_flash() -> tuple[str, Kernel]:
             **extra,
         )
         # 4.x and early 3.x return (out, log-sum-exp), the others the output alone.
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return result[0] if isinstance(result, tuple) else result
 
     return f"flash_attn {generation}", attention
 

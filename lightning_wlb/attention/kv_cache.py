@@ -139,8 +139,7 @@ def call_in_backward(call: Callable[[], object], *tensors: Tensor) -> tuple[Tens
     Put around an operation's output, it runs before the operation's own backward; around its
     inputs, after it. It does not run where no tensor requires a gradient.
     """
-    result: tuple[Tensor, ...] = _CallInBackward.apply(call, *tensors)
-    return result
+    return _CallInBackward.apply(call, *tensors)
 
 
 class _CallInBackward(torch.autograd.Function):
@@ -173,13 +172,11 @@ class RecurrentStates:
 
         In backward the gradient that the next slice left for the state joins that of ``out``.
         """
-        kept: Tensor = _Left.apply(out, self, key, *state)
-        return kept
+        return _Left.apply(out, self, key, *state)
 
     def take(self, key: Any, anchor: Tensor) -> State:
         """The state that the slice before has left, put into the autograd graph of ``anchor``."""
-        taken: State = _Taken.apply(anchor, self, key)
-        return taken
+        return _Taken.apply(anchor, self, key)
 
 
 class _Left(torch.autograd.Function):

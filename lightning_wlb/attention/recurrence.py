@@ -159,10 +159,9 @@ def _all_to_all(
     every, own = list(counts), [counts[group_rank(group)]] * len(counts)
     if to_all:
         parts = x.transpose(0, 1).flatten(0, 1).contiguous()
-        out: Tensor = all_to_all_single(
+        return all_to_all_single(
             x.new_empty(sum(every), x.shape[2]), parts, every, own, group=group
         )
-        return out
     out = all_to_all_single(
         x.new_empty(sum(own), x.shape[1]), x.contiguous(), own, every, group=group
     )

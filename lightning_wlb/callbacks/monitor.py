@@ -91,8 +91,7 @@ class ImbalanceMonitor(L.Callback):
         profile: str | Path | Profile | None = None,
     ) -> None:
         super().__init__()
-        is_path = isinstance(heat_map, str | Path)
-        self.heat_map = heat_map if is_path else flag("heat_map", heat_map)
+        self.heat_map = heat_map if isinstance(heat_map, str | Path) else flag("heat_map", heat_map)
         self.warm_up_steps = whole("warm_up_steps", warm_up_steps, 0)
         self.profile = Profile.load(profile) if isinstance(profile, str | Path) else profile
         self._predictor: Predictor | None = None

@@ -143,8 +143,7 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     too_large: list[Forecast] = []
     for each in requests:
         found = evaluate(each, each.mesh)
-        packing = each.data.packing_choice.method
-        made = Forecast(packing, found.row, found.steps)
+        made = Forecast(each.data.packing_choice.method, found.row, found.steps)
         (fit if found.fits else too_large).append(made)
     if fit:
         return Comparison(request, fit, too_large)

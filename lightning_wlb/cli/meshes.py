@@ -44,8 +44,7 @@ def run_search(
     with progress_bar(f"Simulating meshes of {request.devices} devices") as tell:
         found = choose_mesh(request, progress=tell)
         original, reference = (_best_of(by_packing[name], tell) for name in (BASELINE, REFERENCE))
-    chosen = Forecast(packing, found.best)
-    verdict = Verdict(request, chosen, original, reference, searched=True)
+    verdict = Verdict(request, Forecast(packing, found.best), original, reference, searched=True)
     console.print(_table(request, found))
     left = (
         f"Left out, {each.count}: {each.reason} (as {each.example})." for each in found.left_out
@@ -55,8 +54,7 @@ def run_search(
     console.print(*training, sep="\n", soft_wrap=True)
     if arguments.json:
         head = report_head(request, arguments.lengths, arguments.model, arguments.mesh)
-        report = _figures(request, found, verdict, training)
-        print(json.dumps(head | report))
+        print(json.dumps(head | _figures(request, found, verdict, training)))
 
 
 def _best_of(request: MeshRequest, tell: Progress) -> Forecast | None:

@@ -317,8 +317,7 @@ class LatencyModel:
     def reduce_ns(self, parameters: int) -> int:
         """Time of the reduce-scatter of parameters' gradients over data × context."""
         ranks = self.mesh.data * self.mesh.context
-        size = parameters * self._wide
-        return self.communication.collective_ns("data", ranks, size, summed=True)
+        return self.communication.collective_ns("data", ranks, parameters * self._wide, summed=True)
 
     def optimise_ns(self, parameters: int) -> int:
         """Time of the optimizer's update of a rank's shard of ``parameters`` parameters."""

@@ -69,8 +69,7 @@ class Ranks:
 
     def lead(self, do: Callable[[], _T]) -> _T:
         """Run on rank 0 and return its result on all ranks; collective."""
-        result: _T = self.every(do if self.leads else lambda: None)[0]  # type: ignore[assignment]
-        return result
+        return self.every(do if self.leads else lambda: None)[0]  # type: ignore[return-value]
 
 
 @contextmanager

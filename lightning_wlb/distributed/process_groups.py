@@ -139,8 +139,7 @@ def kept(key: Hashable, make: Callable[[], _T]) -> _T:
         _world = dist.group.WORLD
     if key not in _made:
         _made[key] = make()
-    made: _T = _made[key]
-    return made
+    return _made[key]
 
 
 def _set_timeout(*groups: ProcessGroup | None) -> None:

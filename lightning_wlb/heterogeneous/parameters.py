@@ -112,8 +112,7 @@ class _ExchangedBucket(BucketInStep):
         numbers = range(len(self._numbered)) if training else ()
         trained = [n for n in numbers if self._numbered[n] not in own.weights.frozen]
         places = [stage.places[name] for name in self._numbered]
-        stages = (stage.pipeline.rank.pipeline,)
-        super().__init__(run, places, trained, stages, self._numbered)
+        super().__init__(run, places, trained, (stage.pipeline.rank.pipeline,), self._numbered)
         self._sums: dict[str, Tensor] = {}
         self._pull: RunningExchange | None = RunningExchange(
             own.exchange(turn), shards, run, run.dtype
@@ -170,8 +169,7 @@ class RunningExchange:
         dtype: torch.dtype,
     ) -> None:
         out, self._into = exchange
-        ranks = run.group.size()
-        counts = [_counts(pieces, ranks) for pieces in exchange]
+        counts = [_counts(pieces, run.group.size()) for pieces in exchange]
         self._sent, self._got = (
             torch.empty(sum(each), dtype=dtype, device=run.device) for each in counts
         )

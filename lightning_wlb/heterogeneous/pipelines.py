@@ -142,8 +142,7 @@ def _groups_of(schemes: Schemes, rank: int, device: torch.device) -> _SchemeGrou
             np.array([schemes[number].ranks for number in numbers]).reshape(-1, len(layers), *among)
             for (layers, *among), numbers in alike(schemes).items()
         ]
-        merged = MergedGroups(kinds, rank)
-        return _SchemeGroups(channels, ProcessGroups(context, tensor), merged)
+        return _SchemeGroups(channels, ProcessGroups(context, tensor), MergedGroups(kinds, rank))
 
     return kept((schemes, device.type), make)
 

@@ -195,8 +195,7 @@ class HeterogeneousPipelines:
         if plan.schemes not in self._made:
             mine, links = self.executor, self.redistribute(plan.schemes)
             stage = HeterogeneousStage(links, self.build, mine.pipeline)
-            wide = mine.parameters.sum_dtype
-            own = ExchangedParameters(stage, mine.model, self.group, wide)
+            own = ExchangedParameters(stage, mine.model, self.group, mine.parameters.sum_dtype)
             self._made[plan.schemes] = stage, own
         stage, own = self._made[plan.schemes]
         return StepRuntime(stage.model, stage.pipeline, stage.groups_of(plan), own)

@@ -141,13 +141,11 @@ class LanguageModule(LoadsCheckpoints):
     @property
     def model_shape(self) -> ModelShape:
         """The sizes that the cost model plans with; override it where ``config`` is not used."""
-        shape: ModelShape = self.config.shape
-        return shape
+        return self.config.shape
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        names = "setup", "on_save_checkpoint", "on_load_checkpoint"
-        keep_hooks(LanguageModule, cls, names)
+        keep_hooks(LanguageModule, cls, ("setup", "on_save_checkpoint", "on_load_checkpoint"))
 
     def setup(self, stage: str) -> None:
         """Count tokens from 0 where a run does not go on: its learning rate begins anew, too.

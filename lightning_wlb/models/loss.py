@@ -103,8 +103,7 @@ def token_loss(
         gradients, where no row has a target.
     """
     group = group if group_size(group) > 1 else None
-    loss: Tensor = _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
-    return loss
+    return _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
 
 
 def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -116,8 +115,7 @@ def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = Non
     Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
     (:func:`row_chunks`), under a checkpoint.
     """
-    loss: Tensor = _LogitsLoss.apply(logits, labels, group if group_size(group) > 1 else None)
-    return loss
+    return _LogitsLoss.apply(logits, labels, group if group_size(group) > 1 else None)
 
 
 def row_chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:

@@ -183,8 +183,7 @@ class Layer(nn.Module):
             # One of a user's own takes the tensor-parallel group alone (examples/own_model.py).
             own = isinstance(self.feed_forward, FeedForward)
             how = (travel, recompute != "none") if own else (travel.group,)
-            change: Tensor = self.feed_forward(normal, *how)
-            return hidden + change
+            return hidden + self.feed_forward(normal, *how)
 
         def both(hidden: Tensor, freqs: Tensor) -> Tensor:
             normal = self.attention_norm(hidden)
@@ -316,5 +315,4 @@ def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
     """``function(*kept)`` under activation checkpointing: only ``kept`` is held for backward."""
     # The random state is kept for modules of the user's own: other random numbers in backward would
     # give wrong gradients.
-    result: Tensor = checkpoint(function, *kept, use_reentrant=False)
-    return result
+    return checkpoint(function, *kept, use_reentrant=False)

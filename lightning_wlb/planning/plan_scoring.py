@@ -269,8 +269,7 @@ class ProfileScorer:
                 max((of_rank[-1].end_ns for of_rank in each.spans if of_rank), default=0)
                 for each in simulated.simulations
             )
-            times = StepTimes(simulated.simulations[0].total_ns, ends)
-            return times, simulated.peak_bytes
+            return StepTimes(simulated.simulations[0].total_ns, ends), simulated.peak_bytes
         known = self._known(replicas)
         step = StepTotals(predictor, known)
         if decides and step.peak > self.limit:

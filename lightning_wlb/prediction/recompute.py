@@ -102,8 +102,7 @@ def least_recomputation(
     backwards = _backwards(predictor, replicas, costs, orders, constant)
     accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
     for group in _sharing(replicas):
-        alike = _alike(replicas, group)
-        search = _Search({at: accounts[at] for at in group}, alike)
+        search = _Search({at: accounts[at] for at in group}, _alike(replicas, group))
         if search.excess > 0:
             search.run()
     return [

@@ -81,8 +81,7 @@ class StepsBar(RichProgressBar):
         if bar is not None and self.progress is not None and trainer.max_steps > 0:
             done = trainer.fit_loop.epoch_loop.batch_idx + 1
             whole = trainer.max_steps - trainer.global_step + done
-            total = min(whole, trainer.num_training_batches)
-            self.progress.update(bar, total=total)
+            self.progress.update(bar, total=min(whole, trainer.num_training_batches))
 
 
 @dataclass(frozen=True, kw_only=True)

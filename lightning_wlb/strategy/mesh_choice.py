@@ -133,8 +133,7 @@ class MeshOptions:
         return fits and mesh.devices == world_size
 
     def __str__(self) -> str:
-        stages = f"{self.virtual_stages} virtual stages"
-        return f"{self.sizes}, schedule {self.schedule}, {stages}"
+        return f"{self.sizes}, schedule {self.schedule}, {self.virtual_stages} virtual stages"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,6 @@ class SplitModel:
     """
 
     executor: Executor
-    groups: MeshGroups
     precision: str
     mesh_searched: bool
     prepared_for: tuple[Schemes, ...] = ()
@@ -108,7 +107,6 @@ class SplitModel:
         )
         split = SplitModel(
             executor=Executor(model, pipeline, groups, parameters),
-            groups=groups,
             precision=str(precision.precision),
             mesh_searched=mesh_searched,
         )
@@ -139,7 +137,7 @@ class SplitModel:
                 f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
                 " ckpt_path=... to this one."
             )
-        if self.groups is not groups:
+        if self.executor.groups is not groups:
             raise MisconfigurationException(
                 "The process group with which an earlier Trainer has split the module was"
                 " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
@@ -218,8 +216,7 @@ class StepRunner:
         self._compared: set[bool] = set()  # before the first evaluation, and the first training
         executor = split.executor
         copies = [executor.model.get_parameter(name) for name in split.tied_copies]
-        pipeline = executor.pipeline
-        guard.attach(executor.model, split.mesh, pipeline.device, copies, name_of)
+        guard.attach(executor.model, split.mesh, executor.pipeline.device, copies, name_of)
 
     def run(self, batch: StepBatch) -> Tensor:
         """Run all forwards, and in training all backwards, of a step; its loss.
@@ -267,8 +264,8 @@ class StepRunner:
         executor.finish()
         # Heterogeneous pipelines sum tied gradients, too.
         if executor.bucket_lifetimes is executor.parameters:
-            place, groups = executor.pipeline.rank, self._split.groups
-            add_tied_gradients(executor.model, place, groups.pipeline)
+            place, group = executor.pipeline.rank, executor.groups.pipeline
+            add_tied_gradients(executor.model, place, group)
         executor.read()
         if not executor.settings_agree:
             compare_ranks(lambda: training_of(self._module, executor))

@@ -254,8 +254,7 @@ def write_adapted(
         own = f"base_model.model.{decoder.family_name(name).replace('.default.', '.')}"
         state[own] = _as_family(decoder, name, value).to(dtype or value.dtype).contiguous()
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = peft_config(lora, base_model_name_or_path=base, inference_mode=True)
-    described.save_pretrained(folder)
+    peft_config(lora, base_model_name_or_path=base, inference_mode=True).save_pretrained(folder)
     return len(state)
 
 

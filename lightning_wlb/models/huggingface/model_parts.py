@@ -242,8 +242,7 @@ class FamilyHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, dim] behind the norm -> [rows, vocabulary/TP], by the family's own code."""
-        logits: Tensor = self._causal[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits
+        return self._causal[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return logits_loss(self.logits(hidden), labels, current_run().groups.tensor)

@@ -133,8 +133,7 @@ class Folder:
 
     def read(self, name: str, box: Box = ()) -> Tensor:
         """A rectangle of a tensor on the CPU, in the file's dtype; the whole tensor by default."""
-        part: Tensor = self._slice(name)[box]
-        return part
+        return self._slice(name)[box]
 
     def _slice(self, name: str) -> Any:
         stored, file = self._stored[name]

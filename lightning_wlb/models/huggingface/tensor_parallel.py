@@ -207,8 +207,7 @@ def _presenting(base: Any, names: tuple[str, ...]) -> Any:
             parameter = self._parameters[name]
             if parameter is None or running() is None:
                 return parameter
-            shard: Tensor = self.__dict__["_views"][name](local(parameter))
-            return shard
+            return self.__dict__["_views"][name](local(parameter))
 
         return property(read)
 
