@@ -346,7 +346,6 @@ class WLBDataModule(L.LightningDataModule):
             context.shape,
             context.rank,
             self.sharding,
-            context.schedule,
             context.predictor,
             context.activation_checkpointing,
         )

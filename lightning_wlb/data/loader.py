@@ -77,7 +77,6 @@ class StepDataset(IterableDataset[StepBatch]):
         rank: where this rank stands in the mesh.
         sharding: how micro-batches are spread over the context-parallel group, such as
             ``"adaptive"``.
-        schedule: name of the pipeline's schedule.
         state: where to begin (a batch's ``state``: after its step); None: the first step of the
             first epoch. Set it between iterations to begin elsewhere.
         predictor: predicts the times by which an adaptive sharding and packings that try several
@@ -94,7 +93,6 @@ class StepDataset(IterableDataset[StepBatch]):
     work: Work
     rank: Rank = field(default_factory=Rank)
     sharding: str = ADAPTIVE
-    schedule: str = "1f1b"
     state: dict[str, Any] | None = None
     predictor: Predictor | None = None
     vocab_size: int | None = None
@@ -110,7 +108,6 @@ class StepDataset(IterableDataset[StepBatch]):
         shape: ModelShape,
         rank: Rank | None = None,
         sharding: str = ADAPTIVE,
-        schedule: str = "1f1b",
         predictor: Predictor | None = None,
         activation_checkpointing: ActivationCheckpointing = "auto",
     ) -> Self:
@@ -138,7 +135,6 @@ class StepDataset(IterableDataset[StepBatch]):
             Work.of(shape),
             rank,
             sharding,
-            schedule,
             predictor=predictor,
             vocab_size=shape.vocab_size or store.vocab_size,
             activation_checkpointing=activation_checkpointing,
@@ -154,7 +150,6 @@ class StepDataset(IterableDataset[StepBatch]):
             self.work,
             self.rank.mesh,
             sharding=self.sharding,
-            schedule=self.schedule,
             targets=partial(count_targets, self.store),
             kernel_cost=(
                 partial(layers_kernel_cost, windows=self.work.total.windows)

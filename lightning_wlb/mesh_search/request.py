@@ -173,7 +173,6 @@ class MeshRequest:
             Work.of(self.shape),
             mesh or predictor.latency.mesh,
             sharding=self.sharding,
-            schedule=predictor.schedule,
             kernel_cost=predictor.latency.segment_cost,
             scorer=scorer,
             activation_checkpointing=self.activation_checkpointing,

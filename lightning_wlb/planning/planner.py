@@ -36,7 +36,6 @@ from lightning_wlb.planning.replica_plans import laid_out
 from lightning_wlb.planning.settings import DataSettings
 from lightning_wlb.planning.step_chooser import StepChooser, check_packing, fastest
 from lightning_wlb.prediction.recompute import recomputing
-from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 Targets = Callable[[int, int, int], int]
@@ -66,8 +65,6 @@ class Planner:
         sharding: how micro-batches lie on the context ranks, a name in
             ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each the one of least
             predicted attention latency.
-        schedule: the order of a pipeline's actions, a name in
-            ``lightning_wlb.schedule.programs.SCHEDULES``.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
@@ -86,7 +83,7 @@ class Planner:
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
             ``long_documents="error"``, a step chooser without a scorer or with a packing that
-            cannot deal to pipelines that differ, or an unknown sharding, schedule or activation
+            cannot deal to pipelines that differ, or an unknown sharding or activation
             checkpointing.
     """
 
@@ -98,7 +95,6 @@ class Planner:
         mesh: Mesh = ONE_DEVICE,
         *,
         sharding: str = ADAPTIVE,
-        schedule: str = "1f1b",
         targets: Targets | None = None,
         kernel_cost: SegmentCost = reference_kernel_cost,
         scorer: PlanScorer | None = None,
@@ -110,7 +106,6 @@ class Planner:
         self._mesh = mesh
         self._work = work
         self._sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
-        choice("schedule", schedule, SCHEDULES)
         self._kernel_cost = kernel_cost
         choice(
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)

@@ -82,7 +82,6 @@ def test_state_of_other_documents_or_model_is_refused() -> None:
             r"Document 1 has 31 tokens, more than context_window=30.*'split'.* or 'truncate'",
         ),
         ([4], {}, {"sharding": "per_page"}, r"sharding='per_page' is not one of .*per_document"),
-        ([4], {}, {"schedule": "zb"}, r"schedule='zb' is not one of 1f1b"),
     ],
 )
 def test_bad_input_is_named(lengths, data, mesh, message) -> None:

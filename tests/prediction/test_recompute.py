@@ -38,8 +38,7 @@ def predictor(mesh: Mesh, usable: int = H100.memory_bytes) -> Predictor:
 
 def planned(lengths: Sequence[int], mesh: Mesh, packing: dict[str, object]) -> list[ReplicaPlan]:
     data = DataSettings(1 << 14, len(lengths), packing=packing, shuffle=False)
-    schedule = "1f1b" if mesh.virtual_stages == 1 else "interleaved"
-    plan = Planner(lengths, data, Work.of(SHAPE), mesh, schedule=schedule).next_step()
+    plan = Planner(lengths, data, Work.of(SHAPE), mesh).next_step()
     assert plan is not None
     return list(plan.replicas)
 
