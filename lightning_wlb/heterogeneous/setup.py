@@ -42,7 +42,6 @@ from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
 from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, exchange_group
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
-from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.planning.pool_search import (
     SAMPLE,
     PoolChoice,
@@ -56,18 +55,9 @@ from lightning_wlb.mesh_search.search import progress_bar
 from lightning_wlb.models.decoder import Decoder
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.tensor_parallel import placement_of
-from lightning_wlb.plan import (
-    ActivationCheckpointing,
-    Scheme,
-    Schemes,
-    StepPlan,
-    check_schemes,
-    schemes_of,
-)
-from lightning_wlb.planning import DataSettings
+from lightning_wlb.plan import Scheme, Schemes, StepPlan, check_schemes, schemes_of
 from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.step_chooser import check_packing
-from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.training.executor import Executor, StepRuntime
 from lightning_wlb.training.parallelize import refuse_empty_buffers
 
@@ -97,26 +87,6 @@ def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
     for schemes in choices:
         check_schemes("dynamic", schemes)
     return choices
-
-
-def pool_of(
-    choices: Sequence[Schemes],
-    predictor: Predictor,
-    checkpointing: ActivationCheckpointing,
-    data: DataSettings,
-    sharding: str,
-) -> Pool:
-    """The chooser of each step's pipelines among the sets that a run may take.
-
-    Raises:
-        MisconfigurationException: the packing deals to equal pipelines only, or a set is the mesh's
-            own pipelines or does not fit it.
-    """
-    try:
-        check_packing(data.packer)
-        return Pool.of(choices, predictor, checkpointing, sharding)
-    except ValueError as error:
-        raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
 
 def attach_pipelines(

@@ -36,8 +36,8 @@ def data_module_of(trainer: pl.Trainer) -> WLBDataModule | None:
     return data if isinstance(data, WLBDataModule) else None
 
 
-def checked_module(module: pl.LightningModule | None, trainer: pl.Trainer) -> LanguageModule:
-    """The module, if its settings and the Trainer's let a step plan run.
+def checked_module(module: pl.LightningModule | None) -> LanguageModule:
+    """The module, if its settings let a step plan run.
 
     Raises:
         MisconfigurationException: naming the setting and the remedy.

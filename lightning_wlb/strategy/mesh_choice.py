@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -157,7 +158,7 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
 
     Raises:
         MisconfigurationException: the sizes do not fit the ranks, or ranks were not given the same.
-        ValueError: no mesh fits in memory.
+        ValueError: no mesh fits in memory; the message says what would.
     """
     data, module = data_module_of(trainer), trainer.lightning_module
     known = "profile=None"
@@ -179,7 +180,9 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
     if searched and earlier is None and data is not None and isinstance(module, LanguageModule):
         if profile is not None:
             PROGRESS.note(BETWEEN, "the choice of a mesh")
-            mesh, schedule = searched_mesh(options, devices, data, module, profile)
+            _prepare(trainer, data)
+            request = partial(mesh_request, options, devices, data, module, profile)
+            mesh, schedule = Ranks().lead(lambda: _answer(request()))
             PROGRESS.begin()
             return RunMesh(mesh=mesh, schedule=schedule, searched=True, profile=profile)
         rank_zero_info(
@@ -223,22 +226,6 @@ def run_profile(
     return replace(profile, devices_per_node=devices.per_node)
 
 
-def searched_mesh(
-    options: MeshOptions,
-    devices: RunDevices,
-    data: WLBDataModule,
-    module: LanguageModule,
-    profile: Profile,
-) -> tuple[Mesh, str]:
-    """The mesh that is predicted to be fastest, and its schedule; collective over all ranks.
-
-    Raises:
-        ValueError: no mesh fits; the message says what would.
-    """
-    _prepare(module.trainer, data)
-    return Ranks().lead(lambda: _answer(mesh_request(options, devices, data, module, profile)))
-
-
 def _prepare(trainer: pl.Trainer, data: WLBDataModule) -> None:
     first = trainer.local_rank == 0 and (data.prepare_data_per_node or trainer.node_rank == 0)
     with patient_ranks() as ranks:
@@ -263,7 +250,6 @@ def mesh_request(
         data=data.settings,
         profile=profile,
         devices=devices.count,
-        devices_per_node=profile.devices_per_node,
         fixed=fixed,
         schedule=None if options.schedule == "auto" else options.schedule,
         virtual_stages=options.virtual_stages,

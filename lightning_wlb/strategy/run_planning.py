@@ -22,16 +22,16 @@ from lightning_wlb.cost.overlap import chunks_of, default_chunks
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.planning_context import PlanningContext, shape_of
+from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.heterogeneous.setup import (
     Dynamic,
     agreed_pool,
     attach_pipelines,
     checked_schemes,
-    pool_of,
 )
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.language_module import LanguageModule
-from lightning_wlb.planning.step_chooser import StepChooser
+from lightning_wlb.planning.step_chooser import StepChooser, check_packing
 from lightning_wlb.strategy.launch import RunDevices
 from lightning_wlb.strategy.mesh_choice import MeshOptions, mesh_request
 from lightning_wlb.strategy.split_model import SplitModel
@@ -132,10 +132,12 @@ class RunPlanning:
         # A new context, whose predictor knows the process groups of these pipelines.
         predictor = self.context(data).predictor
         assert predictor is not None
-        checkpointing = context.activation_checkpointing
-        self._chooser = pool_of(
-            self.schemes, predictor, checkpointing, data.settings, data.sharding
-        )
+        recompute = context.activation_checkpointing
+        try:
+            check_packing(data.settings.packer)
+            self._chooser = Pool.of(self.schemes, predictor, recompute, data.sharding)
+        except ValueError as error:
+            raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def context(self, data: WLBDataModule) -> PlanningContext:
         """What is known by now of the run that steps are planned for."""

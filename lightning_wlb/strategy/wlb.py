@@ -279,7 +279,7 @@ class WLBStrategy(ParallelStrategy):
         """Check the run, split the model over the ranks, make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = checks.checked_module(self.lightning_module, trainer)
+        module = checks.checked_module(self.lightning_module)
         if getattr(self, "_module", None) is not module:  # an earlier fit's optimizers go with it
             self._module, self.optimizers = module, []
         self.checkpoints.check_folders(trainer, self.cluster_environment)

@@ -47,7 +47,7 @@ def on_four_ranks(rank: int, cache: str) -> tuple[list[dict], list[str], list[in
         # A further Trainer goes on with the mesh that the module is split for.
         again = WLBStrategy()
         held = data(CASE, validation_documents=4, context_window=16, profile="cpu")
-        with mock.patch.object(searching, "searched_mesh", side_effect=AssertionError):
+        with mock.patch.object(searching, "mesh_request", side_effect=AssertionError):
             trainer(again, 4).validate(made, held, verbose=False)
         assert again.mesh == open_sizes["mesh"]
         # The profile was made on a node of two.
