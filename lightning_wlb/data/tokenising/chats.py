@@ -11,14 +11,15 @@ template makes of it, and only what the assistant said may be a target:
   what was thought, say) is refused.
 
 A message of the assistant with ``"weight": 0`` is read and not learned: none of it is a target.
-Whatever else a row says must be in the text: a chat of which the template leaves out a message, a
-tool or what was thought is refused, and so is what it writes otherwise than JSON does.
+Whatever else a row says must be in the text: the chat is rendered once more with a word of its own
+behind each message, thought, tool and call, and refused if one of them is not there. What the
+template writes otherwise than JSON does is refused, too.
 
 A token that spans a border belongs to what follows it. Nothing is added to what the template
 writes, no end-of-document token either. Rows may have ``tools``, which the template is given.
 
-Cost: without ``{% generation %}`` two renderings of the template for each turn of the assistant;
-the text is tokenised once.
+Cost: two renderings of the template; without ``{% generation %}`` two more for each turn of the
+assistant. The text is tokenised once.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ _OTHER_WEIGHTS = (
     *("train_on_turn", "train_detail", "training_detail"),
 )
 """Names by which other programs' messages say whether they are learned."""
-_THOUGHTS = "reasoning_content", "reasoning", "thinking"
-"""Names by which messages say what the assistant thought before it spoke."""
-_BESIDE = "system", "system_prompt", "functions", "chat_template_kwargs"
+_THOUGHTS = (
+    *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks"),
+    *("thought", "refusal"),
+)
+"""Names by which messages have more of the assistant's than its content, as what it thought."""
+_BESIDE = "system", "system_prompt", "functions", "documents", "chat_template_kwargs"
 """Columns by which other programs' rows say more of a chat than its messages do."""
 
 
@@ -91,7 +95,7 @@ class ChatEncoder:
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]
         # Folders that were made without a look at what is left out are not gone on with.
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "written")
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "marked")
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
@@ -134,8 +138,8 @@ class ChatEncoder:
                 text, spans = self._differences(messages, tools)
             if not all(learned):
                 spans = _learned(spans, learned)
-            _check_messages_written(messages, template, text)
-            _check_tools_written(messages, tools, text)
+            _check_in_json(messages, text)
+            self._check_written(messages, tools, template)
             _check_beside(row, text)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
@@ -143,6 +147,16 @@ class ChatEncoder:
             ) from error
         check_encodable(row, text)
         return text, spans
+
+    def _check_written(self, messages: list[dict[str, Any]], tools: Any, template: str) -> None:
+        """Refuse a chat of which the template leaves something out."""
+        messages, tools, words = _with_words(messages, tools, template)
+        text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        if lost := next((what for word, what in words.items() if word not in text), None):
+            raise ValueError(
+                f"it leaves out {lost}. Use a template that writes it; or put it where this one"
+                " writes it (into the content, or into a message of another role), or remove it."
+            )
 
     def _marked(
         self, messages: list[dict[str, Any]], tools: Any, template: str
@@ -211,51 +225,20 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)
 
 
-def _check_messages_written(messages: list[dict[str, Any]], template: str, text: str) -> None:
-    """Refuse what the template has left out of messages, or has written as Python's lists."""
-    for number, message in enumerate(messages):
+def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
+    """Refuse content, or arguments of a call, that the template has not written as JSON does."""
+    calls = []
+    for message in messages:
         content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
             raise ValueError(
                 f"it knows no content in parts, and would have {str(content)[:80]} learned. Put the"
                 " text itself there, or use a template that reads parts."
             )
-        # What was thought in earlier turns is left out by design.
-        if isinstance(content, str) and not _is_in(content.rpartition("</think>")[2], text):
-            raise ValueError(
-                f"it leaves out message {number}, of {message['role']!r}. Use a template that"
-                " writes this role's messages, or say it in a message of another role."
-            )
-        for name in _THOUGHTS:
-            if message.get(name) and not re.search(rf"['\".]{name}\b", template):
-                raise ValueError(
-                    f"it does not know {name!r}, which message {number} has. Put that into the"
-                    " content as the model is to write it, or remove it."
-                )
-
-
-def _is_in(content: str, text: str) -> bool:
-    """Whether the text has this in it, perhaps cut at the ends or with some signs escaped."""
-    words = re.findall(r"\w+", content)
-    return content.strip() in text or max(words, key=len, default="") in text
-
-
-def _check_tools_written(messages: list[dict[str, Any]], tools: Any, text: str) -> None:
-    """Refuse a tool or a call that the template has left out or written as no JSON object."""
-    functions = list(tools or ())
-    for message in messages:
-        functions += [*(message.get("tool_calls") or ()), message.get("function_call")]
-    for each in functions:
-        function = each.get("function", each) if isinstance(each, dict) else each
-        if not isinstance(function, dict):
-            continue
-        name, arguments = function.get("name"), function.get("arguments")
-        if isinstance(name, str) and name not in text:
-            raise ValueError(
-                f"it leaves out the tool {name[:80]!r}, so that an answer which calls it would be"
-                " learned without the call, or without its description. Use a template that knows"
-                " tools (tool_calls, tools), or take them out of the chat."
-            )
+        calls += [*(message.get("tool_calls") or ()), message.get("function_call")]
+    for each in calls:
+        function = each.get("function", each) if isinstance(each, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):  # as OpenAI writes them
             wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
         else:
@@ -265,6 +248,65 @@ def _check_tools_written(messages: list[dict[str, Any]], tools: Any, text: str) 
                 f"it would have the arguments of a call learned as {found[0][:80]}. Give them as"
                 " an object if it is a text that is encoded twice, and as a text if it is Python's."
             )
+
+
+def _with_words(
+    messages: list[dict[str, Any]], tools: Any, template: str
+) -> tuple[list[dict[str, Any]], Any, dict[str, str]]:
+    """A chat with a word of its own behind each of its texts, by which to see what is written.
+
+    What was thought before the last question, which many templates leave out by design, has none
+    if the template knows of it.
+
+    Returns:
+        The messages and tools with the words, and word -> what it stands behind.
+    """
+    words: dict[str, str] = {}
+
+    def mark(value: Any, what: str) -> Any:
+        if isinstance(value, list):
+            return [mark(each, what) for each in value]
+        if isinstance(value, dict):
+            return {key: each if key == "type" else mark(each, what) for key, each in value.items()}
+        if not isinstance(value, str) or not value.strip():
+            return value
+        word = f"zq{len(words)}qz"
+        words[word] = what
+        return value + word
+
+    def mark_function(given: Any, what: str) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if "function" in given:
+            return given | {"function": mark_function(given["function"], what)}
+        what = f"{what} {given.get('name')!r:.80}"
+        inside = {"name": what, "arguments": f"the arguments of {what}"}
+        return given | {key: mark(given[key], inside[key]) for key in inside if key in given}
+
+    asked = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
+    marked = []
+    for number, message in enumerate(messages):
+        where, each = f"message {number}, of {message['role']!r}", dict(message)
+        content = each.get("content")
+        if isinstance(content, str):
+            thought, end, content = content.rpartition("</think>")
+            if number > asked and thought.rpartition("<think>")[2].strip():
+                thought = mark(thought, f"what was thought (up to </think>) in {where}")
+            each["content"] = thought + end + mark(content, where)
+        elif content:
+            each["content"] = mark(content, where)
+        for name in _THOUGHTS:
+            if name in each and (number > asked or not re.search(rf"['\".]{name}\b", template)):
+                each[name] = mark(each[name], f"{name!r} of {where}")
+        call = f"in {where}, the call of"
+        if isinstance(calls := each.get("tool_calls"), list):
+            each["tool_calls"] = [mark_function(one, call) for one in calls]
+        if "function_call" in each:
+            each["function_call"] = mark_function(each["function_call"], call)
+        marked.append(each)
+    if isinstance(tools, list):
+        tools = [mark_function(each, "the tool") for each in tools]
+    return marked, tools, words
 
 
 def _check_beside(row: Row, text: str) -> None:

@@ -36,7 +36,8 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _SAMPLE = (
     "a\nIt's 1234567 of 89 Foxes,  they'LL\tjump...\n\n    def f(x): return x**2 # \u00dcber"
     " nai\u0308ve \ufb01 caf\u00e9 \u4f60\u597d \uff21 \u0416\u0443\u043a \U0001f98a"
-    " e-mail@x.org\r\n  end "
+    " e-mail@x.org \u0939\u093f\u0928\u094d\u0926\u0940 \u0e17\u0e35\u0e48\u0e19\u0e35\u0e48"
+    " \u0645\u064e\u0631\u0652\u062d\u064e\u0628\u064b\u0627\r\n  end "
 )
 """A text that tokenizers of different rules divide otherwise."""
 
