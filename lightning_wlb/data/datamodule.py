@@ -375,15 +375,21 @@ class ConsumedState:
         """A batch is about to be trained on, when ``global_step`` steps have been taken.
 
         Raises:
-            MisconfigurationException: it does not follow on the last one, nor on the last step.
+            MisconfigurationException: it does not follow on the last optimizer step.
         """
         self._consumed = self.current(global_step)
-        before = self._consumed, self._pending or self._consumed
-        if batch.plan.step not in (due := {each["step"] if each else 0 for each in before}):
+        due, found = self._consumed["step"] if self._consumed else 0, batch.plan.step
+        if found != due and self._pending is not None and found == self._pending["step"]:
             raise MisconfigurationException(
-                f"Step {min(due)} of the documents is due, but the loader gives step"
-                f" {batch.plan.step}: documents would be repeated or lost. Whatever has begun to"
-                " read before the position was restored has to begin anew."
+                f"The module took no optimizer step after step {due} of the documents, which would"
+                " come again. A batch already holds all micro-batches of an optimizer step: take"
+                " one for each, and make steps larger by WLBDataModule(micro_batches=...)."
+            )
+        if found != due:
+            raise MisconfigurationException(
+                f"Step {due} of the documents is due, but the loader gives step {found}: documents"
+                " would be repeated or lost. Whatever has begun to read before the position was"
+                " restored has to begin anew."
             )
         self._pending, self._pending_since = batch.state, global_step
 

@@ -48,7 +48,7 @@ from lightning_wlb.data.open_documents import Documents
 from lightning_wlb.data.store_checks import check_corpora, check_has_targets, count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
-from lightning_wlb.data.trainer_guards import refuse_to_read_ahead
+from lightning_wlb.data.trainer_guards import refuse_other_loaders
 from lightning_wlb.mesh import Rank
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
@@ -99,6 +99,8 @@ class StepDataset(IterableDataset[StepBatch]):
     activation_checkpointing: ActivationCheckpointing = "auto"
     step_chooser: StepChooser | None = None
     recurrent: bool = False
+    has_loader: bool = field(default=False, init=False)
+    """Whether a :class:`StepLoader` iterates over it, which keeps its position."""
 
     @classmethod
     def for_model(
@@ -171,6 +173,8 @@ class StepDataset(IterableDataset[StepBatch]):
 
     def __iter__(self) -> Iterator[StepBatch]:
         worker = get_worker_info()
+        if not self.has_loader:
+            refuse_other_loaders(worker is not None)
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
         planner = self.planner()
         corpora = check_corpora(self.store, self.state)
@@ -235,17 +239,8 @@ class StepDataset(IterableDataset[StepBatch]):
         """Stand where :meth:`state_dict` stood, on this or another mesh, under the same settings.
 
         Raises:
-            ValueError: the state of another kind of dataset; or a plain StatefulDataLoader calls
-                it in one of several workers, each of which knows only its own batches.
+            ValueError: the state of another kind of dataset.
         """
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(
-                f"A StatefulDataLoader with num_workers={worker.num_workers} cannot resume a"
-                " StepDataset, since its state is one of each worker, and which steps are a"
-                " worker's depends on where all began. Use lightning_wlb.StepLoader, which resumes"
-                " with any number of workers."
-            )
         if set(state_dict) - {"planner"}:
             raise ValueError(
                 f"A state with the keys {sorted(state_dict)} is not that of a StepLoader: give what"
@@ -309,7 +304,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # the state after its step instead.
                 snapshot_every_n_steps=None,
             )
-        self.begin_at = begin_at
+        self.begin_at, dataset.has_loader = begin_at, True
         self._left: Iterator[StepBatch] | None = None
 
     def __iter__(self) -> Any:
@@ -334,7 +329,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         """
         # Only now: of an error at an iteration's beginning Lightning's teardown makes another.
         if self.begin_at is None:
-            refuse_to_read_ahead()
+            refuse_other_loaders()
         if is_new:  # in a worker it would end in the worker's traceback
             self.dataset.planner()
         handed_out = False

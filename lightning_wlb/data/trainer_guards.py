@@ -46,17 +46,24 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
     return hook
 
 
-def refuse_to_read_ahead() -> None:
-    """Refuse a loader of the user's own if its caller iterates over it for a Trainer's training.
+def refuse_other_loaders(in_worker: bool = False) -> None:
+    """Refuse a loader of the user's own where a Trainer trains on it, or in a torch worker.
 
     Lightning tells a loader nothing of the Trainer that it was given to, be it alone, in a
     dictionary or inside an iterable of the user's. But where a Trainer trains on it, one of its
     fetchers is on the stack, called by the training loop. (Nearer than a loop of the user's in a
-    hook no fetcher is.)
+    hook no fetcher is.) A worker of another loader's begins every epoch at the run's beginning, and
+    the position that a Trainer asks for stays there.
 
     Raises:
         MisconfigurationException: naming the remedy.
     """
+    if in_worker:
+        raise MisconfigurationException(
+            "The workers of a torch or torchdata loader would read every epoch of a StepDataset"
+            " from the beginning. Take lightning_wlb.StepLoader(dataset, num_workers=...), or give"
+            " a Trainer a WLBDataModule."
+        )
     loops = []
     for frame, _ in walk_stack(sys._getframe()):
         home, _, loop = frame.f_globals.get("__name__", "").partition(".loops.")
@@ -65,10 +72,10 @@ def refuse_to_read_ahead() -> None:
     asking = next((each for each in loops if each != "fetchers"), "")
     if loops[:1] == ["fetchers"] and asking in ("fit_loop", "training_epoch_loop"):
         raise MisconfigurationException(
-            "The Trainer was given a StepLoader. Lightning takes a batch ahead of the one that it"
+            "The Trainer was given a loader of steps. Lightning takes a batch ahead of the one it"
             " trains on, so that a resumed run would skip a step. Give the Trainer a WLBDataModule:"
             " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=...))."
-            " A StepLoader of your own is for a loop without a Trainer."
+            " A loader of your own is for a loop without a Trainer."
         )
 
 

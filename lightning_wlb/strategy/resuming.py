@@ -56,6 +56,8 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
+# What an older one has saved Lightning would rearrange after it has been looked at here.
+_FROM_2_ON = re.compile(r"([2-9]|[1-9]\d)\.\d[\w.+-]{0,40}")
 _VERSION, _STEPS = "pytorch-lightning_version", "epoch_loop.automatic_optimization.optim_progress"
 RESUMABLE = "lr_schedulers"
 """The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
@@ -198,7 +200,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
     known = runs_of(path)
-    trusted = {home, *own} if _lies_in(str(path), own) else {home}
+    trusted = {home, *own} if _lies_in(str(home / path.name), own) else {home}
 
     def counts(each: Any) -> bool:
         if _lies_in(each, trusted):
@@ -247,6 +249,11 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
     own = {"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}
     compare(own, rest, "")
+    if not _FROM_2_ON.fullmatch(rest[_VERSION]):
+        raise ValueError(
+            f"{path / REST}: {_VERSION} is {rest[_VERSION]!r:.60}, and not 2.0 or newer. Use"
+            " another checkpoint."
+        )
     taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]
     if taken != rest["global_step"]:
         raise ValueError(
@@ -257,7 +264,8 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:
     """Whether a path lies in one of some folders, through links too; an empty path does."""
-    if not isinstance(path, str) or "\0" in path:
+    # ModelCheckpoint keeps none with "..": it would compare the folders by their names alone.
+    if not isinstance(path, str) or "\0" in path or ".." in Path(path).parts:
         return False
     real = Path(os.path.realpath(Path(path).parent))
     return not path or not folders.isdisjoint((real, *real.parents))

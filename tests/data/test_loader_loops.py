@@ -4,14 +4,15 @@ import multiprocessing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_wlb.data import loader as loading
 from lightning_wlb.data.loader import StepLoader
 from tests import ranks  # noqa: F401  (what a new process has imported already)
 from tests.data.test_loader import DATA, content, dataset, epochs
@@ -73,10 +74,9 @@ def test_fabric_saves_and_loads_the_loader(tmp_path: Path) -> None:
     assert [content(batch) for batch in [*batches, *resumed]] == unbroken
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stateful_loader_of_the_users_own_resumes(workers: int) -> None:
+def test_a_stateful_loader_of_the_users_own_resumes() -> None:
     def loader() -> StatefulDataLoader:
-        return StatefulDataLoader(dataset(), batch_size=None, num_workers=workers)
+        return StatefulDataLoader(dataset(), batch_size=None)
 
     first, second = loader(), loader()
     batches = list(islice(first, 3))
@@ -86,7 +86,15 @@ def test_a_stateful_loader_of_the_users_own_resumes(workers: int) -> None:
     ]
 
 
-def test_states_that_cannot_be_resumed_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_a_loader_of_the_users_own_are_refused(kind: Any, workers: int) -> None:
+    """Every epoch would be the first again."""
+    with pytest.raises(MisconfigurationException, match=r"from the beginning.*StepLoader\(dataset"):
+        next(iter(kind(dataset(), batch_size=None, num_workers=workers)))
+
+
+def test_states_that_cannot_be_resumed_from_are_refused() -> None:
     loader = StepLoader(dataset())
     with pytest.raises(ValueError, match=r"_snapshot.* not that of a StepLoader"):
         loader.load_state_dict({"_snapshot": {}, "_iterator_finished": False})
@@ -95,10 +103,6 @@ def test_states_that_cannot_be_resumed_from_are_refused(monkeypatch: pytest.Monk
     other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="seed=3 in the saved state, 4 here"):
         next(iter(other))
-    # As in the second of two workers of a StatefulDataLoader, which restores each worker's copy.
-    monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
-    with pytest.raises(ValueError, match=r"num_workers=2 cannot resume.*lightning_wlb\.StepLoader"):
-        dataset().load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,6 +4,8 @@ import lightning.pytorch as L
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.data.loader import StepDataset, StepLoader
@@ -58,6 +60,35 @@ def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path, given,
     loader = given(steps_of(module()))
     with pytest.raises(MisconfigurationException, match=r"would skip a step.*WLBDataModule"):
         trainer(tmp_path, max_steps=1, **options).fit(own(), loader)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_trainer_refuses_torchs_loaders_of_steps(tmp_path, kind, workers):
+    """One lost a step on resume, the other repeated all of them."""
+    given = kind(steps_of(module()).dataset, batch_size=None, num_workers=workers)
+    given.dataset.has_loader = False
+    with pytest.raises(MisconfigurationException, match="WLBDataModule"):
+        trainer(tmp_path, max_steps=1).fit(Plain(), given)
+
+
+class AddsUp(LanguageModule):
+    """Takes an optimizer step for every two batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.step(batch))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_gradients_of_several_batches_are_not_added_up_by_hand(tmp_path):
+    """Each epoch would have repeated the last one, and half of the tokens been counted."""
+    data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
+    with pytest.raises(MisconfigurationException, match="no optimizer step after step 0 of"):
+        trainer(tmp_path, max_epochs=2).fit(AddsUp(config(), seed=3), data)
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):

@@ -314,6 +314,8 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
 
     kept = str(tmp_path / "kept")
     assert left(f"{kept}/a.ckpt", f"{kept}/val/b.ckpt", "") == 3
+    # By its name alone ModelCheckpoint would take it for one of its folder, whatever it leads to.
+    assert left(f"{kept}/../kept/a.ckpt") == 0
     assert left(f"{tmp_path}/beside.ckpt", at=tmp_path / "other.ckpt") == 1
     for strange in (f"{kept}/../a.ckpt", f"{kept}/link/a.ckpt", "/a.ckpt", "a.ckpt", 7, "\0"):
         assert left(f"{kept}/a.ckpt", strange) == 0, strange

@@ -248,6 +248,8 @@ def counts(rank: int, home: Path) -> list[str]:
         (("loops",), None),
         (("global_step",), True),
         (("pytorch-lightning_version",), 2),
+        (("pytorch-lightning_version",), "0.9.0"),
+        (("pytorch-lightning_version",), "1" * 5000),
         (("tokens_seen",), "many"),
         # What Lightning would begin at 0 with, beside documents that go on.
         (("loops", "fit_loop", "epoch_loop.batch_progress"), None),
@@ -289,6 +291,8 @@ def test_counts_of_another_type_are_named(tmp_path):
             "loops is None, which",
             "global_step is True, which",
             "pytorch-lightning_version is 2, which",
+            "pytorch-lightning_version is '0.9.0', and not 2.0 or newer",
+            "pytorch-lightning_version is '1111",
             "the checkpoint's tokens_seen='many'",
             "loops.fit_loop.epoch_loop.batch_progress is None, which",
             "global_step is 1, and 0 optimizer steps were counted",

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.config_and_shape import (
     beyond_positions,
     read_config,
@@ -106,14 +107,15 @@ class HuggingFaceModule(LanguageModule):
         Raises:
             ValueError: also if these differ.
         """
-        if self.model is None and self.pretrained is not None:
-            self._weights = open_weights(self.config, resolve(self.pretrained))
+        if self.model is None and self.pretrained is not None and self._needs_pretrained():
+            folder = resolve(self.pretrained, fetch=STORED.get() is None)
+            self._weights = open_weights(self.config, folder)
             self._base = None if self.lora is None else digest_of(self._weights)
         super().configure_model()
 
     def init_weights(self) -> None:
         """Read the rank's part of the pretrained weights, or draw values as a function of names."""
-        if self.pretrained is None:
+        if self.pretrained is None or not self._needs_pretrained():
             super().init_weights()
             return
         assert isinstance(self.model, HuggingFaceDecoder)
@@ -121,6 +123,10 @@ class HuggingFaceModule(LanguageModule):
         del self._weights  # and close the files
         rank_zero_info(f"{type(self).__name__}: read the weights of {self.pretrained}.")
         self.model.initialise_adapters(self.initial_seed)
+
+    def _needs_pretrained(self) -> bool:
+        """Whether no checkpoint with all weights is being loaded, which may name any model."""
+        return self.lora is not None or STORED.get() is None
 
     def on_train_start(self) -> None:
         """Warn of experts without a loss that balances them, and of unknown positions."""

@@ -45,11 +45,12 @@ _ADAPTERS = "adapter_config.json"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
 
-def resolve(name_or_folder: str | Path) -> Path:
+def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
     """The folder of a model: the one given, or a copy of the one of that name on the hub.
 
     The download (safetensors, configs and tokenizer into Hugging Face's own cache) has only been
-    called with a stand-in for the hub, never run against it.
+    called with a stand-in for the hub, never run against it. Without ``fetch`` only a copy that is
+    there already is taken: the name may be that of a stranger's checkpoint.
 
     Raises:
         ValueError: it is no folder here, and cannot be had from the hub.
@@ -59,13 +60,17 @@ def resolve(name_or_folder: str | Path) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
+    name = str(name_or_folder)
     try:
-        return Path(snapshot_download(str(name_or_folder), allow_patterns=_WANTED))
+        return Path(snapshot_download(name, allow_patterns=_WANTED, local_files_only=not fetch))
     except Exception as error:  # of many kinds: no network, no such name, no permission
-        raise ValueError(
-            f"{str(name_or_folder)!r} is not a folder on this machine, and fetching a model of that"
-            f" name from Hugging Face failed: {error}"
-        ) from error
+        failed = f"fetching a model of that name from Hugging Face failed: {error}"
+        if not fetch:
+            failed = (
+                "nothing is fetched from Hugging Face while a checkpoint is loaded, which may name"
+                f" anything. If you trust it: huggingface_hub.snapshot_download({name!r})"
+            )
+        raise ValueError(f"{name!r} is not a folder on this machine, and {failed}") from error
 
 
 def beside_weights(config: str | Path) -> bool:
@@ -301,6 +306,11 @@ def _tiles(
         parts = zip(*(key.split(".") for key in keys[pattern]), strict=False)
         if numbers not in parts if stacks else len(numbers) > 1:
             raise _unclear(folder.path, name, keys[pattern])
+        if len(shapes := {folder.shape(key) for key in keys[pattern]}) > 1:
+            raise ValueError(
+                f"{folder.path}: {', '.join(keys[pattern][:3])} are of several shapes,"
+                f" {sorted(shapes)[:3]}. Copy or download the folder again."
+            )
         for number, key in enumerate(keys[pattern]):
             shape = (1, *folder.shape(key)) if stacks else folder.shape(key)
             corner = [0] * len(shape)

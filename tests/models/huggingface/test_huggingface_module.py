@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import sys
 
 import lightning.pytorch as L
@@ -64,6 +65,20 @@ def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
     assert again.config.to_dict() == module.config.to_dict()
     assert (again.learning_rate, again.seed) == (1e-4, 3)
     assert dict(again.hparams) == dict(module.hparams)
+
+
+def test_a_checkpoint_with_all_weights_needs_no_other(tmp_path):
+    """Whoever made it may name any model, which would be fetched."""
+    write(tmp_path / "llama", tiny("llama"))
+    module = wlb.HuggingFaceModule(str(tmp_path / "llama"), pretrained=True)
+    runner = trainer("auto", 1, precision="32-true", max_steps=1)
+    runner.fit(module, data(Run(FAMILY, (1, 1, 1, 1)).case))
+    runner.save_checkpoint(tmp_path / "one.ckpt")
+    shutil.rmtree(tmp_path / "llama")
+    again = wlb.HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert again.pretrained == module.pretrained
+    for name, parameter in module.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name), parameter), name
 
 
 def test_a_checkpoint_of_other_arguments_is_refused():

@@ -191,6 +191,8 @@ def test_one_process_keeps_nothing_but_adapters_in_its_file(tmp_path):
     names = StoredCheckpoint(tmp_path / "one.ckpt").names
     assert names == {f"model.{n}" for n, _ in first.model.named_parameters() if is_adapter(n)}
     again = HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match=r"nothing is fetched .*snapshot_download\('some/where'"):
+        HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt", pretrained="some/where")
     for name, parameter in first.model.named_parameters():
         assert torch.equal(again.model.get_parameter(name), parameter), name
     # Three steps are three steps, with the file between or not.

@@ -39,7 +39,7 @@ def test_rectangles_of_tensors(tmp_path):
 def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 
-    def fetch(name, allow_patterns):
+    def fetch(name, allow_patterns, local_files_only):
         asked[name] = allow_patterns
         return str(tmp_path)
 
@@ -50,7 +50,7 @@ def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
-    def fetch(name, allow_patterns):
+    def fetch(name, allow_patterns, local_files_only):
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
@@ -93,14 +93,22 @@ def test_a_family_whose_parameters_are_cut_from_stored_tensors_is_refused(tmp_pa
         find_sources(Folder(tmp_path), model)
 
 
-def test_stored_tensors_that_leave_a_part_of_a_parameter_out_are_refused(tmp_path):
+@pytest.mark.parametrize("which", ["all", "one", "shifted"])
+def test_stored_tensors_that_leave_a_part_of_a_parameter_out_are_refused(which, tmp_path):
     """It would be trained with whatever the memory held."""
     model = write(tmp_path, tiny("mixtral"))
     stored = load_file(tmp_path / NAME)
-    name = next(each for each in stored if each.endswith("1.block_sparse_moe.experts.0.w3.weight"))
-    stored[name] = stored[name][:, :1].clone()
+    experts = [name for name in stored if "1.block_sparse_moe.experts." in name]
+    w1, w3 = (sorted(name for name in experts if each in name) for each in (".w1.", ".w3."))
+    if which == "shifted":  # a row more of one and less of the other: as many values in all
+        stored[w1[0]] = torch.cat([stored[w1[0]], stored[w1[0]][:1]])
+        stored[w3[0]] = stored[w3[0]][:-1].clone()
+    else:
+        for name in w3 if which == "all" else w3[:1]:
+            stored[name] = stored[name][:, :1].clone()
     save_file(stored, tmp_path / NAME)
-    with pytest.raises(ValueError, match="together do not fill a tensor of shape"):
+    match = "together do not fill a tensor of shape" if which == "all" else "are of several shapes"
+    with pytest.raises(ValueError, match=match):
         find_sources(Folder(tmp_path), model)
 
 
