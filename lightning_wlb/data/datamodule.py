@@ -379,17 +379,13 @@ class ConsumedState:
         """
         self._consumed = self.current(global_step)
         due, found = self._consumed["step"] if self._consumed else 0, batch.plan.step
-        if found != due and self._pending is not None and found == self._pending["step"]:
-            raise MisconfigurationException(
-                f"The module took no optimizer step after step {due} of the documents, which would"
-                " come again. A batch already holds all micro-batches of an optimizer step: take"
-                " one for each, and make steps larger by WLBDataModule(micro_batches=...)."
-            )
         if found != due:
+            mend = "Whatever has begun to read before the position was restored has to begin anew."
+            if self._pending is not None and found == self._pending["step"]:
+                mend = "Take an optimizer step for each batch, which holds all its micro-batches."
             raise MisconfigurationException(
                 f"Step {due} of the documents is due, but the loader gives step {found}: documents"
-                " would be repeated or lost. Whatever has begun to read before the position was"
-                " restored has to begin anew."
+                f" would be repeated or lost. {mend}"
             )
         self._pending, self._pending_since = batch.state, global_step
 

@@ -236,10 +236,11 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
+        wrong = wrong or (where == _VERSION and not _FROM_2_ON.fullmatch(stored))
         if wrong and kind in (dict, bool, int, str):
             raise ValueError(
-                f"{path / REST}: {where} is {stored!r:.60}, which no Trainer saves. Use another"
-                " checkpoint."
+                f"{path / REST}: {where} is {stored!r:.60}, which no Trainer of Lightning 2 saves."
+                " Use another checkpoint."
             )
         for name in own if kind is dict else ():
             if name in stored or same_version:
@@ -249,11 +250,6 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
     own = {"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}
     compare(own, rest, "")
-    if not _FROM_2_ON.fullmatch(rest[_VERSION]):
-        raise ValueError(
-            f"{path / REST}: {_VERSION} is {rest[_VERSION]!r:.60}, and not 2.0 or newer. Use"
-            " another checkpoint."
-        )
     taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]
     if taken != rest["global_step"]:
         raise ValueError(

@@ -291,7 +291,7 @@ def test_counts_of_another_type_are_named(tmp_path):
             "loops is None, which",
             "global_step is True, which",
             "pytorch-lightning_version is 2, which",
-            "pytorch-lightning_version is '0.9.0', and not 2.0 or newer",
+            "pytorch-lightning_version is '0.9.0', which no Trainer of Lightning 2 saves",
             "pytorch-lightning_version is '1111",
             "the checkpoint's tokens_seen='many'",
             "loops.fit_loop.epoch_loop.batch_progress is None, which",
