@@ -56,8 +56,7 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
-# What an older one has saved Lightning would rearrange after it has been looked at here.
-_FROM_2_ON = re.compile(r"([2-9]|[1-9]\d)\.\d[\w.+-]{0,40}")
+_FROM_2_ON = re.compile(r"([2-9]|[1-9]\d)\.\d[\w.+-]{0,40}")  # Lightning rearranges older ones'
 _VERSION, _STEPS = "pytorch-lightning_version", "epoch_loop.automatic_optimization.optim_progress"
 RESUMABLE = "lr_schedulers"
 """The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
@@ -236,8 +235,8 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
-        wrong = wrong or (where == _VERSION and not _FROM_2_ON.fullmatch(stored))
-        if wrong and kind in (dict, bool, int, str):
+        old = not wrong and where == _VERSION and not _FROM_2_ON.fullmatch(stored)
+        if old or (wrong and kind in (dict, bool, int, str)):
             raise ValueError(
                 f"{path / REST}: {where} is {stored!r:.60}, which no Trainer of Lightning 2 saves."
                 " Use another checkpoint."
@@ -248,8 +247,7 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
 
     loops = {each: getattr(trainer, each).state_dict() for each in ("fit_loop", "validate_loop")}
     loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
-    own = {"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}
-    compare(own, rest, "")
+    compare({"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}, rest, "")
     taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]
     if taken != rest["global_step"]:
         raise ValueError(
@@ -263,15 +261,14 @@ def _lies_in(path: Any, folders: set[Path]) -> bool:
     # ModelCheckpoint keeps none with "..": it would compare the folders by their names alone.
     if not isinstance(path, str) or "\0" in path or ".." in Path(path).parts:
         return False
-    real = Path(os.path.realpath(Path(path).parent))
+    real = Path(path).parent.resolve()
     return not path or not folders.isdisjoint((real, *real.parents))
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
     """Where the Trainer's callbacks keep checkpoints."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found = []
-    for each in callbacks:
+    found: list[Any] = []
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ModelCheckpoint):
             # Before its set-up only this method of Lightning's knows the default folder.
             found.append(each._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

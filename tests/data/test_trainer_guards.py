@@ -87,9 +87,7 @@ class AddsUp(LanguageModule):
 def test_gradients_of_several_batches_are_not_added_up_by_hand(tmp_path):
     """Each epoch would have repeated the last one, and half of the tokens been counted."""
     data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
-    with pytest.raises(
-        MisconfigurationException, match=r"Step 0 .* gives step 1: .* Take an optimizer step for"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"Step 0 .* Take an optimizer step for"):
         trainer(tmp_path, max_epochs=2).fit(AddsUp(config(), seed=3), data)
 
 
