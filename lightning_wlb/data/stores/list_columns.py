@@ -232,13 +232,20 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
                 f"{path} is compressed, and cannot be mapped into memory. Write it without"
                 " compression, or as Parquet."
             )
-        batches = pa.ipc.open_stream(whole)
+        source = pa.BufferReader(whole)
+        batches = pa.ipc.open_stream(source)
         if whole[-len(_END_OF_STREAM) :].to_pybytes() != _END_OF_STREAM:
             raise ValueError(
                 f"{path} does not end with the mark of an Arrow stream's end: it is truncated, or"
                 " its writer was not closed. Make it again."
             )
-        return batches.schema, list(batches)
+        found = list(batches)
+        if source.tell() != whole.size:
+            raise ValueError(
+                f"{path} goes on behind the end of its Arrow stream, as where files were put one"
+                " after the other: what follows would not be read. Give each by itself."
+            )
+        return batches.schema, found
     except (pa.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(
             f"{path} cannot be read as an Arrow file: {error}. It is truncated, damaged or"

@@ -237,6 +237,14 @@ def test_every_truncation_is_refused(tmp_path: Path, form: str) -> None:
         documents(path)
 
 
+def test_files_put_one_after_the_other_are_refused(tmp_path: Path) -> None:
+    """Of all but the first nothing would be read."""
+    one, two = (write_arrow(tmp_path / f"{n}.arrow", column(TOKENS), n) for n in (1, 2))
+    (tmp_path / "both.arrow").write_bytes(one.read_bytes() + two.read_bytes())
+    with pytest.raises(ValueError, match=r"both\.arrow goes on behind the end of its Arrow stream"):
+        documents(tmp_path / "both.arrow")
+
+
 def test_offsets_that_are_out_of_order_are_refused(tmp_path: Path) -> None:
     path = write_arrow(
         tmp_path / "a.arrow", pa.table({"input_ids": pa.array(TOKENS, pa.list_(pa.int32()))})
