@@ -34,6 +34,8 @@ _SPLIT = re.compile(
     r"(?![a-z])"
 )
 _COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
+_SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
+"""Most of what no weight tells and tables are as large as, by the names of a config's fields."""
 _OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
@@ -122,7 +124,7 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse a model's config with more layers, heads or experts than can be built.
+    """Refuse a model's config of more layers, heads, experts or larger tables than can be built.
 
     Few bytes can ask for any number of them, and some families make lists as long as that when
     transformers reads a config, for a tokenizer too. Nor may it say which field stands for another.
@@ -135,6 +137,10 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             check_counts(value)
+        most = _SIZES.get(str(name), 0)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
+            raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
         most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
         for count in _counts(str(name), value):
             if count > most:

@@ -24,9 +24,11 @@ from pathlib import Path
 from textwrap import fill
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.text import Text
 
 from lightning_wlb.callbacks import imbalance
 from lightning_wlb.mesh import AXES, Mesh
@@ -50,9 +52,15 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure, making the folder of the file."""
+    """Write a figure, making the folder of the file.
+
+    No text goes to LaTeX, which a ``matplotlibrc`` of the working folder may ask for.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    for text in figure.findobj(Text):
+        text.set_usetex(False)
+    with rc_context({"text.usetex": False}):  # labels of axes are made as they are drawn
+        figure.savefig(path, format="png")
 
 
 def text_colour(background: Iterable[float]) -> str:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.image import imread
 
-from lightning_wlb.callbacks.heat_map import HeatMap
+from lightning_wlb.callbacks.heat_map import HeatMap, new_figure, save_png
 from lightning_wlb.callbacks.imbalance import COMPUTE, in_pipelines
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import Scheme
@@ -99,6 +100,15 @@ def test_it_draws_a_large_mesh(tmp_path: Path):
     assert 300 <= height <= 1700
     # Something is drawn in it: not one colour.
     assert imread(path)[..., :3].std() > 0.05
+
+
+def test_no_text_goes_to_latex(tmp_path: Path):
+    """As a matplotlibrc of the working folder may ask: there is none here, and it would fail."""
+    with rc_context({"text.usetex": True}):
+        figure = new_figure(2, 2)
+        figure.subplots().set_title("title")
+        save_png(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
 
 
 def test_without_steps_nothing_is_written(tmp_path: Path):

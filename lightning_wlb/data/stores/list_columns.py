@@ -33,7 +33,9 @@ PACKED_COLUMNS = (
     *("position_ids", "seq_lengths", "seq_lens", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q"),
     *("seq_idx", "segment_ids", "sequence_ids", "document_ids"),
 )
-_MAY_BE_MASK = re.compile(r"(?<!attention_)(?<!special_tokens_)mask|label|loss|target", re.I)
+_MAY_BE_MASK = re.compile(
+    r"(?<!attention_)(?<!special_tokens_)mask|label|loss|target|weight|train", re.I
+)
 LABELS = "labels"
 IGNORED_LABEL = -100
 """The label that Hugging Face gives to a token that may not be a target."""

@@ -42,10 +42,12 @@ from lightning_wlb.data.tokenising.texts import (
     plain_vocabulary,
     tokenizer_file,
 )
+from lightning_wlb.file_checks import parse_json
 
 Span = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD = re.compile(r"zq\d+qz")
 _OTHER_WEIGHTS = (
     *("loss", "loss_mask", "loss_weight", "mask", "masked", "train", "trainable", "training"),
     *("train_on_turn", "train_detail", "training_detail"),
@@ -130,6 +132,8 @@ class ChatEncoder:
         messages, learned = _messages(row, self._column)
         tools = row.record.get("tools")
         try:
+            if isinstance(tools, str):  # as many rows have them, whose tools differ in their fields
+                tools = parse_json(tools)
             # A tokenizer may have a template of its own for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
             if _MARKS.search(template):
@@ -138,8 +142,7 @@ class ChatEncoder:
                 text, spans = self._differences(messages, tools)
             if not all(learned):
                 spans = _learned(spans, learned)
-            _check_in_json(messages, text)
-            self._check_written(messages, tools, template)
+            self._check_written(messages, tools, template, text)
             _check_beside(row, text)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
@@ -148,10 +151,13 @@ class ChatEncoder:
         check_encodable(row, text)
         return text, spans
 
-    def _check_written(self, messages: list[dict[str, Any]], tools: Any, template: str) -> None:
-        """Refuse a chat of which the template leaves something out."""
-        messages, tools, words = _with_words(messages, tools, template)
+    def _check_written(
+        self, messages: list[dict[str, Any]], tools: Any, template: str, text: str
+    ) -> None:
+        """Refuse a chat of which the template leaves something out, or writes it as no JSON."""
+        messages, tools, words = _with_words(messages, tools, template, text)
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        _check_in_json(messages, text)
         if lost := next((what for word, what in words.items() if word not in text), None):
             raise ValueError(
                 f"it leaves out {lost}. Use a template that writes it; or put it where this one"
@@ -226,15 +232,20 @@ def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
 
 
 def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
-    """Refuse content, or arguments of a call, that the template has not written as JSON does."""
+    """Refuse content, or arguments of a call, that the template has not written as JSON does.
+
+    Both are with words (:func:`_with_words`), so that it is they, and nothing like them elsewhere.
+    """
     calls = []
     for message in messages:
         content = message.get("content")
-        if content and isinstance(content, list | dict) and str(content) in text:
-            raise ValueError(
-                f"it knows no content in parts, and would have {str(content)[:80]} learned. Put the"
-                " text itself there, or use a template that reads parts."
-            )
+        parts = [content, *content] if isinstance(content, list) else [content]
+        for part in parts:
+            if part and isinstance(part, list | dict) and str(part) in text:
+                raise ValueError(
+                    f"it knows no content in parts, and would have {_WORD.sub('', str(part))[:80]}"
+                    " learned. Put the text itself there, or use a template that reads parts."
+                )
         calls += [*(message.get("tool_calls") or ()), message.get("function_call")]
     for each in calls:
         function = each.get("function", each) if isinstance(each, dict) else None
@@ -242,21 +253,22 @@ def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
         if isinstance(arguments, str):  # as OpenAI writes them
             wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
         else:
-            wrong = {str(arguments)} - {json.dumps(arguments)} if arguments else set()
-        if found := [written for written in wrong if written in text]:
+            wrong = {str(arguments)} - {json.dumps(arguments)}
+        if found := [written for written in wrong if arguments and written in text]:
             raise ValueError(
-                f"it would have the arguments of a call learned as {found[0][:80]}. Give them as"
-                " an object if it is a text that is encoded twice, and as a text if it is Python's."
+                f"it would have the arguments of a call learned as {_WORD.sub('', found[0])[:80]}."
+                " Give them as an object if it is a text that is encoded twice, and as a text if it"
+                " is Python's."
             )
 
 
 def _with_words(
-    messages: list[dict[str, Any]], tools: Any, template: str
+    messages: list[dict[str, Any]], tools: Any, template: str, text: str
 ) -> tuple[list[dict[str, Any]], Any, dict[str, str]]:
     """A chat with a word of its own behind each of its texts, by which to see what is written.
 
     What was thought before the last question, which many templates leave out by design, has none
-    if the template knows of it.
+    if the template knows of it; nor has a tool's name that is in the ``text`` by its call's number.
 
     Returns:
         The messages and tools with the words, and word -> what it stands behind.
@@ -274,13 +286,16 @@ def _with_words(
         words[word] = what
         return value + word
 
-    def mark_function(given: Any, what: str) -> Any:
+    def mark_function(given: Any, what: str, number: Any = None) -> Any:
         if not isinstance(given, dict):
             return given
+        number = str(given.get("id") or number or "")
         if "function" in given:
-            return given | {"function": mark_function(given["function"], what)}
+            return given | {"function": mark_function(given["function"], what, number)}
         what = f"{what} {given.get('name')!r:.80}"
         inside = {"name": what, "arguments": f"the arguments of {what}"}
+        if number and str(given.get("name")) in number and number in text:  # Kimi K2's
+            del inside["name"]
         return given | {key: mark(given[key], inside[key]) for key in inside if key in given}
 
     asked = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
@@ -289,10 +304,11 @@ def _with_words(
         where, each = f"message {number}, of {message['role']!r}", dict(message)
         content = each.get("content")
         if isinstance(content, str):
-            thought, end, content = content.rpartition("</think>")
-            if number > asked and thought.rpartition("<think>")[2].strip():
+            head, end, after = content.rpartition("</think>")
+            before, start, thought = head.partition("<think>")
+            if number > asked:
                 thought = mark(thought, f"what was thought (up to </think>) in {where}")
-            each["content"] = thought + end + mark(content, where)
+            each["content"] = mark(before, where) + start + thought + end + mark(after, where)
         elif content:
             each["content"] = mark(content, where)
         for name in _THOUGHTS:

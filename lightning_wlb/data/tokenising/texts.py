@@ -18,7 +18,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import takewhile
+from itertools import cycle, takewhile
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ _SAMPLE = (
     " \u0645\u064e\u0631\u0652\u062d\u064e\u0628\u064b\u0627\r\n  end "
 )
 """A text that tokenizers of different rules divide otherwise."""
+_BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ", "\u2014", ".")
 
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
@@ -272,12 +274,16 @@ def _check_as_in_file(tokenizer: Any, file: Path) -> None:
     Some classes of transformers (GPT2Tokenizer, Qwen2Tokenizer) take the vocabulary alone of that
     file, and divide texts as their own family does: numbers, accents or capitals otherwise.
     """
-    found = []
-    for each in (Tokenizer.from_buffer(read_bytes(file, 1 << 28)), tokenizer.backend_tokenizer):
+    found, own = [], Tokenizer.from_buffer(read_bytes(file, 1 << 28))
+    # Words of its own, which it puts together, behind signs that may divide or become others.
+    numbers = range(0, own.get_vocab_size(), 1 + own.get_vocab_size() // 2000)
+    words = (own.decode([number]).strip() for number in numbers)
+    sample = _SAMPLE + "".join(map(add, cycle(_BETWEEN), words))
+    for each in (own, tokenizer.backend_tokenizer):
         each.no_truncation()
         each.no_padding()
         # What comes before the first word is also for the settings beside the file to say.
-        encoded = each.encode(_SAMPLE, add_special_tokens=False)
+        encoded = each.encode(sample, add_special_tokens=False)
         starts = [start for start, _ in encoded.offsets]
         found.append([number for number, at in zip(encoded.ids, starts, strict=True) if at > 1])
     if found[0] != found[1]:

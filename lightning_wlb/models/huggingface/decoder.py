@@ -82,6 +82,25 @@ class HuggingFaceDecoder(Decoder):
 
     attention_kernel: VarlenAttention
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast as torch does, but tables in no narrower dtype: rotary angles would be off.
+
+        So does transformers' ``from_pretrained(dtype=...)``. Lightning casts whole modules.
+        """
+        tables = {
+            (each, name): each._buffers[name]
+            for each in self.modules()
+            for name in each._non_persistent_buffers_set
+            if each._buffers.get(name) is not None
+        }
+        super()._apply(fn, recurse)
+        for (each, name), table in tables.items():
+            cast = each._buffers[name]
+            assert cast is not None
+            if cast.itemsize < table.itemsize:
+                each._buffers[name] = table.to(cast.device)
+        return self
+
     def __init__(
         self,
         config: Any,

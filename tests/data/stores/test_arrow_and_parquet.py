@@ -326,7 +326,9 @@ def test_rows_whose_attention_mask_counts_documents_are_refused(tmp_path: Path, 
         store.read(0, 0, 4)
 
 
-@pytest.mark.parametrize("name", ["response_mask", "assistant_mask", "loss_weights", "label_ids"])
+@pytest.mark.parametrize(
+    "name", ["response_mask", "assistant_mask", "loss_weights", "label_ids", "trainable"]
+)
 def test_a_column_that_may_be_a_mask_is_chosen_or_not(tmp_path: Path, name: str) -> None:
     kept = {"attention_mask": [[1, 1]], "special_tokens_mask": [[1, 0]]}
     pq.write_table(

@@ -249,6 +249,8 @@ WEATHER = {"name": "weather_at", "arguments": {"city": "Oslo"}}
         ),
         (PLAIN, {"content": "a", "reasoning_details": [{"text": "the fox"}]}, "'reasoning_details"),
         (ANSWERS, {"content": "<think>the fox\n</think>a"}, r"what was thought \(up to </think>\)"),
+        (ANSWERS, {"content": "the fox <think>\n</think>a"}, "message 1, of 'assistant'"),
+        (ANSWERS, {"content": "The tag `</think>` ends it."}, "message 1, of 'assistant'"),
     ],
 )
 def test_what_is_also_said_elsewhere_is_not_left_out(folder, template, said, lost) -> None:
@@ -261,6 +263,33 @@ def test_what_is_also_said_elsewhere_is_not_left_out(folder, template, said, los
         question["content"] = [{"type": "text", "text": question["content"]}]
     with pytest.raises(ValueError, match=f"leaves out {lost}"):
         encoder.documents([row([question, {"role": "assistant", **said}])])
+
+
+NUMBERED = PLAIN.replace(
+    "m['content'] +",
+    "(m['tool_calls'][0]['id'] + (m['tool_calls'][0]['function']['arguments'] | tojson)"
+    " if m['tool_calls'] else m['content']) +",
+)
+
+
+def test_what_looks_as_if_it_were_left_out_or_written_wrongly_is_taken(folder) -> None:
+    """A call by its number, as Kimi K2 writes it, and a result that repeats it as Python does."""
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "numbered", NUMBERED), "messages")
+    call = {"id": "functions.weather_at:0", "type": "function", "function": WEATHER}
+    chat = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "called with {'city': 'Oslo'}"},
+        {"role": "assistant", "content": "jumps"},
+    ]
+    tools = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
+    (document,) = encoder.documents([row(chat)])
+    said = encoder._tokenizer.decode(document.tokens[document.mask])
+    assert said.startswith('functions.weather_at:0{"city": "Oslo"}')
+    # Tools of rows that differ in their fields are one text each in Parquet and JSON lines.
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "text", tools + NUMBERED), "messages")
+    given = Row({"messages": chat, "tools": '[{"name": "fox"}]'}, Path("a.txt"), 0, 1)
+    assert len(encoder.documents([given])[0].tokens) > len(document.tokens)
 
 
 def test_what_was_thought_before_the_last_question_may_be_left_out(folder) -> None:
@@ -386,6 +415,14 @@ def test_an_end_that_takes_the_line_end_after_it_is_learned(folder) -> None:
                 {"role": "assistant", "content": "b"},
             ],
             r"knows no content in parts, and would have \[\{'type': 'text', 'text': 'a'\}\]",
+        ),
+        (
+            PLAIN.replace("else %}{{ m['content']", "else %}{{ m['content'] | first"),
+            [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "b"},
+            ],
+            r"knows no content in parts, and would have \{'type': 'text', 'text': 'a'\}",
         ),
         (
             PLAIN,

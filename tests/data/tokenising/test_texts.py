@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import Regex, normalizers, pre_tokenizers, trainers
 
 from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
@@ -122,6 +122,32 @@ def test_a_beginning_that_a_text_has_already_is_not_there_twice(folder) -> None:
     assert documents(encoder, texts) == [once, once, once, [0, *once]]
     plain = TextEncoder(saved(folder), "text")
     assert documents(plain, texts[:2]) == [[*fox, 1], once]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        normalizers.Replace("\u2019", "'"),
+        pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|."), "isolated"),
+    ],
+    ids=["quotes", "regex"],
+)
+def test_so_is_one_in_words_of_another_language(change, tmp_path) -> None:
+    """Of the usual words, by which classes can be told apart, the vocabulary has none."""
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    model = tokenizer()
+    if isinstance(change, normalizers.Replace):
+        model.normalizer = change
+    else:
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.pre_tokenizer = pre_tokenizers.Sequence([change, whole])
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=ALPHABET)
+    words = "\u0434\u043e\u043c (\u043a\u043e\u0442 it's) \u00ab\u0441\u043b\u043e\u043d\u00bb"
+    model.train_from_iterator([words] * 20, trainer)
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"GPT2Tokenizer of transformers reads texts otherwise"):
+        TextEncoder(str(tmp_path), "text", False)
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "PreTrainedTokenizerFast"])

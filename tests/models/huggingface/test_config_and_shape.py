@@ -256,6 +256,9 @@ def test_a_tokenizers_folder_is_opened_by_a_tokenizers_class_alone(
 
 
 def test_a_field_of_a_config_stands_for_no_other(tmp_path) -> None:
+    for own in ({"mamba_chunk_size": 4096}, {"rope_parameters": {"partial_rotary_factor": 9.0}}):
+        with pytest.raises(ValueError, match=r"has (mamba_chunk_size=4096|partial_r.*=9\.0), of"):
+            read_config({"model_type": "llama"} | own)
     fields = {"model_type": "llama", "attribute_map": {"num_hidden_layers": "few"}, "few": 10**7}
     with pytest.raises(ValueError, match="has an attribute_map"):
         read_config(fields)

@@ -67,6 +67,19 @@ def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
     assert dict(again.hparams) == dict(module.hparams)
 
 
+def test_tables_are_not_cast_to_a_narrower_dtype():
+    """Rotary angles of bfloat16 would be those of another model."""
+    module = wlb.HuggingFaceModule(tiny("llama"))
+    module.configure_model()
+    before = {name: each.clone() for name, each in module.named_buffers()}
+    assert any("inv_freq" in name for name in before)
+    for name, each in module.bfloat16().named_buffers():
+        assert torch.equal(each, before[name]), name
+        assert each.dtype == torch.float32
+    assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in module.double().buffers()} == {torch.float64}
+
+
 def test_a_checkpoint_with_all_weights_needs_no_other(tmp_path):
     """Whoever made it may name any model, which would be fetched."""
     write(tmp_path / "llama", tiny("llama"))
