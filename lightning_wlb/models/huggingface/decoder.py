@@ -88,10 +88,10 @@ class HuggingFaceDecoder(Decoder):
         So does transformers' ``from_pretrained(dtype=...)``. Lightning casts whole modules.
         """
         tables = {
-            (each, name): each._buffers[name]
+            (each, name): table
             for each in self.modules()
             for name in each._non_persistent_buffers_set
-            if each._buffers.get(name) is not None
+            if (table := each._buffers.get(name)) is not None
         }
         super()._apply(fn, recurse)
         for (each, name), table in tables.items():
