@@ -35,7 +35,7 @@ _SPLIT = re.compile(
 )
 _COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
-"""Most of what no weight tells and tables are as large as, by the names of a config's fields."""
+"""Upper bounds of fields that size a table, and that no weight's shape contradicts."""
 _OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {

@@ -100,7 +100,7 @@ class StepDataset(IterableDataset[StepBatch]):
     step_chooser: StepChooser | None = None
     recurrent: bool = False
     has_loader: bool = field(default=False, init=False)
-    """Whether a :class:`StepLoader` iterates over it, which keeps its position."""
+    """Whether a :class:`StepLoader` begins the next iteration, and keeps its position."""
 
     @classmethod
     def for_model(
@@ -175,6 +175,7 @@ class StepDataset(IterableDataset[StepBatch]):
         worker = get_worker_info()
         if not self.has_loader:
             refuse_other_loaders(worker is not None)
+        self.has_loader = False
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
         planner = self.planner()
         corpora = check_corpora(self.store, self.state)
@@ -304,7 +305,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 # the state after its step instead.
                 snapshot_every_n_steps=None,
             )
-        self.begin_at, dataset.has_loader = begin_at, True
+        self.begin_at = begin_at
         self._left: Iterator[StepBatch] | None = None
 
     def __iter__(self) -> Any:
@@ -314,8 +315,10 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         self.dataset.state = state
         # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
         # here, and with it the workers of a loop that was left.
+        self.dataset.has_loader = True  # copies in workers keep it
         with workers.safe_path():
             batches = self._get_iterator()
+        self.dataset.has_loader = not self.num_workers
         workers.can_be_ended(batches)
         return self._hand_out(batches, time.perf_counter() - begin, is_new)
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -166,8 +167,16 @@ def seed_of(seed: int, name: str) -> int:
 
 NO_TABLES: ContextVar[bool] = ContextVar("NO_TABLES", default=False)
 """Whether modules that are made now shall have no values in their buffers either."""
-STORED: ContextVar[int | None] = ContextVar("STORED", default=None)
-"""How many values the checkpoint holds that a module is being loaded from."""
+
+
+class StoredWeights(NamedTuple):
+    """What the checkpoint holds that a module is being loaded from."""
+
+    values: int
+    names: frozenset[str]
+
+
+STORED: ContextVar[StoredWeights | None] = ContextVar("STORED", default=None)
 _FEW_VALUES = 1 << 27
 
 
@@ -208,8 +217,9 @@ def check_size(model: nn.Module, machines: int = 1) -> None:
     values = sum(each.numel() for key, each in tensors.items() if key in kept)
     need = sum(each.nbytes for each in tensors.values()) // machines
     stored, said = STORED.get(), ""
-    if stored is not None and values > 2 * stored + _FEW_VALUES:
-        said = f"has {values:,} values by the checkpoint's hyperparameters, which holds {stored:,}"
+    if stored is not None and values > 2 * stored.values + _FEW_VALUES:
+        held = f"{stored.values:,}"
+        said = f"has {values:,} values by the checkpoint's hyperparameters, which holds {held}"
     elif hasattr(os, "sysconf") and need > machine_bytes():
         said = f"needs {need:,} bytes of memory, and this machine has {machine_bytes():,}"
     if said:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
-from lightning_wlb.models.decoder import STORED
+from lightning_wlb.models.decoder import STORED, StoredWeights
 
 
 class LoadsCheckpoints(L.LightningModule):
@@ -108,7 +108,8 @@ class LoadsCheckpoints(L.LightningModule):
         found = getattr(sys.modules.get(module_name), class_name, None)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls
         given.update(options)
-        token = STORED.set(_values(stored["state_dict"].values()))
+        state = stored["state_dict"]
+        token = STORED.set(StoredWeights(_values(state.values()), frozenset(state)))
         try:
             module = _load_state(made, stored, strict=strict, **options)
         finally:

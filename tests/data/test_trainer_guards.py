@@ -66,8 +66,9 @@ def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path, given,
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_trainer_refuses_torchs_loaders_of_steps(tmp_path, kind, workers):
     """One lost a step on resume, the other repeated all of them."""
-    given = kind(steps_of(module()).dataset, batch_size=None, num_workers=workers)
-    given.dataset.has_loader = False
+    loader = steps_of(module())
+    next(iter(loader))
+    given = kind(loader.dataset, batch_size=None, num_workers=workers)
     with pytest.raises(MisconfigurationException, match="WLBDataModule"):
         trainer(tmp_path, max_steps=1).fit(Plain(), given)
 

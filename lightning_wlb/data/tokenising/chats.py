@@ -47,7 +47,7 @@ from lightning_wlb.file_checks import parse_json
 Span = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WORD = re.compile(r"zq\d+qz")
+_WORD = re.compile(r", 'zq': 'zqzq\d+qz'|zq\d+qz")
 _OTHER_WEIGHTS = (
     *("loss", "loss_mask", "loss_weight", "mask", "masked", "train", "trainable", "training"),
     *("train_on_turn", "train_detail", "training_detail"),
@@ -58,6 +58,8 @@ _THOUGHTS = (
     *("thought", "refusal"),
 )
 """Names by which messages have more of the assistant's than its content, as what it thought."""
+# transformers gives three of them as one another.
+_KNOWS_THOUGHTS = re.compile(rf"['\".]({'|'.join(_THOUGHTS)})\b")
 _BESIDE = "system", "system_prompt", "functions", "documents", "chat_template_kwargs"
 """Columns by which other programs' rows say more of a chat than its messages do."""
 
@@ -133,7 +135,7 @@ class ChatEncoder:
         tools = row.record.get("tools")
         try:
             if isinstance(tools, str):  # as many rows have them, whose tools differ in their fields
-                tools = parse_json(tools)
+                tools = parse_json(tools) if tools.strip() else None
             # A tokenizer may have a template of its own for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
             if _MARKS.search(template):
@@ -286,14 +288,17 @@ def _with_words(
         words[word] = what
         return value + word
 
-    def mark_function(given: Any, what: str, number: Any = None) -> Any:
+    def mark_function(given: Any, what: str, where: str = "", number: Any = None) -> Any:
         if not isinstance(given, dict):
             return given
         number = str(given.get("id") or number or "")
         if "function" in given:
-            return given | {"function": mark_function(given["function"], what, number)}
-        what = f"{what} {given.get('name')!r:.80}"
+            return given | {"function": mark_function(given["function"], what, where, number)}
+        what = f"{what} {given.get('name')!r:.80}{where}"
         inside = {"name": what, "arguments": f"the arguments of {what}"}
+        if isinstance(given.get("arguments"), dict) and given["arguments"]:
+            # Numbers take no word: one more argument does, which is written with them.
+            given = given | {"arguments": given["arguments"] | {"zq": "zq"}}
         if number and str(given.get("name")) in number and number in text:  # Kimi K2's
             del inside["name"]
         return given | {key: mark(given[key], inside[key]) for key in inside if key in given}
@@ -312,13 +317,13 @@ def _with_words(
         elif content:
             each["content"] = mark(content, where)
         for name in _THOUGHTS:
-            if name in each and (number > asked or not re.search(rf"['\".]{name}\b", template)):
+            if name in each and (number > asked or not _KNOWS_THOUGHTS.search(template)):
                 each[name] = mark(each[name], f"{name!r} of {where}")
-        call = f"in {where}, the call of"
+        place = "the call of", f" in {where}"
         if isinstance(calls := each.get("tool_calls"), list):
-            each["tool_calls"] = [mark_function(one, call) for one in calls]
+            each["tool_calls"] = [mark_function(one, *place) for one in calls]
         if "function_call" in each:
-            each["function_call"] = mark_function(each["function_call"], call)
+            each["function_call"] = mark_function(each["function_call"], *place)
         marked.append(each)
     if isinstance(tools, list):
         tools = [mark_function(each, "the tool") for each in tools]

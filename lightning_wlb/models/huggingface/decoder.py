@@ -82,25 +82,6 @@ class HuggingFaceDecoder(Decoder):
 
     attention_kernel: VarlenAttention
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast as torch does, but tables in no narrower dtype: rotary angles would be off.
-
-        So does transformers' ``from_pretrained(dtype=...)``. Lightning casts whole modules.
-        """
-        tables = {
-            (each, name): table
-            for each in self.modules()
-            for name in each._non_persistent_buffers_set
-            if (table := each._buffers.get(name)) is not None
-        }
-        super()._apply(fn, recurse)
-        for (each, name), table in tables.items():
-            cast = each._buffers[name]
-            assert cast is not None
-            if cast.itemsize < table.itemsize:
-                each._buffers[name] = table.to(cast.device)
-        return self
-
     def __init__(
         self,
         config: Any,
@@ -166,6 +147,25 @@ class HuggingFaceDecoder(Decoder):
         self._recompute()
         self._split()
         self.attention_kernel = VarlenAttention(attention_backend)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast as torch does, but buffers to no narrower dtype.
+
+        Rotary angles and biases of a choice of experts would be others. Lightning casts whole
+        modules, and transformers' ``from_pretrained(dtype=...)`` leaves these as they are.
+        """
+        before = {
+            (each, name): buffer
+            for each in self.modules()
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        }
+        super()._apply(fn, recurse)
+        for (each, name), buffer in before.items():
+            cast = each._buffers[name]
+            if cast is not None and cast.itemsize < buffer.itemsize:
+                each._buffers[name] = buffer.to(cast.device)
+        return self
 
     def forward(
         self,

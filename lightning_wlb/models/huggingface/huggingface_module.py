@@ -21,7 +21,12 @@ from lightning_wlb.models.huggingface.config_and_shape import (
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.load_and_export import load, open_weights
 from lightning_wlb.models.huggingface.lora import checked_fields, same_adapters
-from lightning_wlb.models.huggingface.safetensors_folder import beside_weights, digest_of, resolve
+from lightning_wlb.models.huggingface.safetensors_folder import (
+    Tiles,
+    beside_weights,
+    digest_of,
+    resolve,
+)
 from lightning_wlb.models.language_module import LanguageModule
 
 
@@ -81,6 +86,7 @@ class HuggingFaceModule(LanguageModule):
                 "lora without pretrained: adapters belong to a model's weights, which a checkpoint"
                 " of adapters does not hold. Give pretrained=True, or the weights' folder or name."
             )
+        self._weights: dict[str, Tiles] | None = None  # open from the build to the first values
         self._base: str | None = None  # a digest of the weights below the adapters
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
@@ -107,26 +113,32 @@ class HuggingFaceModule(LanguageModule):
         Raises:
             ValueError: also if these differ.
         """
-        if self.model is None and self.pretrained is not None and self._needs_pretrained():
+        # A checkpoint that is loaded may hold all weights; adapters' never does.
+        if self.model is None and (STORED.get() is None or self.lora is not None):
+            self._open_pretrained()
+        super().configure_model()
+
+    def _open_pretrained(self) -> None:
+        if self.pretrained is not None:
             folder = resolve(self.pretrained, fetch=STORED.get() is None)
             self._weights = open_weights(self.config, folder)
             self._base = None if self.lora is None else digest_of(self._weights)
-        super().configure_model()
 
     def init_weights(self) -> None:
         """Read the rank's part of the pretrained weights, or draw values as a function of names."""
-        if self.pretrained is None or not self._needs_pretrained():
+        stored, named = STORED.get(), {name for name, _ in self.named_parameters()}
+        whole = stored is not None and self.lora is None and named <= stored.names
+        if self.pretrained is None or whole:
             super().init_weights()
             return
+        if self._weights is None:
+            self._open_pretrained()
         assert isinstance(self.model, HuggingFaceDecoder)
+        assert self._weights is not None
         load(self.model, self._weights)
-        del self._weights  # and close the files
+        self._weights = None  # closes the files
         rank_zero_info(f"{type(self).__name__}: read the weights of {self.pretrained}.")
         self.model.initialise_adapters(self.initial_seed)
-
-    def _needs_pretrained(self) -> bool:
-        """Whether no checkpoint with all weights is being loaded, which may name any model."""
-        return self.lora is not None or STORED.get() is None
 
     def on_train_start(self) -> None:
         """Warn of experts without a loss that balances them, and of unknown positions."""

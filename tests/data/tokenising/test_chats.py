@@ -240,12 +240,19 @@ WEATHER = {"name": "weather_at", "arguments": {"city": "Oslo"}}
     ("template", "said", "lost"),
     [
         (INSTEAD, {"content": "Let me look at the weather."}, r"message 1, of 'assistant'"),
-        (PLAIN, {"content": "weather_at Oslo"}, "in message 1, of 'assistant', the call of"),
-        (PLAIN, {"content": "", "function_call": WEATHER}, "in message 1, of 'assistant', the"),
+        (PLAIN, {"content": "weather_at Oslo"}, "the call of 'weather_at' in message 1, of"),
+        (PLAIN, {"content": "", "function_call": WEATHER}, "the call of 'weather_at' in message"),
         (
             PLAIN.replace("m['content']", "m['content'][0]['text']"),
             {"content": [{"type": "text", "text": each} for each in ("the fox", "the")]},
             "message 1, of 'assistant'",
+        ),
+        (
+            PLAIN.replace(
+                "m['content'] +", "(m['function_call'] or {'name': m['content']})['name'] +"
+            ),
+            {"content": "", "function_call": {"name": "weather_at", "arguments": {"n": 5}}},
+            "the arguments of the call of 'weather_at' in message 1, of 'assistant'",
         ),
         (PLAIN, {"content": "a", "reasoning_details": [{"text": "the fox"}]}, "'reasoning_details"),
         (ANSWERS, {"content": "<think>the fox\n</think>a"}, r"what was thought \(up to </think>\)"),
@@ -275,17 +282,20 @@ NUMBERED = PLAIN.replace(
 def test_what_looks_as_if_it_were_left_out_or_written_wrongly_is_taken(folder) -> None:
     """A call by its number, as Kimi K2 writes it, and a result that repeats it as Python does."""
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "numbered", NUMBERED), "messages")
-    call = {"id": "functions.weather_at:0", "type": "function", "function": WEATHER}
+    numbers = WEATHER | {"arguments": {"city": "Oslo", "n": 5}}
+    call = {"id": "functions.weather_at:0", "type": "function", "function": numbers}
     chat = [
         {"role": "user", "content": "the fox"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "called with {'city': 'Oslo'}"},
+        {"role": "tool", "content": "called with {'city': 'Oslo', 'n': 5}"},
         {"role": "assistant", "content": "jumps"},
     ]
     tools = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
     (document,) = encoder.documents([row(chat)])
     said = encoder._tokenizer.decode(document.tokens[document.mask])
-    assert said.startswith('functions.weather_at:0{"city": "Oslo"}')
+    assert said.startswith('functions.weather_at:0{"city": "Oslo", "n": 5}')
+    for nothing in ("", " ", "null", "[]"):
+        assert encoder.documents([Row({"messages": chat, "tools": nothing}, Path("a.txt"), 0, 1)])
     # Tools of rows that differ in their fields are one text each in Parquet and JSON lines.
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "text", tools + NUMBERED), "messages")
     given = Row({"messages": chat, "tools": '[{"name": "fox"}]'}, Path("a.txt"), 0, 1)
@@ -434,7 +444,7 @@ def test_an_end_that_takes_the_line_end_after_it_is_learned(folder) -> None:
                     "tool_calls": [{"type": "function", "function": {"name": "weather_at"}}],
                 },
             ],
-            r"leaves out in message 1, of 'assistant', the call of 'weather_at'",
+            r"leaves out the call of 'weather_at' in message 1, of 'assistant'",
         ),
         (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
         (

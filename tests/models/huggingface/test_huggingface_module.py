@@ -69,10 +69,11 @@ def test_hyperparameters_are_plain_and_make_the_module_again(tmp_path):
 
 def test_tables_are_not_cast_to_a_narrower_dtype():
     """Rotary angles of bfloat16 would be those of another model."""
-    module = wlb.HuggingFaceModule(tiny("llama"))
+    module = wlb.HuggingFaceModule(tiny("deepseek_v3"))
     module.configure_model()
     before = {name: each.clone() for name, each in module.named_buffers()}
-    assert any("inv_freq" in name for name in before)
+    for one in ("inv_freq", "e_score_correction_bias"):
+        assert any(one in name for name in before)
     for name, each in module.bfloat16().named_buffers():
         assert torch.equal(each, before[name]), name
         assert each.dtype == torch.float32
@@ -90,6 +91,28 @@ def test_a_checkpoint_with_all_weights_needs_no_other(tmp_path):
     shutil.rmtree(tmp_path / "llama")
     again = wlb.HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt")
     assert again.pretrained == module.pretrained
+    for name, parameter in module.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name), parameter), name
+
+
+class SavesSome(wlb.HuggingFaceModule):
+    """Leaves frozen weights out of its checkpoints, as Lightning's users do."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: each for name, each in state.items() if "norm" in name}
+
+
+def test_what_a_checkpoint_lacks_is_read_from_the_folder(tmp_path):
+    write(tmp_path / "llama", tiny("llama"))
+    module = SavesSome(str(tmp_path / "llama"), pretrained=True, learning_rate=0.0)
+    runner = trainer("auto", 1, precision="32-true", max_steps=1)
+    runner.fit(module, data(Run(FAMILY, (1, 1, 1, 1)).case))
+    runner.save_checkpoint(tmp_path / "one.ckpt")
+    again = SavesSome.load_from_checkpoint(tmp_path / "one.ckpt")
     for name, parameter in module.model.named_parameters():
         assert torch.equal(again.model.get_parameter(name), parameter), name
 
