@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from lightning_wlb.data.tokenising.sources import Row
+
 LINES = [
     "the quick brown fox jumps over the lazy dog",
     "def plan(lengths):\n    return sorted(lengths)  ",
@@ -96,3 +98,13 @@ def exchange(path: str | Path, old: bytes, new: bytes) -> None:
     aside.write_bytes(path.read_bytes().replace(old, new))
     os.utime(aside, ns=(status.st_atime_ns, status.st_mtime_ns))
     aside.replace(path)
+
+
+def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """A chat's messages, of pairs of a role and a content."""
+    return [{"role": role, "content": content} for role, content in chat]
+
+
+def row(messages: Any) -> Row:
+    """The first row of a file, with these messages."""
+    return Row({"messages": messages}, Path("a.txt"), 0, 1)

@@ -18,6 +18,8 @@ from tests.data.tokenising.support import (
     MARKED,
     PLAIN,
     columns,
+    messages_of,
+    row,
     saved,
     saved_chat_tokenizer,
     write_lines,
@@ -39,14 +41,6 @@ SPOKEN = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("chats")
-
-
-def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in chat]
-
-
-def row(messages: Any) -> Row:
-    return Row({"messages": messages}, Path("a.txt"), 0, 1)
 
 
 def expected_mask(tokenizer: Any, messages: list[dict[str, str]]) -> list[bool]:
@@ -206,143 +200,6 @@ def test_a_folder_of_chats_has_masks(tmp_path) -> None:
     assert made["targets"] == sum(map(sum, expected["loss_mask"]))
 
 
-FORGETS = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last else '') }}"
-    "{% endfor %}"
-)
-
-
-TRIMS = PLAIN.replace("m['content']", "m['content'] | trim")
-USERS = PLAIN.replace("in messages", "in messages if m['role'] != 'function'")
-CALLS = PLAIN.replace(
-    "m['content'] +",
-    "(m['tool_calls'] or [{}])[0]['function'] and m['tool_calls'][0]['function']['name'] }}"
-    "{{ m['tool_calls'][0]['function']['arguments'] | tojson }}{{",
-)
-INSTEAD = PLAIN.replace(
-    "m['content'] +",
-    "((m['tool_calls'][0]['function'] | tojson) if m['tool_calls'] else m['content']) +",
-)
-ANSWERS = PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")
-"""Templates that write nothing of what is not there, no functions, the first call alone, a call in
-place of what is said beside it, and nothing that was thought."""
-
-
-def called(arguments: Any) -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": "weather_at", "arguments": arguments}}
-    return [*messages_of([("user", "a")]), {"role": "assistant", "tool_calls": [call]}]
-
-
-WEATHER = {"name": "weather_at", "arguments": {"city": "Oslo"}}
-
-
-@pytest.mark.parametrize(
-    ("template", "said", "lost"),
-    [
-        (INSTEAD, {"content": "Let me look at the weather."}, r"message 1, of 'assistant'"),
-        (PLAIN, {"content": "weather_at Oslo"}, "the call of 'weather_at' in message 1, of"),
-        (PLAIN, {"content": "", "function_call": WEATHER}, "the call of 'weather_at' in message"),
-        (
-            PLAIN.replace("m['content']", "m['content'][0]['text']"),
-            {"content": [{"type": "text", "text": each} for each in ("the fox", "the")]},
-            "message 1, of 'assistant'",
-        ),
-        (
-            PLAIN.replace(
-                "m['content'] +", "(m['function_call'] or {'name': m['content']})['name'] +"
-            ),
-            {"content": "", "function_call": {"name": "weather_at", "arguments": {"n": 5}}},
-            "the arguments of the call of 'weather_at' in message 1, of 'assistant'",
-        ),
-        (PLAIN, {"content": "a", "reasoning_details": [{"text": "the fox"}]}, "'reasoning_details"),
-        (ANSWERS, {"content": "<think>the fox\n</think>a"}, r"what was thought \(up to </think>\)"),
-        (ANSWERS, {"content": "the fox <think>\n</think>a"}, "message 1, of 'assistant'"),
-        (ANSWERS, {"content": "The tag `</think>` ends it."}, "message 1, of 'assistant'"),
-    ],
-)
-def test_what_is_also_said_elsewhere_is_not_left_out(folder, template, said, lost) -> None:
-    """The question has all words of what the template leaves out."""
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "elsewhere", template), "messages")
-    question = {"role": "user", "content": "Let me look at the weather. weather_at Oslo the fox"}
-    if template in (INSTEAD, PLAIN) and "function_call" not in said and "reason" not in lost:
-        said = said | {"tool_calls": [{"type": "function", "function": WEATHER}]}
-    if isinstance(said["content"], list):
-        question["content"] = [{"type": "text", "text": question["content"]}]
-    with pytest.raises(ValueError, match=f"leaves out {lost}"):
-        encoder.documents([row([question, {"role": "assistant", **said}])])
-
-
-NUMBERED = PLAIN.replace(
-    "m['content'] +",
-    "(m['tool_calls'][0]['id'] + (m['tool_calls'][0]['function']['arguments'] | tojson)"
-    " if m['tool_calls'] else m['content']) +",
-)
-
-
-def test_what_looks_as_if_it_were_left_out_or_written_wrongly_is_taken(folder) -> None:
-    """A call by its number, as Kimi K2 writes it, and a result that repeats it as Python does."""
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "numbered", NUMBERED), "messages")
-    numbers = WEATHER | {"arguments": {"city": "Oslo", "n": 5}}
-    call = {"id": "functions.weather_at:0", "type": "function", "function": numbers}
-    chat = [
-        {"role": "user", "content": "the fox"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "called with {'city': 'Oslo', 'n': 5}"},
-        {"role": "assistant", "content": "jumps"},
-    ]
-    tools = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
-    (document,) = encoder.documents([row(chat)])
-    said = encoder._tokenizer.decode(document.tokens[document.mask])
-    assert said.startswith('functions.weather_at:0{"city": "Oslo", "n": 5}')
-    for nothing in ("", " ", "null", "[]"):
-        assert encoder.documents([Row({"messages": chat, "tools": nothing}, Path("a.txt"), 0, 1)])
-    # Tools of rows that differ in their fields are one text each in Parquet and JSON lines.
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "text", tools + NUMBERED), "messages")
-    given = Row({"messages": chat, "tools": '[{"name": "fox"}]'}, Path("a.txt"), 0, 1)
-    assert len(encoder.documents([given])[0].tokens) > len(document.tokens)
-
-
-def test_what_was_thought_before_the_last_question_may_be_left_out(folder) -> None:
-    """As by Qwen3's template; one that does not know the field has no such design."""
-    known = MARKED.replace(
-        "m['content']", "(m.reasoning_content if loop.last else '') + m['content']"
-    )
-    thinks = {"role": "assistant", "content": "a", "reasoning_content": "since"}
-    user = {"role": "user", "content": "b", "reasoning_content": ""}
-    for template, refused in ((known, False), (MARKED, True)):
-        encoder = ChatEncoder(saved_chat_tokenizer(folder / "early", template), "messages")
-        chat = [user, thinks, user, {**thinks, "content": "<think>\n</think>c"}][
-            : 3 if refused else 4
-        ]
-        if refused:
-            with pytest.raises(ValueError, match="'reasoning_content' of message 1"):
-                encoder.documents([row(chat)])
-        else:
-            assert encoder.documents([row(chat)])[0].mask.any()
-
-
-@pytest.mark.parametrize("said", [{"system": "Be brief."}, {"functions": [{"name": "fox"}]}])
-def test_what_a_row_says_beside_its_messages_is_not_left_out(folder, said) -> None:
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "beside", PLAIN), "messages")
-    messages = messages_of([("system", "Be brief."), ("user", "a"), ("assistant", "b")])
-    if "system" in said:  # which is there
-        assert encoder.documents([Row({"messages": messages} | said, Path("a.txt"), 0, 1)])[0]
-    with pytest.raises(ValueError, match=rf"is not given the row's '{next(iter(said))}'"):
-        encoder.documents([Row({"messages": messages[1:]} | said, Path("a.txt"), 0, 1)])
-
-
-def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "json", CALLS), "messages")
-    (document,) = encoder.documents([row(called({"city": "Oslo"}))])
-    assert encoder._tokenizer.decode(document.tokens[document.mask]).startswith(
-        'weather_at{"city": "Oslo"}'
-    )
-    template = PLAIN.replace("else %}{{ m['content']", "else %}{{ m['content'] | trim | tojson")
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "json", template), "messages")
-    chat = [("user", ' say "the fox"\n'), ("assistant", "jumps"), ("user", " "), ("assistant", "")]
-    assert encoder.documents([row(messages_of(chat))])[0]
-
-
 def test_an_end_that_takes_the_line_end_after_it_is_learned(folder) -> None:
     """Phi-3's tokens do; the mark ends before the line's end."""
     path = Path(saved_chat_tokenizer(folder / "strips", MARKED), "tokenizer.json")
@@ -355,119 +212,6 @@ def test_an_end_that_takes_the_line_end_after_it_is_learned(folder) -> None:
     tokens = [encoder._tokenizer.convert_ids_to_tokens(int(each)) for each in document.tokens]
     assert tokens == ["<|user|>", "a", "\u010a", "<|assistant|>", "b", "</s>"]
     assert document.mask.tolist() == [False] * 4 + [True] * 2
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "message"),
-    [
-        (PLAIN, "hello", r"'messages' is no list of messages, as in"),
-        (PLAIN, [], r"'messages' is no list of messages, as in"),
-        (
-            PLAIN,
-            [{"from": "human", "value": "a"}],
-            r"message 0 has no role, but \['from', 'value'\]",
-        ),
-        (PLAIN, messages_of([("assistant", "a")]), r"begins with the assistant"),
-        (
-            PLAIN,
-            [{"role": "system", "content": ["a"]}, {"role": "assistant", "content": "b"}],
-            r"a.txt: the chat template refuses the chat",
-        ),
-        (
-            TRIMS,
-            [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}],
-            r"message 0, of 'user', has no text as content: {'role': 'user', 'text': 'a'}",
-        ),
-        (
-            TRIMS,
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
-            r"message 1, of 'assistant', has no text as content",
-        ),
-        (
-            TRIMS,
-            [{"role": "user", "content": 5}, {"role": "assistant", "content": "b"}],
-            r"message 0, of 'user', has no text as content",
-        ),
-        (
-            USERS,
-            messages_of([("user", "a"), ("function", "lots of rain"), ("assistant", "b")]),
-            r"leaves out message 1, of 'function'",
-        ),
-        (
-            PLAIN,
-            [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b", "reasoning_content": "since"},
-            ],
-            r"leaves out 'reasoning_content' of message 1, of 'assistant'",
-        ),
-        (CALLS, called('{"city": "Oslo"}'), r'learned as "{\\"city\\": \\"Oslo\\"}"\. Give them'),
-        (
-            CALLS.replace(" | tojson", ""),
-            called({"city": "Oslo"}),
-            r"learned as {'city': 'Oslo'}\. Give them",
-        ),
-        (PLAIN, messages_of([("user", "\ud800")]), "half of a surrogate pair"),
-        (
-            FORGETS,
-            messages_of([("user", "a"), ("assistant", "b"), ("user", "c")]),
-            r"writes the first 2 otherwise than alone",
-        ),
-        (
-            PLAIN,
-            [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 0.5}],
-            r"message 1, of 'assistant', has weight=0.5",
-        ),
-        (
-            TRIMS,
-            [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {"role": "assistant", "content": "b"},
-            ],
-            r"knows no content in parts, and would have \[\{'type': 'text', 'text': 'a'\}\]",
-        ),
-        (
-            PLAIN.replace("else %}{{ m['content']", "else %}{{ m['content'] | first"),
-            [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {"role": "assistant", "content": "b"},
-            ],
-            r"knows no content in parts, and would have \{'type': 'text', 'text': 'a'\}",
-        ),
-        (
-            PLAIN,
-            [
-                {"role": "user", "content": "a"},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": {"name": "weather_at"}}],
-                },
-            ],
-            r"leaves out the call of 'weather_at' in message 1, of 'assistant'",
-        ),
-        (PLAIN, [{"role": "user", "weight": 1}], r"message 0, of 'user', has weight=1"),
-        (
-            PLAIN,
-            [{"role": "user", "content": "a"}, {"role": "assistant", "train": False}],
-            r"message 1, of 'assistant', has train=False",
-        ),
-        (
-            MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"),
-            [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b", "weight": 0},
-                {"role": "user", "content": "c"},
-                {"role": "assistant", "content": "d"},
-            ],
-            r"marks 1 parts for 2 messages of the assistant",
-        ),
-    ],
-)
-def test_chats_that_cannot_be_read_are_named(folder, template, messages, message) -> None:
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "bad", template), "messages")
-    with pytest.raises(ValueError, match=message):
-        encoder.documents([row(messages)])
 
 
 def test_templates_are_rendered_in_no_sandbox_that_they_get_out_of(folder):
