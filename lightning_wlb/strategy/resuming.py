@@ -261,7 +261,7 @@ def _lies_in(path: Any, folders: set[Path]) -> bool:
     # ModelCheckpoint keeps none with "..": it would compare the folders by their names alone.
     if not isinstance(path, str) or "\0" in path or ".." in Path(path).parts:
         return False
-    real = Path(path).parent.resolve()
+    real = Path(os.path.realpath(Path(path).parent))  # resolve() raises where links are a circle
     return not path or not folders.isdisjoint((real, *real.parents))
 
 

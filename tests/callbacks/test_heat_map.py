@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -103,8 +104,9 @@ def test_it_draws_a_large_mesh(tmp_path: Path):
 
 
 def test_no_text_goes_to_latex(tmp_path: Path):
-    """As a matplotlibrc of the working folder may ask: there is none here, and it would fail."""
-    with rc_context({"text.usetex": True}):
+    """As a matplotlibrc of the working folder may ask."""
+    asked = mock.patch("matplotlib.texmanager.TexManager.make_dvi", side_effect=AssertionError)
+    with asked, rc_context({"text.usetex": True}):
         figure = new_figure(2, 2)
         figure.subplots().set_title("title")
         save_png(figure, tmp_path / "a.png")

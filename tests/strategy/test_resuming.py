@@ -303,6 +303,7 @@ def test_an_epoch_that_a_run_left_is_not_over_for_the_one_that_resumes(tmp_path)
 def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
     runner, paths = places
     (tmp_path / "kept" / "link").symlink_to(tmp_path)
+    (tmp_path / "kept" / "circle").symlink_to("circle")
     path = paths["last.ckpt"]
 
     def left(*named: object, at: Path = path) -> int:
@@ -314,6 +315,7 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
 
     kept = str(tmp_path / "kept")
     assert left(f"{kept}/a.ckpt", f"{kept}/val/b.ckpt", "") == 3
+    assert left(f"{kept}/circle/a.ckpt") == 1  # which raises nothing
     # By its name alone ModelCheckpoint would take it for one of its folder, whatever it leads to.
     assert left(f"{kept}/../kept/a.ckpt") == 0
     assert left(f"{tmp_path}/beside.ckpt", at=tmp_path / "other.ckpt") == 1
