@@ -252,11 +252,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def own_folder(path: Path, mode: int = 0o700) -> Path:
+def own_folder(path: Path) -> Path:
     """Make a folder and its parents, or check one into which only this user can put anything.
 
     Nor can anybody else exchange it (:func:`check_parents`), so what is written in it lies in it. A
-    new one has this ``mode``, whatever the umask; one that lets others do more is narrowed.
+    new one has mode 0700, whatever the umask; one that lets others do more is narrowed to that.
     Returns its path without links.
 
     Raises:
@@ -267,17 +267,17 @@ def own_folder(path: Path, mode: int = 0o700) -> Path:
     for parent in reversed(path.parents):
         if not os.path.lexists(parent):  # else it is not made, as by root in a user's home
             check_parents(parent.parent.resolve() / parent.name)
-            parent.mkdir(mode, exist_ok=True)  # which a umask of 002 would let the group write to
+            parent.mkdir(0o700, exist_ok=True)  # which a umask of 002 would let the group write to
     path = path.parent.resolve() / path.name
     check_parents(path)
     if not os.path.lexists(path):
-        path.mkdir(mode, exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
     status = path.lstat()
     rights = stat.S_IMODE(status.st_mode)
     mine = stat.S_ISDIR(status.st_mode) and status.st_uid == my_user()
-    if mine and rights & ~mode & 0o077 and not (rights & ~mode & 0o022 and any(path.iterdir())):
-        path.chmod(rights & (mode | 0o7700))
-    return check_folder(path, mode=mode)
+    if mine and rights & 0o077 and not (rights & 0o022 and any(path.iterdir())):
+        path.chmod(rights & 0o7700)
+    return check_folder(path, 0o700)
 
 
 def left_behind(mine: Path, names: re.Pattern[str]) -> list[Path]:
@@ -295,8 +295,8 @@ def left_behind(mine: Path, names: re.Pattern[str]) -> list[Path]:
     return found
 
 
-def check_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o755) -> Path:
-    """Refuse a folder that is not this user's, nor one of ``owners``', alone; changes nothing.
+def check_folder(path: Path, mode: int = 0o755) -> Path:
+    """Refuse a folder that is not this user's alone; changes nothing.
 
     Raises:
         OSError: it cannot be looked at.
@@ -304,28 +304,23 @@ def check_folder(path: Path, owners: Iterable[int] = (), mode: int = 0o755) -> P
             ``mode`` says.
     """
     status = path.lstat()
-    check_owner(status, path, owners)
+    check_owner(status, path)
     if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is {_kind(status)}, not a folder. Remove it.")
-    check_unshared(status, path, mode)
+    if hasattr(os, "geteuid") and status.st_mode & ~mode & 0o077:
+        raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
     return path
 
 
-def check_unshared(status: os.stat_result, path: Path, mode: int = 0o755) -> None:
-    """Refuse a file or folder in which others than its owner may do more than ``mode`` says."""
-    if hasattr(os, "geteuid") and status.st_mode & ~mode & 0o077:
-        raise ValueError(f"{path} may be written to by others than its owner. Remove it.")
-
-
-def check_parents(path: Path, owners: Iterable[int] = ()) -> None:
+def check_parents(path: Path) -> None:
     """Refuse a path without links that somebody else could exchange for another.
 
-    That is who may rename in one of its parents: they must belong to this user, root or one of
-    ``owners``, and others, a group too, may write to none but a sticky one: an access list (ACL)
-    for somebody else shows as the group's rights. (OpenSSH asks this of its keys.)
+    That is who may rename in one of its parents: they must belong to this user or root, and others,
+    a group too, may write to none but a sticky one: an access list (ACL) for somebody else shows as
+    the group's rights. (OpenSSH asks this of its keys.)
     """
     # In a user namespace root may have another number; whoever owns "/" can do anything.
-    trusted = {my_user(), 0, Path("/").stat().st_uid, *owners}
+    trusted = {my_user(), 0, Path("/").stat().st_uid}
     for parent in path.parents if hasattr(os, "geteuid") else ():
         status = parent.stat()
         shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX

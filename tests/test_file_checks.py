@@ -174,7 +174,6 @@ class TestOwnFolder:
 
     def test_what_others_may_do_in_it_is_taken_back(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o777)
-        assert self.mode(file_checks.own_folder(tmp_path, mode=0o755)) == 0o755
         assert self.mode(file_checks.own_folder(tmp_path)) == 0o700
 
     @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
@@ -186,17 +185,19 @@ class TestOwnFolder:
         with pytest.raises(ValueError, match="may be written to by others"):
             file_checks.own_folder(tmp_path)
 
-    def test_another_users_is_refused_unless_that_user_is_named(self, tmp_path, monkeypatch):
+    def test_another_users_is_refused(self, tmp_path, monkeypatch):
         mine = os.geteuid()
         tmp_path.chmod(0o755)
         monkeypatch.setattr(file_checks, "my_user", lambda: mine + 1)
         for check in (file_checks.check_folder, file_checks.own_folder):
             with pytest.raises(ValueError, match=f"user {mine}, (and this process|mode 7)"):
                 check(tmp_path)
-        assert file_checks.check_folder(tmp_path, [mine]) == tmp_path
+
+    def test_a_folder_of_mine_to_which_others_may_write_is_refused(self, tmp_path: Path) -> None:
+        assert file_checks.check_folder(tmp_path) == tmp_path
         tmp_path.chmod(0o775)
         with pytest.raises(ValueError, match="may be written to by others"):
-            file_checks.check_folder(tmp_path, [mine])
+            file_checks.check_folder(tmp_path)
 
     def test_nobody_else_may_rename_in_what_leads_there(self, tmp_path, monkeypatch) -> None:
         mine, path = os.geteuid(), tmp_path / "a/b"

@@ -1,10 +1,8 @@
 """Folders that are made of files once and kept: their names say what they were made of.
 
-They lie in the user's cache folder, or beside the file that they are made of, and are written only
-where nobody else can put anything or exchange a folder meanwhile: what is written there would lie
-elsewhere. They are read there, and beside a file where that is so but for the file's owner, who
-says what the file holds. Where neither can be used, each process makes them anew in a temporary
-folder of its own, which goes when the process ends.
+They lie in the user's cache folder, if nobody else can put anything there or exchange a folder that
+leads there: what is written would lie elsewhere. Where it cannot be used, each process makes them
+anew in a temporary folder of its own, which goes when the process ends.
 
 A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
 one leaves nothing behind that could be taken for whole. A record in it holds its whole name and the
@@ -45,37 +43,28 @@ _SUMMED_BYTES = 1 << 24
 _UNFINISHED = re.compile(r"\..+-[a-z0-9_]{8}(-\d)?")
 """The names of folders that are not whole yet."""
 
-BESIDE = ".lightning_wlb"
-"""Folder beside a source in which what was made of it is kept."""
-
 
 def cache_folder() -> Path:
     """The user's cache folder; where it cannot be written to, this process's temporary one."""
-    return next(folder for folder, *_ in _places(None) if os.access(folder, os.W_OK))
+    return next(folder for folder in _places() if os.access(folder, os.W_OK))
 
 
-def built_once(key: str, build: Callable[[Path], None], source: Path | None = None) -> Path:
+def built_once(key: str, build: Callable[[Path], None]) -> Path:
     """The folder of this name, built where there is none.
 
     Args:
         key: the folder's name, which holds whatever the content depends on.
         build: fills an empty folder with files.
-        source: the file that the content is made of, beside which it is kept (:data:`BESIDE`) if
-            this user may write there, and nobody else may in the folders that lead there.
-            Otherwise, or with None, it is kept in the user's cache folder, or in a temporary one.
     """
-    for root, owners, rights in _places(source):
-        if _is_whole(root / key, owners):
+    for root in _places():
+        if _is_whole(root / key):
             return root / key
-        if owners:
-            continue
         try:
             aside = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         except OSError:
             continue
         for left in file_checks.left_behind(aside, _UNFINISHED):
             remove(left)
-        mode = rights
         break
     else:
         raise OSError(errno.EACCES, f"No folder for {key} can be made, in {root} neither")
@@ -85,10 +74,8 @@ def built_once(key: str, build: Callable[[Path], None], source: Path | None = No
         files = {path.name: described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         for path in aside.iterdir():
-            path.chmod(mode & 0o644)  # a umask of 002 lets a group write to it
             with path.open("rb") as file:  # after a power cut sizes may be there, and no content
                 os.fsync(file.fileno())
-        aside.chmod(mode)  # not before: who has opened a file can go on writing to it
         for damaged in replaced:
             with suppress(OSError):
                 aside.rename(root / key)
@@ -114,35 +101,17 @@ def remove(path: Path) -> None:
             path.unlink()  # rmtree would open a FIFO, and wait
 
 
-def _places(source: Path | None) -> Iterator[tuple[Path, list[int], int]]:
-    """Yield folders to look and to build in, the best first: path, other trusted owners, mode.
-
-    Nothing is built where others are trusted. The mode is for what is built: who may read the
-    source file may read what is beside it.
-    """
-    if source is not None:
-        folder, status = source.parent.resolve() / BESIDE, source.stat()
-        try:
-            file_checks.own_folder(folder, 0o755)
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                file_checks.check_parents(folder, [status.st_uid])
-                file_checks.check_folder(folder, [status.st_uid])
-                yield folder, [status.st_uid], 0
-        else:
-            # For the file's group only where that is also the group of what is made.
-            group = folder.stat().st_gid == status.st_gid == os.getegid()
-            readers = status.st_mode & (0o044 if group or status.st_mode & 0o004 else 0)
-            yield folder, [], 0o700 | readers | readers >> 2
+def _places() -> Iterator[Path]:
+    """Yield the folders to look and to build in, which only this user can look into."""
     folder = Path(user_cache_dir("lightning_wlb"))
     try:
         folder = file_checks.own_folder(folder)
     except (OSError, ValueError) as error:
         problem = str(error)
     else:
-        yield folder, [], 0o755
+        yield folder
         problem = f"{folder} cannot be written to."
-    yield _temporary_folder(problem, os.getpid()), [], 0o755
+    yield _temporary_folder(problem, os.getpid())
 
 
 @cache
@@ -162,14 +131,13 @@ def _temporary_folder(problem: str, process: int) -> Path:
     return folder
 
 
-def _is_whole(folder: Path, owners: Iterable[int] = ()) -> bool:
+def _is_whole(folder: Path) -> bool:
     """Whether a folder is there as it was built; a warning says why one is not."""
     if not os.path.lexists(folder):
         return False
     try:
-        for each in file_checks.check_folder(folder, owners).iterdir():
-            file_checks.check_owner(each.lstat(), each, owners)
-            file_checks.check_unshared(each.lstat(), each)
+        for each in file_checks.check_folder(folder).iterdir():
+            file_checks.check_owner(each.lstat(), each)
         record = file_checks.read_json(folder / _RECORD, links=False)
         there = {each.name: each for each in folder.iterdir() if each.name != _RECORD}
         if record["key"] != folder.name or record["files"].keys() != there.keys():

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_wlb import file_checks
 from lightning_wlb.data import cache as cached
-from lightning_wlb.data.cache import BESIDE, built_once
+from lightning_wlb.data.cache import built_once
 
 pytestmark = pytest.mark.timeout(60)
 NOBODY = 65534
@@ -146,8 +146,8 @@ def test_ranks_that_replace_the_same_damage_all_have_it_whole(root: Path, monkey
     made.joinpath("made").write_text("damaged")
     look, looks = cached._is_whole, []
 
-    def racing(folder: Path, owners: Any = ()) -> bool:
-        whole = look(folder, owners)
+    def racing(folder: Path) -> bool:
+        whole = look(folder)
         looks.append(whole)
         if looks == [False, False]:  # what this rank would rename is damaged no more
             made.joinpath("made").write_text("mine")
@@ -194,47 +194,6 @@ def test_where_the_folder_cannot_be_used_a_process_has_its_own(root, tmp_path, m
     assert not made.parent.exists()
 
 
-@needs_root
-def test_beside_a_file_its_owner_is_believed_and_nobody_else(root: Path, tmp_path: Path) -> None:
-    for owner, words in ((NOBODY, "theirs"), (NOBODY - 1, "mine")):
-        folder = tmp_path / str(owner)
-        poisoned(folder / BESIDE)
-        (folder / "source").touch()
-        os.chown(folder / BESIDE, NOBODY, NOBODY)
-        os.chown(folder / "source", owner, owner)
-        made = built_once("key", build, folder / "source")
-        assert (made / "made").read_text() == words
-    assert made.parent == root
-
-
-@needs_root
-def test_nothing_is_built_in_another_users_folder(root: Path, tmp_path: Path) -> None:
-    """That user could exchange the folder for another, with a link in it."""
-    (tmp_path / "theirs").mkdir()
-    source = tmp_path / "theirs/source"
-    source.touch()
-    for path in (source, source.parent):
-        os.chown(path, NOBODY, NOBODY)
-    assert built_once("key", build, source).parent == root
-    assert list(source.parent.iterdir()) == [source]
-    poisoned(tmp_path / BESIDE).parent.rename(source.parent / BESIDE)
-    os.chown(source.parent / BESIDE, NOBODY, NOBODY)
-    assert (built_once("key", build, source) / "made").read_text() == "theirs"
-
-
-@pytest.mark.parametrize(("mode", "beside"), [(0o777, False), (0o1777, True), (0o755, True)])
-def test_nothing_is_built_where_others_could_exchange_it(
-    mode: int, beside: bool, root: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "share/mine").mkdir(parents=True)
-    (tmp_path / "share").chmod(mode)
-    for source in (tmp_path / "share/source", tmp_path / "share/mine/source"):
-        source.touch()
-        made = built_once("key", build, source)
-        assert made.parent == (source.parent / BESIDE if beside else root)
-        assert beside or not (source.parent / BESIDE).exists()
-
-
 def test_the_users_cache_folder_is_asked_the_same(root: Path, tmp_path: Path) -> None:
     root.parent.mkdir()
     root.parent.chmod(0o777)
@@ -242,24 +201,9 @@ def test_the_users_cache_folder_is_asked_the_same(root: Path, tmp_path: Path) ->
         assert built_once("key", build).parent.parent == tmp_path / "temporary"
 
 
-@pytest.mark.parametrize(("mode", "kept"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])
-def test_who_may_not_read_a_file_may_not_read_what_is_made_of_it(
-    mode: int, kept: int, tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    source.touch()
-    source.chmod(mode)
-    made = built_once("key", build, source)
-    assert made.parent == tmp_path / BESIDE
-    assert stat.S_IMODE(made.stat().st_mode) == kept
-
-
 @pytest.mark.parametrize("mask", [0, 0o002, 0o077])
-def test_nobody_else_may_write_to_what_is_kept(mask: int, root: Path, tmp_path: Path) -> None:
-    """Whatever the umask; nor has anybody opened it before its rights were narrowed."""
-    source = tmp_path / "source"
-    source.touch(0o644)
-    source.chmod(0o644)
+def test_nobody_else_may_look_into_what_is_kept(mask: int, root: Path) -> None:
+    """Whatever the umask; nor could anybody have opened it while it was built."""
     rights = []
 
     def build_and_look(folder: Path) -> None:
@@ -268,20 +212,20 @@ def test_nobody_else_may_write_to_what_is_kept(mask: int, root: Path, tmp_path: 
 
     before = os.umask(mask)
     try:
-        for made in (built_once("key", build_and_look, source), built_once("key", build)):
-            assert {stat.S_IMODE(each.stat().st_mode) for each in made.iterdir()} == {0o644}
+        made = built_once("key", build_and_look)
     finally:
         os.umask(before)
     assert rights == [0o700]
-    for name, owner, mode in (("record.json", None, 0o664), ("made", None, 0o646)) + (
-        (("made", NOBODY, 0o644),) if os.geteuid() == 0 else ()
-    ):
-        (made / name).chmod(mode)
-        if owner is not None:
-            os.chown(made / name, owner, owner)
-        with pytest.warns(match="may be written to by others|belongs to user"):
-            assert built_once("key", build) == made
-        assert stat.S_IMODE((made / name).stat().st_mode) == 0o644
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (root, made)] == [0o700, 0o700]
+
+
+@needs_root
+def test_a_file_of_another_user_in_what_is_kept_is_not_read(root: Path) -> None:
+    made = built_once("key", build)
+    os.chown(made / "made", NOBODY, NOBODY)
+    with pytest.warns(match="belongs to user"):
+        assert built_once("key", build) == made
+    assert (made / "made").stat().st_uid == os.geteuid()
 
 
 def test_a_process_of_any_number_may_own_it(tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,10 +6,9 @@ says its vocabulary. Compressed Arrow files cannot be mapped and are refused.
 
 :class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
 unpack all those of its row group. So the columns of tokens and masks are written once as an Arrow
-stream, row group by row group, into the folder ``.lightning_wlb`` beside the file (or, where this
-user may not write there or others may exchange that folder, the user's cache folder), and mapped
-from there. The name of that copy holds the file's size and time of change: a file that was changed
-is read again, and the older copy beside it is removed.
+stream, row group by row group, into the user's cache folder, and mapped from there. The name of
+that copy holds the file's size and time of change: a file that was changed is read again, and the
+older copy is removed.
 
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
@@ -35,7 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_wlb import file_checks
-from lightning_wlb.data.cache import BESIDE, built_once, fingerprint, remove, shown
+from lightning_wlb.data.cache import built_once, fingerprint, remove, shown
 from lightning_wlb.data.stores.document_store import Array, CheckedDocuments
 from lightning_wlb.data.stores.list_columns import (
     AUTO,
@@ -276,7 +275,7 @@ class ParquetDocuments(ArrowDocuments):
             with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
                 # No names in it: they may be long, or have signs that no file's name has.
-                named = fingerprint([], path.parent, path.name, columns.names, _CACHE_VERSION)
+                named = fingerprint([], path.parent, path.resolve(), columns.names, _CACHE_VERSION)
                 prefix = f"parquet-{named}-"
                 key = prefix + made_of
 
@@ -287,12 +286,11 @@ class ParquetDocuments(ArrowDocuments):
                             f"{path} has changed while it was read. Begin again, once nothing"
                             " writes to it."
                         )
-                    # Beside the file its name is its own, in the user's cache it may be another's.
-                    for older in folder.parent.iterdir() if folder.parent.name == BESIDE else ():
+                    for older in folder.parent.iterdir():
                         if older.name.startswith(prefix) and older.name != key:
                             remove(older)
 
-                return built_once(key, build, path) / "data.arrow"
+                return built_once(key, build) / "data.arrow"
         except (pa.ArrowException, OSError) as error:
             code = getattr(error, "errno", None)
             if code in (errno.ENOSPC, errno.EDQUOT):
@@ -312,11 +310,8 @@ class ParquetDocuments(ArrowDocuments):
 
 
 def _fingerprint(path: Path) -> str:
-    """Changes with a file's path, size and times: that of status no archive sets, as it may others.
-
-    So a copy that an archive brings beside a file is not taken for this machine's.
-    """
-    return fingerprint([path], path.parent, path.resolve(), path.stat().st_ctime_ns)
+    """Changes with a file's size and times: that of status no archive sets, as it may others."""
+    return fingerprint([path], path.parent, path.stat().st_ctime_ns)
 
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:

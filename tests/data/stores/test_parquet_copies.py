@@ -13,7 +13,14 @@ from lightning_wlb.data.stores import arrow_and_parquet as parquet
 from tests.data.stores.corpora import TOKENS, check, check_in_workers, masks_of, write_parquet
 
 
-def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, which is made where something is kept."""
+    monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch, kept):
     path = write_parquet(tmp_path / "a.parquet", TOKENS)
     writes: list[Path] = []
     write = parquet._write
@@ -25,13 +32,13 @@ def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "_write", counted)
     check(documents(path), TOKENS)
     assert len(writes) == 1
-    kept = list((tmp_path / cached.BESIDE).iterdir())
+    before = list(kept.iterdir())
     write_parquet(path, [[7, 8]])
     check(documents(path), [[7, 8]])
     assert len(writes) == 2
-    now = list((tmp_path / cached.BESIDE).iterdir())
+    now = list(kept.iterdir())
     assert len(now) == 1  # what was made of the older file is gone
-    assert now != kept
+    assert now != before
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     documents(path)
@@ -44,19 +51,16 @@ def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     check(documents(path), [[9, 8]])
 
 
-def test_where_one_may_not_write_the_users_cache_is_taken(tmp_path, monkeypatch):
-    """It keeps apart files that differ in their folder only."""
-    monkeypatch.setattr(cached, "user_cache_dir", lambda name: str(tmp_path / name))
+def test_files_that_differ_in_their_folder_only_are_kept_apart(tmp_path, kept):
     for name, rows in (("a", [[1, 2]]), ("b", [[3, 4]])):
         (tmp_path / name).mkdir()
         path = write_parquet(tmp_path / name / "train.parquet", rows)
         os.utime(path, ns=(0, 0))
-        (tmp_path / name / cached.BESIDE).write_text("a file, in which nothing can be made")
         check(documents(path), rows)
-    kept = list((tmp_path / "lightning_wlb").iterdir())
-    assert len(kept) == 2
+    both = list(kept.iterdir())
+    assert len(both) == 2
     check(documents(tmp_path / "a" / "train.parquet"), [[1, 2]])
-    assert list((tmp_path / "lightning_wlb").iterdir()) == kept
+    assert list(kept.iterdir()) == both
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch) -> None:
@@ -89,11 +93,11 @@ def test_a_file_system_that_takes_no_copy_is_not_told_as_damage(tmp_path, monkey
                 documents(path)
 
 
-def test_an_interrupted_reading_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interrupted_reading_leaves_nothing(tmp_path, kept):
     path = write_parquet(tmp_path / "a.parquet", [[1], [2], [2**40], [3]])
     with pytest.raises(ValueError, match="not in range"):
         documents(path)
-    assert list((tmp_path / cached.BESIDE).iterdir()) == []
+    assert list(kept.iterdir()) == []
 
 
 def test_folders_patterns_and_workers(tmp_path: Path) -> None:
