@@ -177,7 +177,7 @@ def _figures(
         "devices": request.devices,
         "devices_per_node": request.profile.devices_per_node,
         "packing": request.data.packing_choice.method,
-        "digest": found.digest,
+        "digest": request.digest,
         "rows": [row.figures for row in found.rows],
         "left_out": [dict(vars(each)) for each in found.left_out],
         **{name: each and each.row.figures for name, each in references.items()},

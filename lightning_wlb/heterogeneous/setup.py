@@ -25,8 +25,9 @@ and profile. Not for an evaluation, which runs on the mesh.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -42,12 +43,7 @@ from lightning_wlb.distributed.collective_errors import Ranks, patient_ranks
 from lightning_wlb.heterogeneous.parameters import ExchangedParameters
 from lightning_wlb.heterogeneous.pipelines import HeterogeneousStage, exchange_group
 from lightning_wlb.heterogeneous.planning.exchanges import Redistribution
-from lightning_wlb.heterogeneous.planning.pool_search import (
-    SAMPLE,
-    PoolChoice,
-    choose_pool,
-    described,
-)
+from lightning_wlb.heterogeneous.planning.pool_search import SAMPLE, choose_pool, described
 from lightning_wlb.heterogeneous.planning.sharded_layouts import Weights
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
@@ -241,22 +237,26 @@ def agreed_pool(
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
     with patient_ranks() as ranks:
-        choice = ranks.lead(lambda: _recalled(request(), mesh))
+        lines, schemes = ranks.lead(lambda: _recalled(request(), mesh))
     by = "measured" if profile.measured else "analytic"
     rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
-    rank_zero_info("\n".join(choice.lines))
-    return choice.schemes
+    rank_zero_info("\n".join(lines))
+    return schemes
 
 
-def _recalled(request: MeshRequest, mesh: Mesh) -> PoolChoice:
+def _recalled(request: MeshRequest, mesh: Mesh) -> tuple[list[str], tuple[Schemes, ...]]:
+    """What a search says and takes, from the cache folder or made now."""
     request = replace(request, steps=SAMPLE)
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 
     def search() -> str:
         with progress_bar(f"WLBStrategy: simulating pipelines of {mesh.devices} devices") as tell:
-            return choose_pool(request, mesh, progress=tell).to_json()
+            choice = choose_pool(request, mesh, progress=tell)
+        return json.dumps({"lines": choice.lines, **asdict(choice)})
 
-    return PoolChoice.from_json(remembered(name, search))
+    made = json.loads(remembered(name, search))
+    pool = (tuple(Scheme(**each) for each in schemes) for schemes in made["schemes"])
+    return made["lines"], tuple(pool)
 
 
 def _obstacle(mesh: Mesh, packer: type[Packer]) -> str | None:

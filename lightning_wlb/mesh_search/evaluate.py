@@ -10,7 +10,6 @@ to ten plans of each step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -105,36 +104,15 @@ class MeshChoice:
         rows: simulated meshes, best first; at least one. The first has least communication of those
             within :data:`~.search.CLOSE` of the fastest.
         left_out: meshes that were not simulated, or whose simulation does not fit in memory.
-        digest: :attr:`.MeshRequest.digest` of the request.
     """
 
     rows: tuple[MeshRow, ...]
     left_out: tuple[LeftOut, ...]
-    digest: str
 
     @property
     def best(self) -> MeshRow:
         """The mesh to take."""
         return self.rows[0]
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> MeshChoice:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: text that it did not write.
-        """
-        try:
-            made = json.loads(text)
-            rows = tuple(MeshRow(**row | {"mesh": Mesh(**row["mesh"])}) for row in made["rows"])
-            left_out = tuple(LeftOut(**each) for each in made["left_out"])
-            return MeshChoice(rows, left_out, made["digest"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not the answer of a mesh search: {error!r}.") from error
 
 
 def name_of(mesh: Mesh) -> str:

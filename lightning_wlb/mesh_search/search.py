@@ -166,7 +166,7 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
         taken = min(close, key=lambda row: row.communication_ns)
         rows.insert(0, rows.pop(rows.index(taken)))
     left_out = (LeftOut(why, len(each), name_of(each[0])) for why, each in reasons.items())
-    return MeshChoice(tuple(rows), tuple(left_out), request.digest)
+    return MeshChoice(tuple(rows), tuple(left_out))
 
 
 def _raced(

@@ -23,8 +23,10 @@ memory; an exchange of some hundred bytes.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -274,27 +276,38 @@ def can_split(model: Decoder) -> bool:
 
 def _answer(request: MeshRequest) -> tuple[Mesh, str]:
     """Search, or recall, a mesh, and write three lines to the log; for rank 0."""
-    found = _recalled(request)
-    best, profile = found.best, request.profile
-    rank_zero_info(
-        f"WLBStrategy: chose {_shown(best)}, of {len(found.rows)} meshes that were near, simulated"
-        f" with the {'measured' if profile.measured else 'analytic'} profile"
-        f" {profile.name}."
+
+    def search() -> str:
+        with progress_bar(f"WLBStrategy: simulating meshes of {request.devices} devices") as tell:
+            found = choose_mesh(request, progress=tell)
+        return json.dumps({"lines": [*_lines(found, request.profile)], **asdict(found.best)})
+
+    made = json.loads(remembered(f"mesh-{request.digest[:16]}", search))
+    for line in made["lines"]:
+        rank_zero_info(f"WLBStrategy: {line}")
+    return Mesh(**made["mesh"]), made["schedule"]
+
+
+def _lines(found: MeshChoice, profile: Profile) -> Iterator[str]:
+    """What was chosen, what came next, and what bounds it."""
+    best = found.best
+    yield (
+        f"chose {_shown(best)}, of {len(found.rows)} meshes that were near, simulated with the"
+        f" {'measured' if profile.measured else 'analytic'} profile {profile.name}."
     )
     if len(found.rows) > 1:
         second = found.rows[1]
         faster = second.tokens_per_second > best.tokens_per_second
         why = ": within 1 %, and with more communication" if faster else ""
-        rank_zero_info(f"WLBStrategy: runner-up {_shown(second)}{why}.")
+        yield f"runner-up {_shown(second)}{why}."
     else:
-        rank_zero_info("WLBStrategy: no other mesh that fits in memory came near.")
-    rank_zero_info(
-        f"WLBStrategy: beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
+        yield "no other mesh that fits in memory came near."
+    yield (
+        f"beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
         f" {best.shares[best.bound_by]:.0%}. To have this mesh without a search give"
         f" WLBStrategy({', '.join(map(str, best.mesh.shape))}, schedule={best.schedule!r},"
         f" virtual_pipeline_size={best.mesh.virtual_stages})."
     )
-    return best.mesh, best.schedule
 
 
 def _shown(row: MeshRow) -> str:
@@ -306,13 +319,3 @@ def _shown(row: MeshRow) -> str:
         f" {row.step_ms:,.1f} ms a step,"
         f" {row.tokens_per_second:,.0f} tokens/s"
     )
-
-
-def _recalled(request: MeshRequest) -> MeshChoice:
-    """The answer in the cache folder, or the search's, which is put there."""
-
-    def search() -> str:
-        with progress_bar(f"WLBStrategy: simulating meshes of {request.devices} devices") as tell:
-            return choose_mesh(request, progress=tell).to_json()
-
-    return MeshChoice.from_json(remembered(f"mesh-{request.digest[:16]}", search))

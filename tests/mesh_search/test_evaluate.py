@@ -121,7 +121,6 @@ def row(mesh: Mesh, time: int) -> MeshRow:
 CHOICE = MeshChoice(
     (row(Mesh(2, 2), 4_000_000), row(Mesh(1, 2, 2, virtual_stages=2), 5_000_000)),
     (LeftOut("too slow", 3, "1,1,4,1"),),
-    "abc",
 )
 
 
@@ -135,18 +134,6 @@ def test_figures_of_a_row() -> None:
     assert name_of(best.mesh) == "2,2,1,1"
     assert best.figures["mesh"] == vars(Mesh(2, 2))
     assert best.figures["tokens_per_second"] == 2_000_000
-
-
-def test_json_and_back() -> None:
-    text = CHOICE.to_json()
-    assert "\n" not in text
-    assert MeshChoice.from_json(text) == CHOICE
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', CHOICE.to_json()[:-9]])
-def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not the answer of a mesh search"):
-        MeshChoice.from_json(text)
 
 
 def test_a_name_has_virtual_stages_where_there_are_any() -> None:

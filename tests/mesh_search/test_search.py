@@ -43,7 +43,6 @@ def test_rows_are_ordered_and_every_mesh_is_accounted_for(found: MeshChoice) -> 
     legal = legal_meshes(ASKED, reasons)
     illegal = sum(map(len, reasons.values()))
     assert len(found.rows) + left == len(legal) + illegal
-    assert found.digest == ASKED.digest
 
 
 def test_of_meshes_about_as_fast_the_one_with_least_communication_is_taken(

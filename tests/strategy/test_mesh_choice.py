@@ -170,17 +170,17 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_an_answer_is_kept_for_the_same_request_and_the_same_code(cache, monkeypatch) -> None:
     searched = mock.Mock(side_effect=searching.choose_mesh)
     monkeypatch.setattr(searching, "choose_mesh", searched)
-    first = searching._recalled(request())
-    assert searching._recalled(request()) == first
+    first = searching._answer(request())
+    assert searching._answer(request()) == first
     assert searched.call_count == 1
-    searching._recalled(request(fixed={"data": 1}))
+    searching._answer(request(fixed={"data": 1}))
     assert searched.call_count == 2
     monkeypatch.setattr("lightning_wlb.data.cache.fingerprint", lambda *_: "another version")
-    searching._recalled(request())
+    searching._answer(request())
     assert searched.call_count == 3
     for kept in cache.glob("*/answer.json"):  # one that cannot be read is searched again
         kept.write_text("")
-    assert searching._recalled(request()) == first
+    assert searching._answer(request()) == first
 
 
 def test_the_log_says_what_was_chosen_what_comes_next_and_what_bounds_it(

@@ -20,9 +20,8 @@ Cost: two to five plans of the pipelines for each of half the sample's steps and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.mesh_search.search import Progress
-from lightning_wlb.plan import Scheme, Schemes, schemes_of
+from lightning_wlb.plan import Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Release, releases_of
 from lightning_wlb.planning.step_chooser import PlannedStep, fastest
@@ -68,18 +67,6 @@ class PoolChoice:
     pool_ns: int  #: their time where each is on the fastest of the mesh and ``tried``
     chosen: tuple[int, ...]  #: how many of these steps take each of ``tried``
     steps: int  #: how many steps the second half has
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> PoolChoice:
-        """The inverse of :meth:`to_json`."""
-        made = json.loads(text)
-        for name in ("schemes", "tried"):
-            made[name] = tuple(tuple(Scheme(**each) for each in one) for one in made[name])
-        return PoolChoice(**made | {"mesh": Mesh(**made["mesh"]), "chosen": tuple(made["chosen"])})
 
     @property
     def gain(self) -> float:

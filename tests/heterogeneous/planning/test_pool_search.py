@@ -96,12 +96,6 @@ CHOICE = PoolChoice(
 )
 
 
-def test_a_choice_is_kept_as_text() -> None:
-    staged = replace(CHOICE, schemes=(), tried=((Scheme(0, (3, 1), 2),),), chosen=(0,))
-    for choice in (CHOICE, staged):
-        assert PoolChoice.from_json(choice.to_json()) == choice
-
-
 def test_the_figure_is_said_either_way() -> None:
     choice = CHOICE
     assert choice.lines == [
