@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from types import ModuleType
 
 from lightning_wlb.file_checks import printable
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argv[0] if argv else ""
     try:
         if command in TRAINING:
-            _train(argv)
+            _module("train").run(argv)
         else:
             arguments = parser(command).parse_args(argv)
             arguments.run(arguments)
@@ -83,14 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lightning-wlb {command}: {said}", file=sys.stderr)
         return 130 if ctrl_c else 2
     return 0
-
-
-def _train(argv: Sequence[str]) -> None:
-    """Run LightningCLI, unless a file of ``--config`` is missing: its import takes seconds."""
-    for option, path in pairwise(word for each in argv for word in each.split("=", 1)):
-        if option == "--config" and path.endswith(".yaml") and not os.path.exists(path):
-            raise ValueError(f"--config {path}: there is no such file.")
-    _module("train").run(argv)
 
 
 def _module(name: str) -> ModuleType:

@@ -52,6 +52,9 @@ def test_a_wrong_value_is_one_paragraph(
         "lightning-wlb fit: lightning_wlb.LanguageModule: Option 'learning_rte' is not accepted."
         " --help and --model.help list what is."
     )
+    assert said(capsys, "--config=none.yaml") == (
+        f"lightning-wlb fit: Parser key \"config\": File does not exist: '{tmp_path / 'none.yaml'}'"
+    )
     text = said(capsys, "--data.cap=much")
     assert text.startswith('lightning-wlb fit: Parser key "data.cap": ')
     assert text.endswith("Given value: much")
@@ -70,7 +73,7 @@ def test_a_traceback_is_there_on_request(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_mistake_is_said_once_a_node(monkeypatch, capsys):
     def answer(error: Exception) -> str:
-        monkeypatch.setattr(command, "_train", mock.Mock(side_effect=error))
+        monkeypatch.setattr(command, "_module", mock.Mock(side_effect=error))
         assert command.main(["fit"]) == 2
         return capsys.readouterr().err
 
