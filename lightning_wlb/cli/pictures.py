@@ -36,10 +36,6 @@ _MS = 10**6
 """Nanoseconds."""
 
 
-Step = Sequence[Simulation]
-"""The simulations of all replicas of a step, which end together."""
-
-
 class TimelineRow(NamedTuple):
     """A pipeline rank of a replica in a step."""
 
@@ -51,8 +47,8 @@ class TimelineRow(NamedTuple):
     idle: float
 
 
-def rows_of(step: Step) -> list[TimelineRow]:
-    """The rows of a step, replica by replica."""
+def rows_of(step: Sequence[Simulation]) -> list[TimelineRow]:
+    """The rows of a step, replica by replica; these end together."""
     single = len(step) == 1, all(len(replica.spans) == 1 for replica in step)
     names: dict[tuple[int, int], str] = {}
     by_micro_batch: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -85,7 +81,7 @@ def rows_of(step: Step) -> list[TimelineRow]:
     return rows
 
 
-def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:
+def draw_gantt(path: Path, timelines: Mapping[str, Sequence[Simulation]], title: str) -> None:
     """Draw timelines, at least one, below each other as PNG, making the file's folder.
 
     A bar is an action with its micro-batch's number, if there is room for it. Beside each row
@@ -100,12 +96,11 @@ def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:
     )[:, 0]
     end = max(step[0].total_ns for step, _ in steps.values())
     stages = max([1, *(len(_stages(row.spans)) for _, rows in steps.values() for row in rows)])
-    numbered = False
     for panel, (name, (step, rows)) in zip(panels, steps.items(), strict=True):
         idle = sum(row.idle for row in rows) / len(rows)
-        shown = f"{name}: {_shown(step[0].total_ns / _MS)} ms, {idle:.1%} idle"
+        shown = f"{name}: {step[0].total_ns / _MS:,.1f} ms, {idle:.1%} idle"
         panel.set_title(shown, fontsize=10, loc="left")
-        numbered |= _draw_rows(panel, step[0], rows, stages, end)
+        _draw_rows(panel, step[0], rows, stages, end)
     panels[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
     handles = _legend(stages, any(step[0].synchronisation_ns for step, _ in steps.values()))
     figure.legend(
@@ -114,7 +109,7 @@ def draw_gantt(path: Path, timelines: Mapping[str, Step], title: str) -> None:
         ncols=min(len(handles), 4),
         fontsize=9,
         frameon=False,
-        title="number in a bar: micro-batch" if numbered else None,
+        title="number in a bar, where there is room: micro-batch",
         title_fontsize=9,
     )
     save_png(figure, path)
@@ -134,24 +129,20 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
 
 def _draw_rows(
     panel: Axes, step: Simulation, rows: Sequence[TimelineRow], stages: int, end: int
-) -> bool:
-    """Draw a timeline, and return whether any bar had room for its micro-batch's number.
+) -> None:
+    """Draw a timeline; ``step`` is any replica of it.
 
-    ``step`` is any replica of it. The time axis ends at ``end``
-    ns; a row of the picture has at most so many ``stages``.
+    The time axis ends at ``end`` ns; a row of the picture has at most so many ``stages``.
     """
-    numbered = False
     labelled = len(rows) <= MOST_LABELLED_RANKS
     # The panel is about 10 inches wide, a digit of 7 points about 4.5.
     room_for_digit = end / (10 * 72 / 4.5)
 
-    def write(number: int, begin: int, stop: int, text: str, colour: str) -> bool:
-        fits = labelled and stop - begin >= (len(text) + 0.5) * room_for_digit
-        if fits:
+    def write(number: int, begin: int, stop: int, text: str, colour: str) -> None:
+        if labelled and stop - begin >= (len(text) + 0.5) * room_for_digit:
             look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
             at = (begin + stop) / 2 / _MS
             panel.text(at, number, text, color=colour, fontsize=7, **look)
-        return fits
 
     for number, row in enumerate(rows):
         turns = _stages(row.spans)
@@ -162,15 +153,11 @@ def _draw_rows(
         idle = [(begin, stop) for begin, stop, _ in row.waits]
         _bars(panel, number, idle, zorder=1, **IDLE)
         for begin, stop, other in row.waits:
-            if other:
-                for text in (f"waits for {other}", f"for {other}"):
-                    if write(number, begin, stop, text, "black"):
-                        break
+            write(number, begin, stop, other and f"for {other}", "black")
         look = {"facecolors": colours, "edgecolors": "white", "linewidth": 0.4}
         _bars(panel, number, [each[1:] for each in row.spans], zorder=2, **look)
         for (action, begin, stop), colour in zip(row.spans, colours, strict=True):
-            text = str(action.micro_batch)
-            numbered |= write(number, begin, stop, text, text_colour(colour))
+            write(number, begin, stop, str(action.micro_batch), text_colour(colour))
         if step.synchronisation_ns:
             synchronisation = [(step.compute_ns, step.total_ns)]
             _bars(panel, number, synchronisation, zorder=2, linewidth=0.5, **SYNCHRONISATION)
@@ -187,7 +174,6 @@ def _draw_rows(
         panel.tick_params(axis="y", length=0)
     else:
         panel.set_ylabel("pipeline ranks of all replicas", fontsize=9)
-    return numbered
 
 
 def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], **look: Any) -> None:
@@ -198,11 +184,6 @@ def _bars(panel: Axes, rank: int, times: Iterable[tuple[int, int]], **look: Any)
 
 def _stages(spans: Iterable[Span]) -> list[int]:
     return sorted({span.action.stage for span in spans})
-
-
-def _shown(value: float) -> str:
-    """A number with three significant digits, or all digits before the point if there are more."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _colour(forward: bool, turn: int, stages: int) -> tuple[float, float, float]:
