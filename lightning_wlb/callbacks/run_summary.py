@@ -171,17 +171,19 @@ def ranks_in_words(sizes: Mapping[str, int]) -> str:
     return " × ".join(several) or "one device"
 
 
+def new_table(title: str, caption: str, headings: Sequence[str], words: int = 0) -> Table:
+    """An empty table of figures, which stand on the right; column ``words`` has words."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == words else "right")
+    return table
+
+
 def strategies_table(strategies: Sequence[Mapping[str, Any]]) -> Table:
     """:meth:`.ImbalanceMonitor.strategies` as a table, a row for each strategy."""
-    table = Table(
-        title="Steps by strategy",
-        caption="Means over the steps of each strategy, its warm-up left out.",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("", no_wrap=True)
-    for heading in ("steps", "time (s)", "predicted", "imbalance, data"):
-        table.add_column(heading, justify="right")
+    caption = "Means over the steps of each strategy, its warm-up left out."
+    headings = ("", "steps", "time (s)", "predicted", "imbalance, data")
+    table = new_table("Steps by strategy", caption, headings)
     shown = "seconds_per_step", "seconds_per_step_predicted", "imbalance_data_aggregate"
     for each in strategies:
         name = f"strategy {each['strategy']}" if each["strategy"] else "mesh"
@@ -200,18 +202,12 @@ def summary_table(summary: dict[str, float], sizes: Mapping[str, int]) -> Table:
     measured = f"measured over {summary['timed_steps']} of them, warm-up left out."
     if not summary["timed_steps"]:
         measured = "all of them warm-up, so that no time is shown."
-    table = Table(
-        title=f"Imbalance and throughput, {ranks_in_words(sizes)}",
-        caption=(
-            f"{summary['steps']} steps, {summary['tokens']:,} tokens; {measured}"
-            " Imbalance degree: 1 = balanced; aggregate: sums over all steps."
-        ),
-        title_justify="left",
-        caption_justify="left",
+    table = new_table(
+        f"Imbalance and throughput, {ranks_in_words(sizes)}",
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens; {measured}"
+        " Imbalance degree: 1 = balanced; aggregate: sums over all steps.",
+        ("", "mean", "p99", "aggregate"),
     )
-    table.add_column("")
-    for heading in ("mean", "p99", "aggregate"):
-        table.add_column(heading, justify="right")
     levels = [level for level in Imbalance._fields if sizes[level] > 1]
     for rows in (_imbalance(summary, levels), _throughput(summary), _delay(summary)):
         for name, *figures in rows:

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_wlb.callbacks.run_summary import new_table
 from lightning_wlb.cli.forecast import Forecast, Verdict, provenance, report_head
 from lightning_wlb.cli.request import BASELINE, DEFAULT, PRECISIONS, REFERENCE
 from lightning_wlb.cli.shared_options import given_model
@@ -132,28 +133,19 @@ def _sections(arguments: argparse.Namespace, verdict: Verdict) -> dict[str, dict
 
 def _table(request: MeshRequest, found: MeshChoice) -> Table:
     shape = request.shape
-    table = Table(
-        title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
+    figures = ("virtual\nstages", "recom-\nputed", "step\n(ms)", "tokens/s", "memory\n(GB)", "idle")
+    headings = (*AXES, *figures, "beside arithmetic, most time goes to")
+    table = new_table(
+        f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.devices}"
         f" devices, {request.profile.devices_per_node} to a node; packing"
         f" {request.data.packing_choice.method}",
-        caption=f"{provenance(request)}\n{len(request.lengths):,} documents,"
+        f"{provenance(request)}\n{len(request.lengths):,} documents,"
         f" {request.steps} steps of {found.best.tokens // found.best.steps:,} tokens."
         f" {request.usable_bytes / 1e9:.3g} GB of a device may be filled.",
-        title_justify="left",
-        caption_justify="left",
+        headings,
+        words=len(headings) - 1,
     )
-    for heading in (
-        *AXES,
-        "virtual\nstages",
-        "recom-\nputed",
-        "step\n(ms)",
-        "tokens/s",
-        "memory\n(GB)",
-        "idle",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("beside arithmetic, most time goes to")
     for row in found.rows[:SHOWN]:
         table.add_row(
             *map(str, row.mesh.shape),

@@ -124,7 +124,7 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
             patches.append(Patch(facecolor=colour, label=kind + which))
     if synchronisation:
         patches.append(Patch(label="gradient synchronisation", **SYNCHRONISATION))
-    return [*patches, Patch(label="waits", **IDLE)]
+    return [*patches, Patch(label="waits, and for whom", **IDLE)]
 
 
 def _draw_rows(

@@ -27,6 +27,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
+from lightning_wlb.callbacks.run_summary import new_table
 from lightning_wlb.cli.forecast import Comparison, Verdict, compare, judged, provenance, report_head
 from lightning_wlb.cli.meshes import run_search
 from lightning_wlb.cli.request import (
@@ -249,28 +250,23 @@ def _table(comparison: Comparison) -> Table:
     hidden = f" Behind products, of the time of tensor-parallel messages: {shares}."
     if not any(row["hidden_messages"] for row in rows):
         hidden = ""
-    table = Table(
-        title=f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
-        f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
-        f" ({request.mesh.devices} devices), sharding {request.sharding}"
-        f"{f', {request.schedule}' if request.mesh.pipeline > 1 else ''}",
-        caption=(
-            f"{provenance(request)}\n"
-            f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
-            f" checkpointing: {request.activation_checkpointing}. Imbalance degrees are aggregates,"
-            " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
-            f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a"
-            " document saves attention, so packings that cut differently differ here)."
-            f"{hidden}"
-        ),
-        title_justify="left",
-        caption_justify="left",
-    )
     flat = [f"imbalance_{axis}_aggregate" for axis in AXES if getattr(request.mesh, axis) == 1]
     left_out = {*flat, *(name for name in NEEDS_ONE if not any(row[name] for row in rows))}
     shown = {name: column for name, column in COLUMNS.items() if name not in left_out}
-    for heading, _ in shown.values():
-        table.add_column(heading, justify="left" if heading == "packing" else "right")
+    table = new_table(
+        f"Simulated: dim {shape.dim}, {shape.layers} layers, {shape.heads} heads"
+        f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
+        f" ({request.mesh.devices} devices), sharding {request.sharding}"
+        f"{f', {request.schedule}' if request.mesh.pipeline > 1 else ''}",
+        f"{provenance(request)}\n"
+        f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
+        f" checkpointing: {request.activation_checkpointing}. Imbalance degrees are aggregates,"
+        " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
+        f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a"
+        " document saves attention, so packings that cut differently differ here)."
+        f"{hidden}",
+        [heading for heading, _ in shown.values()],
+    )
     for row in rows:
         table.add_row(*(form(row[name]) for name, (_, form) in shown.items()))
     return table
