@@ -117,14 +117,6 @@ class _Records(pickle._Unpickler):
         state = self.stack.pop()
         self.stack[-1].__setstate__(state)
 
-    def _load_items(self) -> None:
-        self._set(self.pop_mark())
-
-    def _load_item(self) -> None:
-        items = self.stack[-2:]
-        del self.stack[-2:]
-        self._set(items)
-
     def _set(self, items: list[Any]) -> None:
         self._check_keys(each for each in items[::2] if not isinstance(each, self._other_keys))
         if type(self.stack[-1]) is dict:  # not a record
@@ -138,8 +130,8 @@ _Records.dispatch = {
     },
     **dict.fromkeys(b"R\x81", _Records._load_call),
     **dict.fromkeys(b"b", lambda self: self._load_state()),
-    **dict.fromkeys(b"s", _Records._load_item),
-    **dict.fromkeys(b"u", _Records._load_items),
+    **dict.fromkeys(b"s", lambda self: self._set([self.stack.pop(-2), self.stack.pop()])),
+    **dict.fromkeys(b"u", lambda self: self._set(self.pop_mark())),
 }
 
 
@@ -179,8 +171,7 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
         pickle.UnpicklingError, RuntimeError, EOFError: it holds more, or is damaged.
     """
     with open_regular(source) if isinstance(source, Path) else nullcontext(source) as file:
-        check_archive(file)
-        _check_sums(file)
+        check_archive(file, sums=True)
         given = source if mmap else file
         return torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
 
@@ -205,8 +196,11 @@ def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     return state
 
 
-def check_archive(file: IO[bytes]) -> None:
-    """Go through an archive that torch is to read, and leave the file at its beginning."""
+def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
+    """Go through an archive that torch is to read, and leave the file at its beginning.
+
+    ``sums``: compare its records with their checksums, too, at which torch does not look.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -231,19 +225,10 @@ def check_archive(file: IO[bytes]) -> None:
             # torch finds one in capitals too
             (name,) = (each for each in sizes if each.lower().endswith("/data.pkl"))
             _DryRun(archive.read(name), name[: -len("data.pkl")], sizes).load()
+            if sums and (damaged := archive.testzip()):
+                raise ValueError(f"{damaged} is not what was written")
     except Exception as error:  # what is made up can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
-    file.seek(0)
-
-
-def _check_sums(file: IO[bytes]) -> None:
-    """Compare the records of an archive with their checksums, at which torch does not look."""
-    with zipfile.ZipFile(file) as archive:
-        try:
-            if damaged := archive.testzip():
-                raise pickle.UnpicklingError(f"{damaged} is not what was written")
-        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
-            raise pickle.UnpicklingError(f"its records are damaged: {error}") from error
     file.seek(0)
 
 
