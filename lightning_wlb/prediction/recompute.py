@@ -32,7 +32,7 @@ simulation takes; a part of that where nothing is raised.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -99,7 +99,18 @@ def least_recomputation(
         orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
         constant: what each rank holds all along in their step (:meth:`.StepMemory.constant`).
     """
-    backwards = _backwards(predictor, replicas, costs, orders, constant)
+    memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
+    if orders is None:
+        given = zip(*predictor.programs(replicas, costs), strict=True)
+        backwards = [_of_programs(*each, constant, len(memory.parts)) for each in given]
+    else:
+        backwards = [
+            _Backwards(
+                *backwards_before(order, ranks),
+                held_besides(memory, order, of_replica, constant).T.copy(),
+            )
+            for of_replica, order in zip(costs, orders, strict=True)
+        ]
     accounts = [_Account(predictor, *each) for each in zip(costs, backwards, strict=True)]
     for group in _sharing(replicas):
         search = _Search({at: accounts[at] for at in group}, _alike(replicas, group))
@@ -202,24 +213,6 @@ class _Backwards(NamedTuple):
     first: Integers  # [stages, micro-batches], backwards that a rank has run before each forward
     last: Integers  # [stages, micro-batches], backwards that it has run before each backward
     held: Integers  # [ranks, backwards], bytes that a rank holds besides what forwards have saved
-
-
-def _backwards(
-    predictor: Predictor,
-    replicas: Sequence[ReplicaPlan],
-    costs: Sequence[Sequence[MicroBatchCost]],
-    orders: Sequence[ActionOrder] | None,
-    constant: Sequence[int],
-) -> Iterator[_Backwards]:
-    memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
-    if orders is None:
-        programs, freed = predictor.programs(replicas, costs)
-        for of_ranks, free in zip(programs, freed, strict=True):
-            yield _of_programs(of_ranks, free, constant, len(memory.parts))
-        return
-    for of_replica, order in zip(costs, orders, strict=True):
-        held = held_besides(memory, order, of_replica, constant)
-        yield _Backwards(*backwards_before(order, ranks), held.T.copy())
 
 
 def _of_programs(
