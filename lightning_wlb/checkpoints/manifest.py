@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,9 @@ class Manifest:
     save: str  # identifies the save; ``meta.pt`` of the same save holds it too
     ranks: int  # number of processes that wrote the folder
     step: int  # optimizer steps before the save; -1 for an export
-    time: float  # of the save, in seconds since 1970
     files: Mapping[str, File]  # by name
     by: Saver = Saver()
+    time: float = field(default_factory=lambda: float(time.time()))  # of the save, since 1970
 
     def __post_init__(self) -> None:
         order = (self.step, int), (self.time, float), (self.by.number, int), (self.save, str)
@@ -109,17 +109,8 @@ class Manifest:
             raise TypeError("a step, a time or who saved it is of another type")
 
 
-def write(
-    folder: Path,
-    kind: str,
-    save: str,
-    ranks: int,
-    step: int,
-    files: Mapping[str, File],
-    by: Saver = Saver(),
-) -> None:
+def write(folder: Path, listed: Manifest) -> None:
     """Write a folder's manifest, and wait until it and the names in the folder are on the disk."""
-    listed = Manifest(kind, save, ranks, step, float(time.time()), files, by)
     content = {"format": FORMAT, **asdict(listed)}
     whole = {"content": content, "crc32": _checksum(content)}
     with (folder / NAME).open("x") as file:  # never through a link

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
-from lightning_wlb.checkpoints.manifest import File, durable
+from lightning_wlb.checkpoints.manifest import File, Manifest, durable
 from lightning_wlb.checkpoints.pickle_checks import KeyCheck, check_archive, load_plain
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.distributed.collective_errors import Ranks, differences
@@ -148,8 +148,8 @@ def _finish(
                 )
             listed[name] = file
     by = manifest.Saver() if run is None else run.next_save(aside.path.parent)
-    given = aside.folder, manifest.CHECKPOINT, aside.save, len(everyone), step, listed
-    manifest.write(*given, by)
+    made = Manifest(manifest.CHECKPOINT, aside.save, len(everyone), step, listed, by)
+    manifest.write(aside.folder, made)
     atomic_folders.reached("listed")
     atomic_folders.finish(aside)
 

@@ -144,7 +144,8 @@ def export(
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}
-        manifest.write(aside.folder, manifest.EXPORT, aside.save, 1, -1, files)
+        listed = manifest.Manifest(manifest.EXPORT, aside.save, 1, -1, files)
+        manifest.write(aside.folder, listed)
         atomic_folders.finish(aside)
     except BaseException:
         atomic_folders.discard(aside)

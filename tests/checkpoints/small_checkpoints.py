@@ -29,7 +29,7 @@ def list_anew(folder: Path) -> None:
     save = manifest.read(folder).save
     (folder / manifest.NAME).unlink()
     files = {each.name: manifest.durable(each) for each in folder.iterdir()}
-    manifest.write(folder, manifest.CHECKPOINT, save, 1, 0, files)
+    manifest.write(folder, manifest.Manifest(manifest.CHECKPOINT, save, 1, 0, files))
 
 
 def poison(path: Path, way: str, made: Path) -> None:

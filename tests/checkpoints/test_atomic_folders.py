@@ -18,7 +18,7 @@ def write(path: Path, text: str, kind: str = manifest.CHECKPOINT) -> PartialFold
     aside = atomic_folders.begin(path, kind)
     (aside.folder / "__0_0.distcp").write_text(text)
     files = {each.name: manifest.durable(each) for each in aside.folder.iterdir()}
-    manifest.write(aside.folder, kind, aside.save, 1, 0, files)
+    manifest.write(aside.folder, manifest.Manifest(kind, aside.save, 1, 0, files))
     return aside
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path):
     (tmp_path / "one").write_bytes(b"1" * 1000)
     (tmp_path / "two").write_bytes(b"")
     files = {each.name: manifest.durable(each) for each in tmp_path.iterdir()}
-    manifest.write(tmp_path, manifest.EXPORT, "abc", 4, 17, files)
+    manifest.write(tmp_path, manifest.Manifest(manifest.EXPORT, "abc", 4, 17, files))
     return tmp_path
 
 
@@ -34,7 +34,7 @@ def test_it_is_read_as_it_was_written(folder):
     one = File(1000, f"{zlib.crc32(b'1' * 1000):08x}")
     two = File(0, "00000000")
     assert read == manifest.Manifest(
-        manifest.EXPORT, "abc", 4, 17, read.time, {"one": one, "two": two}
+        manifest.EXPORT, "abc", 4, 17, {"one": one, "two": two}, time=read.time
     )
     manifest.check(folder)
 

@@ -14,7 +14,7 @@ from lightning_wlb.checkpoints.save_order import SavingRun, newest_first
 
 
 def saved(time: float, run: str = "", number: int = 0, *known: str, step: int = 1) -> Manifest:
-    return Manifest(CHECKPOINT, f"save {time}", 1, step, time, {}, Saver(run, number, known))
+    return Manifest(CHECKPOINT, f"save {time}", 1, step, {}, Saver(run, number, known), time)
 
 
 @given(
@@ -63,7 +63,7 @@ def test_manifests_that_contradict_each_other_are_sorted_in_some_order() -> None
 def test_a_run_knows_what_is_beside_its_first_save_and_what_it_has_loaded(tmp_path) -> None:
     def put(folder: Path, by: Saver) -> None:
         folder.mkdir(parents=True)
-        manifest.write(folder, CHECKPOINT, folder.name, 1, 0, {}, by)
+        manifest.write(folder, Manifest(CHECKPOINT, folder.name, 1, 0, {}, by))
 
     put(tmp_path / "here" / "old version", Saver())
     put(tmp_path / "here" / "other", Saver("other", 1, ("before it",)))
@@ -88,7 +88,7 @@ def test_a_stranger_does_not_make_what_a_run_saves_unreadable(tmp_path) -> None:
     """Whoever resumes from what others have saved knows their runs, of which they may name many."""
     (tmp_path / "theirs").mkdir()
     many = Saver("theirs", 1, tuple(f"{each:x}" for each in range(100_000)))
-    manifest.write(tmp_path / "theirs", CHECKPOINT, "save", 1, 1, {}, many)
+    manifest.write(tmp_path / "theirs", Manifest(CHECKPOINT, "save", 1, 1, {}, many))
     run = SavingRun("mine")
     run.knows(tmp_path / "theirs")
     saver = run.next_save(tmp_path)
@@ -99,7 +99,7 @@ def test_a_stranger_does_not_make_what_a_run_saves_unreadable(tmp_path) -> None:
 def test_a_run_does_not_know_what_others_put_where_everybody_may_write(tmp_path) -> None:
     for name in ("theirs", "mine"):
         (tmp_path / name).mkdir()
-        manifest.write(tmp_path / name, CHECKPOINT, "save", 1, 1, {}, Saver(name, 1, ()))
+        manifest.write(tmp_path / name, Manifest(CHECKPOINT, "save", 1, 1, {}, Saver(name, 1, ())))
     os.chown(tmp_path / "theirs", 65534, 65534)
     tmp_path.chmod(0o1777)
     assert SavingRun("run").next_save(tmp_path).known == ("mine",)

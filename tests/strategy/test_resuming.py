@@ -238,7 +238,7 @@ def test_what_is_a_checkpoint(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / ".partial").mkdir()
     (tmp_path / ".partial" / "three.ckpt").mkdir()
-    manifest.write(tmp_path / "folder", manifest.EXPORT, "save", 1, -1, {})
+    manifest.write(tmp_path / "folder", manifest.Manifest(manifest.EXPORT, "save", 1, -1, {}))
     assert set(resuming.checkpoints_in(tmp_path)) == {one, old, half}
     assert set(resuming.checkpoints_in(tmp_path, "t*")) == {old}
     assert resuming.checkpoints_in(tmp_path / "nowhere") == []
