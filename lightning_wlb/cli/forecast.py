@@ -56,12 +56,6 @@ class Forecast:
         return self.row.tokens_per_second / other.row.tokens_per_second
 
     @property
-    def hidden(self) -> float:
-        """The share of tensor-parallel messages' time that products hide; 0 without messages."""
-        waited, sent = np.sum([step.waited_ns for step in self.steps], axis=0).tolist()
-        return 1 - waited / sent if sent else 0.0
-
-    @property
     def idle(self) -> float:
         """The mean over steps of the share of the ranks' time in which they wait."""
         return float(np.mean([step.bubble for step in self.steps]))
@@ -92,6 +86,7 @@ class Forecast:
         levels = [predicted_imbalance(step) for step in self.steps]
         times = np.array([step.total_ns for step in self.steps]) / 1e6
         tokens = np.array([plan.tokens for plan in plans])
+        waited, sent = np.sum([step.waited_ns for step in self.steps], axis=0).tolist()
         return {
             "packing": self.packing,
             "steps": row.steps,
@@ -112,7 +107,8 @@ class Forecast:
             "model_flop_utilisation": row.flops_per_second / row.mesh.devices / profile.peak_flops,
             "peak_gigabytes": row.peak_bytes / 1e9,
             "recomputed": row.recomputed,
-            "hidden_messages": self.hidden,
+            # The share of tensor-parallel messages' time that products hide; 0 without messages.
+            "hidden_messages": 1 - waited / sent if sent else 0.0,
             "speedup_per_token": self.over(baseline),
             "speedup_per_flop": base.times(row),
         }
