@@ -14,7 +14,7 @@ collectively over all ranks. Not run on CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -77,12 +77,12 @@ class HeterogeneousStage:
         schemes, number = redistribution.schemes, redistribution.rank
         rank = rank_in(schemes, number)
         scheme, device = schemes[rank.data], pipeline.device
-        self._groups = _groups_of(schemes, number, device)
+        channels, self._of_pipeline, self._merged = _groups_of(schemes, number, device)
         self.pipeline = replace(
             pipeline,
             rank=rank,
             stages=scheme.layers,
-            groups=self._groups.channels,
+            groups=channels,
             ranks=_chain(scheme, rank),
         )
         self.model = build()
@@ -108,22 +108,15 @@ class HeterogeneousStage:
 
     def groups_of(self, plan: StepPlan) -> ProcessGroups:
         """The process groups of a model's forward in a step; collective over all ranks."""
-        return replace(self._groups.of_pipeline, merged=self._groups.merged.prepare(plan))
+        return replace(self._of_pipeline, merged=self._merged.prepare(plan))
 
 
-@dataclass(frozen=True, eq=False)
-class _SchemeGroups:
-    """The process groups of one rank in the steps on some pipelines."""
-
-    channels: Mapping[Channel, ProcessGroup]
-    of_pipeline: ProcessGroups
-    merged: MergedGroups
-
-
-def _groups_of(schemes: Schemes, rank: int, device: torch.device) -> _SchemeGroups:
+def _groups_of(
+    schemes: Schemes, rank: int, device: torch.device
+) -> tuple[Mapping[Channel, ProcessGroup], ProcessGroups, MergedGroups]:
     """The process groups of some pipelines, made and connected at the first call; collective."""
 
-    def make() -> _SchemeGroups:
+    def make() -> tuple[Mapping[Channel, ProcessGroup], ProcessGroups, MergedGroups]:
         # All ranks make them in this order: two for messages, one each for context and tensor.
         forward, backward, context, tensor = (
             own_group(sets, rank) if (sets := _along(schemes, axis)) else None
@@ -142,7 +135,7 @@ def _groups_of(schemes: Schemes, rank: int, device: torch.device) -> _SchemeGrou
             np.array([schemes[number].ranks for number in numbers]).reshape(-1, len(layers), *among)
             for (layers, *among), numbers in alike(schemes).items()
         ]
-        return _SchemeGroups(channels, ProcessGroups(context, tensor), MergedGroups(kinds, rank))
+        return channels, ProcessGroups(context, tensor), MergedGroups(kinds, rank)
 
     return kept((schemes, device.type), make)
 
