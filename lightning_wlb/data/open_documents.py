@@ -154,7 +154,7 @@ def warn_of_vocabularies(stores: Iterable[DocumentStore | None]) -> None:
     for given in stores:
         for store in given.stores if isinstance(given, MixedDocuments) else [given]:
             if store is not None and (vocabulary := getattr(store, "vocabulary", None)):
-                first.setdefault(vocabulary, store)
+                first.setdefault(str(vocabulary), store)
     if len(first) > 1:
         one, other, *_ = first.values()
         warnings.warn(

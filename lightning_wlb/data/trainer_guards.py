@@ -47,13 +47,14 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 
 
 def refuse_other_loaders(in_worker: bool = False) -> None:
-    """Refuse a loader of the user's own where a Trainer trains on it, or in a torch worker.
+    """Refuse a loader of the user's own where a Trainer or Accelerate reads ahead, or in a worker.
 
     Lightning tells a loader nothing of the Trainer that it was given to, be it alone, in a
     dictionary or inside an iterable of the user's. But where a Trainer trains on it, one of its
     fetchers is on the stack, called by the training loop. (Nearer than a loop of the user's in a
     hook no fetcher is.) A worker of another loader's begins every epoch at the run's beginning, and
-    the position that a Trainer asks for stays there.
+    the position that a Trainer asks for stays there. Accelerate puts a loader of its own in place
+    of one that it prepares, and takes a batch ahead.
 
     Raises:
         MisconfigurationException: naming the remedy.
@@ -66,7 +67,14 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
         )
     loops = []
     for frame, _ in walk_stack(sys._getframe()):
-        home, _, loop = frame.f_globals.get("__name__", "").partition(".loops.")
+        name = frame.f_globals.get("__name__", "")
+        if name == "accelerate.data_loader":
+            raise MisconfigurationException(
+                "A loader of steps was given to accelerator.prepare, which takes a batch ahead, so"
+                " that a resumed run would skip a step. Iterate over the StepLoader itself: its"
+                " batches are the rank's own already."
+            )
+        home, _, loop = name.partition(".loops.")
         if home in ("lightning.pytorch", "pytorch_lightning"):
             loops.append(loop)
     asking = next((each for each in loops if each != "fetchers"), "")

@@ -105,7 +105,8 @@ class LoadsCheckpoints(L.LightningModule):
         stored = read.rest | {"state_dict": read.read(read.names)}
         given = stored.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
-        found = getattr(sys.modules.get(module_name), class_name, None)
+        # Not getattr, by which transformers would import a module of its own.
+        found = vars(sys.modules.get(module_name, sys)).get(class_name)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls
         given.update(options)
         state = stored["state_dict"]

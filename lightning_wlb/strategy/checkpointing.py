@@ -211,7 +211,7 @@ class Checkpointer:
 
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
-        self._resumes = resuming.count_as_unbroken(trainer)
+        self._resumes = _count_as_unbroken(trainer)
         self._begun, self._training, NOTICES.save_failed = True, True, False
         self._read_to_evaluate = False
         for each in trainer.checkpoint_callbacks:
@@ -331,3 +331,32 @@ def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     if inside and epochs["current"]["processed"] == epochs["current"]["started"]:
         for each in epochs.values():
             each["processed"] = each["completed"] = each["started"] - 1
+
+
+def _count_as_unbroken(trainer: pl.Trainer) -> bool:
+    """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
+
+    A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
+    validates by the old number of batches, and trains an epoch more if it is resumed again. With
+    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. One that was saved
+    as an epoch began has that epoch counted as ready twice: resumed again, at the last step of a
+    short one, it would stay in it. Lightning also counts a step that failed before the save on an
+    exception, and validates a step too soon. Returns whether the run resumes: then what loggers
+    count is to be set at its first step, since Lightning adds one or not by where the save was.
+    """
+    loop: Any = trainer.fit_loop
+    steps, epochs = loop.epoch_loop, loop.epoch_progress
+    if not loop.is_resuming:
+        return False
+    total = steps.batch_progress.total
+    total.ready = total.started = total.processed
+    over = steps.batch_progress.is_last_batch
+    if over and epochs.current.processed == epochs.current.started:
+        for count in (epochs.total, epochs.current):
+            count.ready, count.completed = count.started, count.processed
+        steps.reset()  # counts the step that was saved
+        loop.reset_restart_stage()
+        steps.reset_restart_stage()
+        # Not the outer loop's own setter, which holds on to it under max_steps.
+        loop._restarting = steps.restarting = False
+    return True

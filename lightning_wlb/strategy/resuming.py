@@ -42,6 +42,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from packaging.version import InvalidVersion, Version
 
 from lightning_wlb.checkpoints import atomic_folders, manifest
 from lightning_wlb.checkpoints.manifest import Damaged, Manifest
@@ -56,7 +57,6 @@ REQUEUE = "hpc_ckpt_*.ckpt"
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
-_FROM_2_ON = re.compile(r"([2-9]|[1-9]\d)\.\d[\w.+-]{0,40}")  # Lightning rearranges older ones'
 _VERSION, _STEPS = "pytorch-lightning_version", "epoch_loop.automatic_optimization.optim_progress"
 RESUMABLE = "lr_schedulers"
 """The key of learning rate schedules, which Lightning leaves out of a checkpoint of weights."""
@@ -198,25 +198,28 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     it. ``rest``, which was read at ``path``, is changed in place, with a warning.
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
-    known = runs_of(path)
-    trusted = {home, *own} if _lies_in(str(home / path.name), own) else {home}
+    known, is_own = runs_of(path), _lies_in(str(home / path.name), own)
 
     def counts(each: Any) -> bool:
-        if _lies_in(each, trusted):
-            return True
-        return _lies_in(each, own) and not {*runs_of(Path(each))[-1:]}.isdisjoint(known)
+        if _lies_in(each, own):
+            return not each or is_own or not {*runs_of(Path(each))[-1:]}.isdisjoint(known)
+        # Beside it, not deeper: a folder that it was only downloaded to may have others' runs.
+        return _lies_in(each, {home}) and os.path.realpath(Path(each).parent) == str(home)
 
     callbacks = rest.get("callbacks")
+    callbacks = callbacks if isinstance(callbacks, dict) else {}
     strange: list[str] = []
-    for state in callbacks.values() if isinstance(callbacks, dict) else ():
-        if not isinstance(state, dict) or "best_model_path" not in state:
+    for key, state in [*callbacks.items()]:
+        # By any of the names: a Counter, which a stranger may have saved, gives 0 for the others.
+        if not isinstance(state, dict) or state.keys().isdisjoint((*_REMEMBERED, "best_k_models")):
             continue
-        kept = state.get("best_k_models")
+        kept = state.get("best_k_models", {})
         named = [state.get(name, "") for name in _REMEMBERED]
-        paths = [*named, *(kept if isinstance(kept, dict) else ())]
+        paths = [*named, *(kept if isinstance(kept, dict) else [kept])]
         if found := [str(each) for each in paths if not counts(each)]:
             strange += found
-            state.update(dict.fromkeys(_REMEMBERED, ""), best_k_models={}, best_model_score=None)
+            nothing = dict.fromkeys(_REMEMBERED, "")
+            callbacks[key] = {**state, **nothing, "best_k_models": {}, "best_model_score": None}
     if strange:
         rank_zero_warn(
             f"{path} remembers checkpoints that are not this run's, or of runs that it did not know"
@@ -235,7 +238,7 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
-        old = not wrong and where == _VERSION and not _FROM_2_ON.fullmatch(stored)
+        old = not wrong and where == _VERSION and not _is_from_2_on(stored)
         if old or (wrong and kind in (dict, bool, int, str)):
             raise ValueError(
                 f"{path / REST}: {where} is {stored!r:.60}, which no Trainer of Lightning 2 saves."
@@ -254,6 +257,13 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
             f"{path / REST}: global_step is {rest['global_step']}, and {taken} optimizer steps were"
             " counted, as no Trainer saves it. Use another checkpoint."
         )
+
+
+def _is_from_2_on(version: str) -> bool:
+    """Whether it is Lightning's from 2.0.0 on: what older ones have saved it rearranges unseen."""
+    with suppress(InvalidVersion):
+        return len(version) < 60 and Version(version) >= Version("2.0.0")
+    return False
 
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:
@@ -275,35 +285,6 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
         elif isinstance(each, OnExceptionCheckpoint):
             found.append(each.dirpath)
     return [Path(each).expanduser() for each in found if "://" not in str(each)]
-
-
-def count_as_unbroken(trainer: pl.Trainer) -> bool:
-    """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
-
-    A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
-    validates by the old number of batches, and trains an epoch more if it is resumed again. With
-    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. One that was saved
-    as an epoch began has that epoch counted as ready twice: resumed again, at the last step of a
-    short one, it would stay in it. Lightning also counts a step that failed before the save on an
-    exception, and validates a step too soon. Returns whether the run resumes: then what loggers
-    count is to be set at its first step, since Lightning adds one or not by where the save was.
-    """
-    loop: Any = trainer.fit_loop
-    steps, epochs = loop.epoch_loop, loop.epoch_progress
-    if not loop.is_resuming:
-        return False
-    total = steps.batch_progress.total
-    total.ready = total.started = total.processed
-    over = steps.batch_progress.is_last_batch
-    if over and epochs.current.processed == epochs.current.started:
-        for count in (epochs.total, epochs.current):
-            count.ready, count.completed = count.started, count.processed
-        steps.reset()  # counts the step that was saved
-        loop.reset_restart_stage()
-        steps.reset_restart_stage()
-        # Not the outer loop's own setter, which holds on to it under max_steps.
-        loop._restarting = steps.restarting = False
-    return True
 
 
 def is_checkpoint(path: Path) -> bool:

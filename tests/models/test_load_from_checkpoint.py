@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def test_no_class_that_a_stranger_names_is_imported(kind, key, tmp_path, monkeyp
     with pytest.raises(ValueError, match="no field") if key == "config" else nullcontext():
         Special.load_from_checkpoint(path)
     assert "stranger" not in sys.modules
+
+
+def test_no_module_makes_the_class_that_a_stranger_names(tmp_path, monkeypatch):
+    """transformers' imports one of its own for each class that it is asked for."""
+    lazy = ModuleType("lazy")
+    asked: list[str] = []
+    lazy.__getattr__ = asked.append  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    path = written("file", tmp_path / "run.ckpt", Special(config=SIZES), _class_path="lazy.Any")
+    assert isinstance(Special.load_from_checkpoint(path), Special)
+    assert "Any" not in asked
 
 
 def test_an_address_is_read_as_plain_types(monkeypatch):

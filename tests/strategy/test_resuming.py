@@ -3,6 +3,7 @@
 import os
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -328,6 +329,22 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
     stranger = write(tmp_path / "elsewhere" / "stranger.ckpt", 9, 9.0)
     assert left(str(own), at=stranger) == 0
     assert left(f"{handed}", at=stranger) == 1
+    # So does one that lies in a folder which leads to the run's.
+    assert left(str(own), at=write(tmp_path / "stranger.ckpt", 9, 9.0)) == 0
+
+
+def test_names_that_a_counter_leaves_out_are_looked_at(places, tmp_path):
+    """Lightning reads each of them from it, and 0 in place of those that are left out."""
+    runner, paths = places
+    for name in (*resuming._REMEMBERED, "best_k_models"):
+        state: Counter[str] = Counter()
+        state[name] = {"/a.ckpt": 0} if "models" in name else "/a.ckpt"  # type: ignore[assignment]
+        with pytest.warns(UserWarning, match="/a.ckpt.*are forgotten"):
+            resuming.forget_others(rest := {"callbacks": {"a": state}}, paths["last.ckpt"], runner)
+        assert rest["callbacks"]["a"] == {
+            **dict.fromkeys(resuming._REMEMBERED, ""),
+            "best_k_models": {},
+        } | {"best_model_score": None}
 
 
 def test_last_says_where_else_the_logger_has_checkpoints(tmp_path):

@@ -250,6 +250,8 @@ def counts(rank: int, home: Path) -> list[str]:
         (("pytorch-lightning_version",), 2),
         (("pytorch-lightning_version",), "0.9.0"),
         (("pytorch-lightning_version",), "1" * 5000),
+        (("pytorch-lightning_version",), "2.0rc0"),
+        (("pytorch-lightning_version",), "2.0zzz"),
         (("tokens_seen",), "many"),
         # What Lightning would begin at 0 with, beside documents that go on.
         (("loops", "fit_loop", "epoch_loop.batch_progress"), None),
@@ -293,6 +295,8 @@ def test_counts_of_another_type_are_named(tmp_path):
             "pytorch-lightning_version is 2, which",
             "pytorch-lightning_version is '0.9.0', which no Trainer of Lightning 2 saves",
             "pytorch-lightning_version is '1111",
+            "pytorch-lightning_version is '2.0rc0', which no Trainer of Lightning 2 saves",
+            "pytorch-lightning_version is '2.0zzz', which",
             "the checkpoint's tokens_seen='many'",
             "loops.fit_loop.epoch_loop.batch_progress is None, which",
             "global_step is 1, and 0 optimizer steps were counted",

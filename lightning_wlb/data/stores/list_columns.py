@@ -34,7 +34,9 @@ PACKED_COLUMNS = (
     *("seq_idx", "segment_ids", "sequence_ids", "document_ids"),
 )
 _MAY_BE_MASK = re.compile(
-    r"(?<!attention_)(?<!special_tokens_)mask|label|loss|target|weight|(?<![a-z])train", re.I
+    r"(?<!attention_)(?<!special_tokens_)mask|label|loss|target|weight|(?<![a-z])train"
+    r"|assistant|response|completion|supervis",
+    re.I,
 )
 LABELS = "labels"
 IGNORED_LABEL = -100

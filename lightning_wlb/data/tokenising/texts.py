@@ -279,6 +279,9 @@ def _check_as_in_file(tokenizer: Any, file: Path) -> None:
     numbers = range(0, own.get_vocab_size(), 1 + own.get_vocab_size() // 2000)
     words = (own.decode([number]).strip() for number in numbers)
     sample = _SAMPLE + "".join(map(add, cycle(_BETWEEN), words))
+    # And its special and other added tokens, and what stands around them.
+    for token in own.get_added_tokens_decoder().values():
+        sample += f"{token.content}b{token.content} c{token.content}\nd"
     for each in (own, tokenizer.backend_tokenizer):
         each.no_truncation()
         each.no_padding()
@@ -291,7 +294,8 @@ def _check_as_in_file(tokenizer: Any, file: Path) -> None:
         raise ValueError(
             f"{kind} of transformers reads texts otherwise than its {file.name} says; if that file"
             ' is the model\'s, write "tokenizer_class": "PreTrainedTokenizerFast" into'
-            " tokenizer_config.json (for texts, the file alone may be given, too)"
+            " tokenizer_config.json (for texts, the file alone may be given, too), else write the"
+            " file anew with the tokenizer's save_pretrained"
         )
 
 

@@ -28,6 +28,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, Pretrai
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
 from lightning_wlb.file_checks import check_counts, check_model
+from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.model_parts import blank_model
 from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
@@ -67,7 +68,11 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         _check_fields(config)
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
-        local = Path(config).exists() or hub_is_out_of_reach()
+        closed = "there is no network" if hub_is_out_of_reach() else ""
+        if STORED.get() is not None:  # the checkpoint's author may have chosen the name
+            fetch = f"huggingface_hub.snapshot_download({str(config)!r}) if you trust it"
+            closed = f"nothing is fetched while a checkpoint is loaded (call {fetch})"
+        local = Path(config).exists() or bool(closed)
         try:
             if Path(config).exists():
                 check_model(config)
@@ -80,7 +85,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         except Exception as error:  # a file that is made up leads to many
             why = reason(error)
             if local and not Path(config).exists():
-                why = "there is no network, and the hub's cache on this machine does not have it."
+                why = f"{closed}, and the hub's cache on this machine does not have it."
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
                 f" on the hub that transformers can reach: {why}"

@@ -126,8 +126,8 @@ class HuggingFaceModule(LanguageModule):
 
     def init_weights(self) -> None:
         """Read the rank's part of the pretrained weights, or draw values as a function of names."""
-        stored, named = STORED.get(), {name for name, _ in self.named_parameters()}
-        whole = stored is not None and self.lora is None and named <= stored.names
+        stored = STORED.get()  # with buffers: zeros would take the place of those that are left out
+        whole = stored and self.lora is None and self.state_dict().keys() <= stored.names
         if self.pretrained is None or whole:
             super().init_weights()
             return

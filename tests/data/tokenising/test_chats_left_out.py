@@ -44,6 +44,7 @@ def called(arguments: Any) -> list[dict[str, Any]]:
     return [*messages_of([("user", "a")]), {"role": "assistant", "tool_calls": [call]}]
 
 
+CALLER = {"role": "assistant", "content": ""}
 WEATHER = {"name": "weather_at", "arguments": {"city": "Oslo"}}
 
 
@@ -132,6 +133,31 @@ def test_what_was_thought_before_the_last_question_may_be_left_out(folder) -> No
             assert encoder.documents([row(chat)])[0].mask.any()
 
 
+@pytest.mark.parametrize("name", ["function_calls", "functions", "tools", "tool_plan"])
+def test_what_a_message_says_by_another_name_is_written_or_refused(folder, name) -> None:
+    """As OLMo's and Phi's templates have calls and tools, as a text or as objects."""
+    knows = PLAIN.replace("m['content'] +", f"m['{name}'] | string +")
+    for value in ("weather_at()", [{"name": "weather_at"}]):
+        chat = [*messages_of([("user", "a")]), CALLER | {name: value}]
+        for template in (PLAIN, knows):
+            encoder = ChatEncoder(saved_chat_tokenizer(folder / "names", template), "messages")
+            if template == knows:
+                assert encoder.documents([row(chat)])[0].mask.any()
+                continue
+            with pytest.raises(
+                ValueError, match=f"leaves out '{name}' of message 1, of 'assistant'"
+            ):
+                encoder.documents([row(chat)])
+
+
+def test_calls_without_a_name_are_not_left_out(folder) -> None:
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "nameless", PLAIN), "messages")
+    call = {"id": "1", "type": "custom", "custom": {"input": "Oslo"}}
+    for where in ({"tool_calls": [call]}, {"function_call": {"fn": "weather_at"}}):
+        with pytest.raises(ValueError, match="leaves out the call of in message 1"):
+            encoder.documents([row([*messages_of([("user", "a")]), CALLER | where])])
+
+
 @pytest.mark.parametrize("said", [{"system": "Be brief."}, {"functions": [{"name": "fox"}]}])
 def test_what_a_row_says_beside_its_messages_is_not_left_out(folder, said) -> None:
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "beside", PLAIN), "messages")
@@ -198,6 +224,19 @@ def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:
             ],
             r"leaves out 'reasoning_content' of message 1, of 'assistant'",
         ),
+        *(
+            (
+                CALLS,
+                [CALLER | {name: calls}],
+                f"message 0, of 'assistant', has calls that no .*{at}",
+            )
+            for name, calls, at in (
+                ("tool_calls", '[{"name": "f", "arguments": {}}]', "'.*f.*'"),
+                ("tool_calls", {"name": "f"}, "{'name': 'f'}"),
+                ("tool_calls", ["f"], r"\['f'\]"),
+                ("function_call", '{"name": "f"}', "f"),
+            )
+        ),
         (CALLS, called('{"city": "Oslo"}'), r'learned as "{\\"city\\": \\"Oslo\\"}"\. Give them'),
         (
             CALLS.replace(" | tojson", ""),
@@ -248,6 +287,11 @@ def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:
             PLAIN,
             [{"role": "user", "content": "a"}, {"role": "assistant", "train": False}],
             r"message 1, of 'assistant', has train=False",
+        ),
+        (
+            PLAIN,
+            [{"role": "user", "content": "a"}, CALLER | {"is_masked": True}],
+            r"message 1, of 'assistant', has is_masked=True",
         ),
         (
             MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"),

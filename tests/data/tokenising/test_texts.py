@@ -174,6 +174,29 @@ def test_a_class_that_divides_texts_otherwise_than_the_file_is_refused(kind, tmp
         assert documents(TextEncoder(str(tmp_path), "text", False), ["in 1234567"]) == wanted
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"added_tokens_decoder": {"0": {"content": "<s>"}}}, {"split_special_tokens": True}],
+)
+def test_a_class_that_knows_less_special_tokens_than_the_file_is_refused(settings, tmp_path):
+    """It would read the end of a turn as letters."""
+    pytest.importorskip("transformers")
+    model = tokenizer()
+    model.add_special_tokens(["<|im_end|>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    options = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"} | settings
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    with pytest.raises(
+        ValueError, match=r"reads texts otherwise .* anew with the tokenizer's save"
+    ):
+        TextEncoder(str(tmp_path), "text")
+    options["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    if "split_special_tokens" not in settings:
+        found = documents(TextEncoder(str(tmp_path), "text", False), ["the fox<|im_end|>"])
+        assert found == [model.encode("the fox<|im_end|>").ids]
+
+
 def test_rows_without_a_text_are_named(tmp_path) -> None:
     encoder = TextEncoder(saved(tmp_path), "text")
     path = tmp_path / "a.jsonl"

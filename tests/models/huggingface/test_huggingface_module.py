@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 import lightning_wlb as wlb
 from lightning_wlb.models import decoder as decoders
 from lightning_wlb.models.decoder import names_and_shapes
-from lightning_wlb.models.huggingface import huggingface_module
+from lightning_wlb.models.huggingface import config_and_shape, huggingface_module
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -115,6 +115,38 @@ def test_what_a_checkpoint_lacks_is_read_from_the_folder(tmp_path):
     again = SavesSome.load_from_checkpoint(tmp_path / "one.ckpt")
     for name, parameter in module.model.named_parameters():
         assert torch.equal(again.model.get_parameter(name), parameter), name
+
+
+def test_buffers_that_a_checkpoint_lacks_are_read_from_the_folder(tmp_path):
+    """Zeros in place of a router's biases would choose other experts."""
+    write(tmp_path / "glm", tiny("glm4_moe"))
+    module = wlb.HuggingFaceModule(str(tmp_path / "glm"), pretrained=True)
+    module.configure_model()
+    module.init_weights()
+    saved = {
+        "state_dict": {name: each.detach() for name, each in module.named_parameters()},
+        "hyper_parameters": dict(module.hparams),
+        "pytorch-lightning_version": L.__version__,
+    }
+    torch.save(saved, tmp_path / "one.ckpt")
+    with pytest.warns(UserWarning, match="not in the checkpoint"):
+        again = wlb.HuggingFaceModule.load_from_checkpoint(tmp_path / "one.ckpt", strict=False)
+    biases = module.state_dict().keys() - saved["state_dict"].keys()
+    assert biases
+    for name in biases:
+        assert module.state_dict()[name].any()
+        assert torch.equal(again.state_dict()[name], module.state_dict()[name])
+
+
+def test_no_config_is_fetched_while_a_checkpoint_is_loaded(monkeypatch):
+    """Whoever made it may name any."""
+    monkeypatch.setattr(config_and_shape, "hub_is_out_of_reach", lambda: False)
+    token = decoders.STORED.set(decoders.StoredWeights(0, frozenset()))
+    try:
+        with pytest.raises(ValueError, match=r"nothing is fetched .*download\('stranger/model'\)"):
+            wlb.HuggingFaceModule("stranger/model", pretrained=False)
+    finally:
+        decoders.STORED.reset(token)
 
 
 def test_a_checkpoint_of_other_arguments_is_refused():

@@ -1,0 +1,213 @@
+"""What a chat says must be in the text that its template makes of it, as JSON writes it.
+
+A template takes what it knows of a message and passes over the rest, so that a model would learn to
+answer nothing where a call stood, or what nobody said. So the chat is rendered once more with a
+word of its own behind each text in it (:func:`with_words`), and the words are looked for in the
+result (:func:`check_written`). Rows that are no chats, or by whose other fields it may be said what
+is learned, are refused before (:func:`messages_of`).
+
+Cost: one rendering of the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.texts import column_of
+
+_PLAIN_WORD = re.compile(r"zq\d+qz")
+_WORD = re.compile(r", 'zq': 'zqzq\d+qz'|zq\d+qz")
+_MAY_BE_WEIGHT = re.compile(r"mask|loss|weight|(?<![a-z])train|learn|ignore", re.I)
+"""Names by which other programs' messages say whether they are learned."""
+_MAY_BE_SAID = re.compile(r"(.*_)?(calls?|functions?|tools|plan|documents)")
+"""Names by which other programs' messages say more; two of them have marks of their own."""
+_THOUGHTS = (
+    *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks"),
+    *("thought", "refusal"),
+)
+"""Names by which messages have more of the assistant's than its content, as what it thought."""
+# transformers gives three of them as one another.
+_KNOWS_THOUGHTS = re.compile(rf"['\".]({'|'.join(_THOUGHTS)})\b")
+_BESIDE = "system", "system_prompt", "functions", "documents", "chat_template_kwargs"
+"""Columns by which other programs' rows say more of a chat than its messages do."""
+
+
+def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """A chat's messages as templates are given them, and which of the assistant's are learned."""
+    messages = column_of(row, column)
+    wanted = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{row.place()}: {column!r} is no list of messages, as in {wanted}.")
+    plain, learned = [], []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            keys = list(message) if isinstance(message, dict) else type(message).__name__
+            raise ValueError(
+                f"{row.place()}: message {number} has no role, but {keys}. Write the chat as"
+                f" {wanted}."
+            )
+        given = {name: value for name, value in message.items() if value is not None}
+        speaks = given["role"] == "assistant"
+        weight = given.pop("weight", speaks)
+        kinds = int | float | list | dict
+        others = [
+            name
+            for name, value in given.items()
+            if isinstance(value, kinds) and _MAY_BE_WEIGHT.search(name)
+        ]
+        if others or weight not in (0, 1) or (weight and not speaks):
+            said = f"{others[0]}={given[others[0]]!r}" if others else f"weight={weight!r}"
+            raise ValueError(
+                f"{row.place()}: message {number}, of {given['role']!r}, has {said}. What the"
+                ' assistant says is learned, unless it has "weight": 0; other roles are not, and'
+                " nothing counts by another weight or name. Mend or remove it."
+            )
+        content, calls = given.get("content"), given.get("tool_calls", given.get("function_call"))
+        if not (isinstance(content, str | list | dict) or (content is None and calls)):
+            raise ValueError(
+                f"{row.place()}: message {number}, of {given['role']!r}, has no text as content:"
+                f" {str(given)[:80]}. Write the chat as {wanted}."
+            )
+        several, one = given.get("tool_calls") or [], given.get("function_call") or {}
+        if not (isinstance(several, list) and all(isinstance(c, dict) for c in [*several, one])):
+            raise ValueError(
+                f"{row.place()}: message {number}, of {given['role']!r}, has calls that no template"
+                f' reads: {calls!r:.80}. Write "tool_calls": [{{"function": {{"name": "...",'
+                ' "arguments": {...}}}].'
+            )
+        plain.append(given)
+        learned += [bool(weight)] if speaks else []
+    return plain, learned
+
+
+def with_words(
+    messages: list[dict[str, Any]], tools: Any, template: str, text: str
+) -> tuple[list[dict[str, Any]], Any, dict[str, str]]:
+    """A chat with a word of its own behind each of its texts, by which to see what is written.
+
+    What was thought before the last question, which many templates leave out by design, has none
+    if the template knows of it; nor has a tool's name that is in the ``text`` by its call's number.
+
+    Returns:
+        The messages and tools with the words, and word -> what it stands behind.
+    """
+    words: dict[str, str] = {}
+
+    def mark(value: Any, what: str) -> Any:
+        if isinstance(value, list):
+            return [mark(each, what) for each in value]
+        if isinstance(value, dict):
+            plain = "type", "id"
+            return {key: each if key in plain else mark(each, what) for key, each in value.items()}
+        if not isinstance(value, str) or not value.strip():
+            return value
+        word = f"zq{len(words)}qz"
+        words[word] = what
+        return value + word
+
+    def mark_function(given: Any, what: str, where: str = "", number: Any = None) -> Any:
+        if not isinstance(given, dict):
+            return given
+        number = str(given.get("id") or number or "")
+        if "function" in given:
+            return given | {"function": mark_function(given["function"], what, where, number)}
+        if "name" not in given:
+            return mark(given, what + where)
+        what = f"{what} {given.get('name')!r:.80}{where}"
+        inside = {"name": what, "arguments": f"the arguments of {what}"}
+        if isinstance(given.get("arguments"), dict) and given["arguments"]:
+            # Numbers take no word: one more argument does, which is written with them.
+            given = given | {"arguments": given["arguments"] | {"zq": "zq"}}
+        if number and str(given.get("name")) in number and number in text:  # Kimi K2's
+            del inside["name"]
+        return given | {key: mark(given[key], inside[key]) for key in inside if key in given}
+
+    asked = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
+    marked = []
+    for number, message in enumerate(messages):
+        where, each = f"message {number}, of {message['role']!r}", dict(message)
+        content = each.get("content")
+        if isinstance(content, str):
+            head, end, after = content.rpartition("</think>")
+            before, start, thought = head.partition("<think>")
+            if number > asked:
+                thought = mark(thought, f"what was thought (up to </think>) in {where}")
+            each["content"] = mark(before, where) + start + thought + end + mark(after, where)
+        elif content:
+            each["content"] = mark(content, where)
+        for name in _THOUGHTS:
+            if name in each and (number > asked or not _KNOWS_THOUGHTS.search(template)):
+                each[name] = mark(each[name], f"{name!r} of {where}")
+        for name in filter(_MAY_BE_SAID.fullmatch, each.keys() - {"tool_calls", "function_call"}):
+            each[name] = mark(each[name], f"{name!r} of {where}")
+        place = "the call of", f" in {where}"
+        if isinstance(calls := each.get("tool_calls"), list):
+            each["tool_calls"] = [mark_function(one, *place) for one in calls]
+        if "function_call" in each:
+            each["function_call"] = mark_function(each["function_call"], *place)
+        marked.append(each)
+    if isinstance(tools, list):
+        tools = [mark_function(each, "the tool") for each in tools]
+    return marked, tools, words
+
+
+def check_written(messages: list[dict[str, Any]], words: dict[str, str], text: str) -> None:
+    """Refuse a chat of which the template leaves something out, or writes it as no JSON.
+
+    ``messages`` and ``words`` are those of :func:`with_words`, ``text`` what is made of them.
+
+    Raises:
+        ValueError: what is left out or written otherwise, with the remedy.
+    """
+    _check_in_json(messages, text)
+    there = set(_PLAIN_WORD.findall(text))  # not a search for each: of 10,000 that takes hours
+    if lost := next((what for word, what in words.items() if word not in there), None):
+        raise ValueError(
+            f"it leaves out {lost}. Use a template that writes it; or put it where this one"
+            " writes it (into the content, or into a message of another role), or remove it."
+        )
+
+
+def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
+    """Refuse content, or arguments of a call, that the template has not written as JSON does.
+
+    Both are with words (:func:`with_words`), so that it is they, and nothing like them elsewhere.
+    """
+    calls = []
+    for message in messages:
+        content = message.get("content")
+        parts = [content, *content] if isinstance(content, list) else [content]
+        for part in parts:
+            if part and isinstance(part, list | dict) and str(part) in text:
+                raise ValueError(
+                    f"it knows no content in parts, and would have {_WORD.sub('', str(part))[:80]}"
+                    " learned. Put the text itself there, or use a template that reads parts."
+                )
+        calls += [*(message.get("tool_calls") or ()), message.get("function_call")]
+    for each in calls:
+        function = each.get("function", each) if isinstance(each, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):  # as OpenAI writes them
+            wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
+        else:
+            wrong = {str(arguments)} - {json.dumps(arguments)}
+        if found := [written for written in wrong if arguments and written in text]:
+            raise ValueError(
+                f"it would have the arguments of a call learned as {_WORD.sub('', found[0])[:80]}."
+                " Give them as an object if it is a text that is encoded twice, and as a text if it"
+                " is Python's."
+            )
+
+
+def check_beside(row: Row, text: str) -> None:
+    """Refuse a row that says more of a chat in columns which no template is given."""
+    for name in _BESIDE:
+        said = row.record.get(name)
+        if said and not (isinstance(said, str) and said.strip() in text):
+            raise ValueError(
+                f"it is not given the row's {name!r}. Put that into the messages (functions into"
+                " 'tools'), or remove the column."
+            )
