@@ -28,7 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_wlb.data.stores.document_store import DocumentStore, check_tokens, name_of
+from lightning_wlb.data.stores.document_store import (
+    DocumentStore,
+    DocumentSubset,
+    check_tokens,
+    name_of,
+)
 from lightning_wlb.data.stores.mixture import MixedDocuments
 
 
@@ -166,6 +171,10 @@ def check_corpora(
 
 def _digest(store: DocumentStore) -> int:
     sha = hashlib.sha256(repr(store.vocab_size).encode())
+    subset = store
+    while isinstance(subset, DocumentSubset) and np.ptp(store.lengths) == 0:
+        sha.update(subset.numbers.tobytes())  # which the lengths do not tell apart
+        subset = subset.store
     last = len(store.lengths) - 1
     for document in sorted(
         {round(last * part / (SAMPLED_DOCUMENTS - 1)) for part in range(SAMPLED_DOCUMENTS)}

@@ -6,7 +6,7 @@ import torch
 
 from lightning_wlb.data.batch import make_step_batch
 from lightning_wlb.data.loader import StepDataset, StepLoader
-from lightning_wlb.data.open_documents import documents
+from lightning_wlb.data.open_documents import documents, hold_out
 from lightning_wlb.data.store_checks import (
     SAMPLED_TOKENS,
     check_has_targets,
@@ -14,6 +14,7 @@ from lightning_wlb.data.store_checks import (
     read_mask,
     read_tokens,
 )
+from lightning_wlb.data.stores.document_store import DocumentStore
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.mesh import Rank
 from lightning_wlb.models.config import TransformerConfig
@@ -152,6 +153,19 @@ def test_it_tells_tokens_masks_and_vocabularies_apart() -> None:
     assert corpus_digests(InMemoryDocuments(np.array(SEQUENCES, np.int32)))[0].digest == digests[0]
     # One that is not sampled: it is no proof.
     assert corpus_digests(changed(1))[0].digest == digests[0]
+
+
+def test_it_tells_apart_which_documents_of_one_length_are_held_out() -> None:
+    store = InMemoryDocuments([[number, number] for number in range(2000)])
+
+    def trained_on(*held_out: int) -> DocumentStore:
+        rest: DocumentStore = store
+        for number in held_out:
+            rest, _ = hold_out(rest, number, 3, "documents")
+        return rest
+
+    digests = [corpus_digests(trained_on(*each))[0].digest for each in ((1, 2), (2, 1), (1, 2))]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_each_store_of_a_mixture_has_its_own() -> None:
