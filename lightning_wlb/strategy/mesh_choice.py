@@ -135,28 +135,16 @@ class MeshOptions:
         fits = all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))
         return fits and mesh.devices == world_size
 
-    def __str__(self) -> str:
-        return f"{self.sizes}, schedule {self.schedule}, {self.virtual_stages} virtual stages"
 
+def choose_run_mesh(
+    options: MeshOptions, devices: RunDevices, trainer: pl.Trainer
+) -> tuple[Mesh, str, bool, Profile | None]:
+    """The mesh of a run, and what goes with it; collective over all ranks.
 
-@dataclass(frozen=True, kw_only=True)
-class RunMesh:
-    """The mesh of a run, and what goes with it.
-
-    Args:
-        searched: whether it was searched for, by this run or by the one that has split the module.
-        profile: the device profile that plans the run's steps; None: the data module's does, and
-            without one exact work.
-    """
-
-    mesh: Mesh
-    schedule: str
-    searched: bool
-    profile: Profile | None
-
-
-def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Trainer) -> RunMesh:
-    """The mesh of a run; collective over all ranks.
+    Returns:
+        The mesh; its schedule; whether it was searched for, by this run or by the one that has
+        split the module; and the device profile that plans the run's steps. None: the data
+        module's does, and without one exact work.
 
     Raises:
         MisconfigurationException: the sizes do not fit the ranks, or ranks were not given the same.
@@ -166,7 +154,7 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
     known = "profile=None"
     if data is not None and (data.profile is not None or data.plans_by_work):
         known = 'profile="none"' if data.profile is None else data.profile.provenance
-    mine = {"sizes": str(options), "device profile": known}
+    mine = {name: str(each) for name, each in vars(options).items()} | {"device profile": known}
     # Ranks that go different ways here, or to different meshes, would wait for each other.
     compare_ranks(lambda: mine | settings_of(trainer))
     backend, earlier = "auto", None
@@ -186,14 +174,14 @@ def choose_run_mesh(options: MeshOptions, devices: RunDevices, trainer: pl.Train
             request = partial(mesh_request, options, devices, data, module, profile)
             mesh, schedule = Ranks().lead(lambda: _answer(request()))
             PROGRESS.begin()
-            return RunMesh(mesh=mesh, schedule=schedule, searched=True, profile=profile)
+            return mesh, schedule, True, profile
         rank_zero_info(
             "WLBStrategy: no mesh is chosen, since no device profile is known of"
             f" {devices.device.type} devices on {devices.nodes} nodes. Give"
             " WLBDataModule(profile=...), or the sizes."
         )
     rank_zero_info(f"WLBStrategy: mesh {mesh}")
-    return RunMesh(mesh=mesh, schedule=schedule, searched=searched, profile=profile)
+    return mesh, schedule, searched, profile
 
 
 def run_profile(

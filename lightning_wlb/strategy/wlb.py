@@ -42,7 +42,7 @@ from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.checkpointing import END_SECONDS, Checkpointer
 from lightning_wlb.strategy.launch import Processes, RunDevices, tell_rank
-from lightning_wlb.strategy.mesh_choice import MeshOptions, RunMesh, Size, choose_run_mesh
+from lightning_wlb.strategy.mesh_choice import MeshOptions, Size, choose_run_mesh
 from lightning_wlb.strategy.run_planning import RunPlanning
 from lightning_wlb.strategy.split_model import SplitModel, StepRunner, describe_model
 from lightning_wlb.supervision.faults import without_hiding_cause
@@ -112,7 +112,7 @@ class WLBStrategy(ParallelStrategy):
     # Known once the processes are connected: the mesh, this rank's place and process groups; and
     # once the model is split: the model on this rank, what runs its steps, and the module.
     _devices: RunDevices
-    _chosen: RunMesh
+    _searched: bool
     rank: Rank
     mesh_groups: MeshGroups
     split: SplitModel
@@ -242,10 +242,11 @@ class WLBStrategy(ParallelStrategy):
             reduce_dtype=name_of(self.reduce_dtype),
             overlap=self.overlap == "auto",
         )
-        chosen = self._chosen = choose_run_mesh(self.options, devices, trainer)
-        self.planning.begin(chosen.profile)
-        self.schedule = chosen.schedule
-        self.rank = chosen.mesh.coordinate(self.global_rank)
+        mesh, self.schedule, self._searched, profile = choose_run_mesh(
+            self.options, devices, trainer
+        )
+        self.planning.begin(profile)
+        self.rank = mesh.coordinate(self.global_rank)
         self.mesh_groups = mesh_groups(self.rank, self.root_device, self.processes.timeout)
 
     def barrier(self, name: str | None = None) -> None:
@@ -293,7 +294,7 @@ class WLBStrategy(ParallelStrategy):
             precision=self.precision_plugin,
             device=self.root_device,
             mean_context=0 if data is None else data.mean_context,
-            mesh_searched=self._chosen.searched,
+            mesh_searched=self._searched,
         )
         precision = str(self.precision_plugin.precision)
         self.split.check(self.mesh, self.schedule, self.mesh_groups, precision)

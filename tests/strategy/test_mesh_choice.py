@@ -131,8 +131,8 @@ def test_the_steps_that_run_are_those_that_were_simulated(ranks) -> None:
     [
         (0, "The ranks hold different plans for step 0: digest "),
         (1, "on 0"),
-        (3, "sizes: ('auto', 'auto', 'auto', 'auto'), schedule auto, None virtual stages on ranks"),
-        (3, "on ranks 0, 1, 2; (4, 'auto', 'auto', 'auto'), schedule auto"),
+        (3, "sizes: ('auto', 'auto', 'auto', 'auto') on ranks"),
+        (3, "on ranks 0, 1, 2; (4, 'auto', 'auto', 'auto') on rank 3"),
         (4, "device profile: profile=None on rank 0; "),
         (5, "on ranks 0, 2, 3; off on rank 1"),
     ],
