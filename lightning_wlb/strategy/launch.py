@@ -118,9 +118,6 @@ class Launcher(_SubprocessScriptLauncher):
         **kwargs: Any,
     ) -> Any:
         """Start the ranks, then call the function."""
-        self.cluster_environment.validate_settings(
-            num_devices=self.num_processes, num_nodes=self.num_nodes
-        )
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
             try:
