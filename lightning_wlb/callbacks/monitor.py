@@ -47,7 +47,6 @@ from lightning_wlb.prediction.step import StepPrediction
 from lightning_wlb.profiling.device import peak_flops
 from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.strategy.wlb import WLBStrategy
-from lightning_wlb.training.executor import Executor
 from lightning_wlb.training.precision import name_of
 
 
@@ -114,9 +113,9 @@ class ImbalanceMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to measure, and forget the run before."""
-        strategy, executor = trainer.strategy, _executor(trainer)
+        strategy = trainer.strategy
         assert isinstance(strategy, WLBStrategy)
-        executor.measure()
+        strategy.executor.measure()
         self._mesh = strategy.mesh
         dtype = trainer.precision_plugin.compute_dtype  # type: ignore[attr-defined]
         peak = peak_flops(strategy.root_device, dtype)
@@ -127,7 +126,8 @@ class ImbalanceMonitor(L.Callback):
         data = data_module_of(trainer)
         if self.profile is not None and data is not None:
             self.profile.check(
-                device_type=strategy.root_device.type, dtype=name_of(executor.pipeline.dtype)
+                device_type=strategy.root_device.type,
+                dtype=name_of(strategy.executor.pipeline.dtype),
             )
             assert isinstance(pl_module, LanguageModule)
             self._predictor = replace(
@@ -153,11 +153,12 @@ class ImbalanceMonitor(L.Callback):
         """Gather every rank's timings, keep the step's figures and log them. Collective."""
         assert self._records is not None
         assert isinstance(batch, StepBatch)
+        assert isinstance(trainer.strategy, WLBStrategy)
         plan = batch.plan
         shapes = imbalance.shapes_of(plan, self._mesh)
         counts = [len(replica.forward) for replica in plan.replicas]
         elapsed = time.perf_counter() - self._begin
-        own = imbalance.rank_timings(_executor(trainer).timings(), max(counts))
+        own = imbalance.rank_timings(trainer.strategy.executor.timings(), max(counts))
         mine = torch.tensor([elapsed, batch.wait_seconds, *own.ravel()], dtype=torch.float64)
         everyone = gather_from_all_ranks(mine.to(trainer.strategy.root_device)).cpu().numpy()
         elapsed, wait = everyone[:, :2].max(axis=0).tolist()
@@ -294,8 +295,3 @@ def _epochs(state: dict[str, Any]) -> dict[str, float]:
         f"wlb/epoch/{name}": standing["passes"] + standing["position"] / standing["documents"]
         for name, standing in state.get("mixture", {}).items()
     }
-
-
-def _executor(trainer: L.Trainer) -> Executor:
-    assert isinstance(trainer.strategy, WLBStrategy)
-    return trainer.strategy.executor
