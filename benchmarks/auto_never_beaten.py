@@ -140,7 +140,11 @@ class Case(NamedTuple):
         for tensor in (1, 2, 4, 8):
             mesh = Mesh(self.data, self.pipeline, tensor=tensor)
             predictor = Predictor(LatencyModel(profile, SHAPE, mesh), stages)
-            if predictor.longest_micro_batch(self.micro_batches, "full") >= self.window:
+            longest, ranks = predictor.memory.model.longest_micro_batch, self.pipeline
+            opened = (min(ranks - rank, self.micro_batches) for rank in range(ranks))
+            given = predictor.usable_bytes, self.micro_batches, "full"
+            each = zip(predictor.memory.rank_parts, opened, strict=True)
+            if min(longest(*one, *given) for one in each) >= self.window:
                 break
         return Work.of(SHAPE), mesh, ProfileScorer(predictor)
 

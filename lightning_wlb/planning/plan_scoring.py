@@ -243,7 +243,7 @@ class ProfileScorer:
         are left out.
         """
         modes = modes_of(self.activation_checkpointing)
-        return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(1, mode))]
+        return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(mode))]
 
     def __call__(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         """The score of the step with the recomputation that :meth:`settled` would give it."""

@@ -45,11 +45,11 @@ from lightning_wlb.prediction.micro_batch import (
 )
 from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
-from lightning_wlb.prediction.step_memory import StepMemory, most_open
+from lightning_wlb.prediction.step_memory import StepMemory
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.schedule.layer_split import split_stages
 from lightning_wlb.schedule.packflow import backward_orders
-from lightning_wlb.schedule.programs import check_stages, make_programs, program_of
+from lightning_wlb.schedule.programs import check_stages, program_of
 from lightning_wlb.schedule.simulator import simulate_replicas
 from lightning_wlb.sharding import ADAPTIVE, layout
 
@@ -144,19 +144,10 @@ class Predictor:
         """Bytes of the device that may be filled."""
         return usable_bytes(self.latency.profile, self.latency.mesh, self.groups)
 
-    def longest_micro_batch(self, micro_batches: int, recompute: Recompute = "none") -> int:
-        """L_max: tokens of the longest micro-batch that fits, if all of a replica's are as long.
-
-        The schedule decides how many are open at once on each rank. The result is 0 where the state
-        alone fills the memory.
-        """
-        mesh = self.latency.mesh
-        programs = make_programs(self.schedule, mesh.pipeline, micro_batches, mesh.virtual_stages)
-        longest, given = self.memory.model.longest_micro_batch, (micro_batches, recompute)
-        return min(
-            longest(parts, most_open(program, mesh.virtual_stages), self.usable_bytes, *given)
-            for parts, program in zip(self.memory.rank_parts, programs, strict=True)
-        )
+    def longest_micro_batch(self, recompute: Recompute = "none") -> int:
+        """L_max: tokens of the longest micro-batch that fits as a replica's only one, or 0."""
+        longest, usable = self.memory.model.longest_micro_batch, self.usable_bytes
+        return min(longest(parts, 1, usable, 1, recompute) for parts in self.memory.rank_parts)
 
     def micro_batch(
         self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, going_on: int = 0

@@ -255,10 +255,10 @@ def test_the_peak_counts_the_open_micro_batches_of_the_schedule() -> None:
 
 def test_the_longest_micro_batch_fits_in_the_predicted_peak() -> None:
     model = predictor(Mesh(pipeline=2))
-    longest = model.longest_micro_batch(8)
+    longest = model.longest_micro_batch()
     available = H100.memory_bytes * 92 // 100
-    assert model.predict(plan_of([[[longest]] * 8])).peak_bytes <= available
-    assert model.predict(plan_of([[[longest + 2000]] * 8])).peak_bytes > available
+    assert model.predict(plan_of([[[longest]]])).peak_bytes <= available
+    assert model.predict(plan_of([[[longest + 2000]]])).peak_bytes > available
 
 
 def test_planned_steps_are_predicted_and_an_idle_replica_too() -> None:

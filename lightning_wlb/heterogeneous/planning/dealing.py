@@ -97,7 +97,7 @@ class PipelineKind:
         """Lengths of pieces, and the predicted ns of each."""
         predictor = self.scorer.predictor
         modes = modes_of(self.scorer.activation_checkpointing)
-        limits = [(predictor.longest_micro_batch(1, mode), mode) for mode in modes]
+        limits = [(predictor.longest_micro_batch(mode), mode) for mode in modes]
         longest = self.longest << (self.count.bit_length() - 1)
         grid = (2 ** (np.arange(12, 2 * longest.bit_length()) / 2)).astype(np.int64)
         grid = np.append(grid[grid < longest], max(longest, 1))

@@ -123,7 +123,7 @@ def scorer_of(mesh, tokens, mode):
         return ProfileScorer(Predictor(LatencyModel(profile, SMALL, mesh), stages))
 
     def holds(megabytes):
-        return with_memory(megabytes).predictor.longest_micro_batch(1, mode) >= tokens
+        return with_memory(megabytes).predictor.longest_micro_batch(mode) >= tokens
 
     return with_memory(bisect_left(range(80_000), True, key=holds))
 
