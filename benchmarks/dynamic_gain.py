@@ -120,7 +120,7 @@ def meshes(request: MeshRequest) -> list[Mesh]:
     """The legal ones, or the best of them by the closed form."""
     form = ClosedForm(request)
     legal = legal_meshes(request)
-    fit = {mesh: each for mesh in legal if (each := form.estimate(mesh).step_ns)}
+    fit = {mesh: each for mesh in legal if (each := form.step_ns(mesh))}
     return sorted(fit, key=fit.__getitem__)[:MANY]
 
 

@@ -102,7 +102,7 @@ def request_of(asked: Asked, profile: str, steps: int) -> MeshRequest:
 def regret(request: MeshRequest, found: dict[str, Any], save: Callable[[], None]) -> None:
     """Put every mesh into ``found``, in the order of the closed form, and the search's choice."""
     form, rows = ClosedForm(request), found.setdefault("meshes", {})
-    estimates = {mesh: form.estimate(mesh).step_ns for mesh in legal_meshes(request)}
+    estimates = {mesh: form.step_ns(mesh) for mesh in legal_meshes(request)}
     fit = [mesh for mesh, step in estimates.items() if step]
     for mesh in sorted(fit, key=lambda mesh: (estimates[mesh], *mesh.shape, mesh.virtual_stages)):
         if name_of(mesh) not in rows:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +50,6 @@ SLICING = ("auto", "slim")
 """Packings that cut pieces into slices and share pieces between replicas."""
 
 
-class Estimate(NamedTuple):
-    """What the closed form says of a mesh."""
-
-    step_ns: int  #: what a step takes; 0 where nothing fits
-    state_bytes: int  #: parameters, gradients and optimizer state of the fullest rank
-
-
 @dataclass(frozen=True, eq=False)
 class ClosedForm:
     """Estimates steps of a request on any mesh."""
@@ -65,16 +57,15 @@ class ClosedForm:
     request: MeshRequest
     _by_tensor: dict[int, Integers] = field(default_factory=dict, init=False)
 
-    def estimate(self, mesh: Mesh) -> Estimate:
-        """The fastest step over numbers of micro-batches and modes that fit."""
+    def step_ns(self, mesh: Mesh) -> int:
+        """The fastest step over numbers of micro-batches and modes that fit; 0 where none does."""
         predictor = self.request.predictor(mesh)
-        state = max(predictor.memory.state_bytes)
-        if state > predictor.usable_bytes:
-            return Estimate(0, state)
+        if max(predictor.memory.state_bytes) > predictor.usable_bytes:
+            return 0
         least = -(-self._step_tokens // (mesh.data * self.request.data.token_cap))
         multiples = MULTIPLES if self._slices else MULTIPLES[:1]
         steps = (self._least_ns(predictor, multiple * least) for multiple in multiples)
-        return Estimate(min(filter(None, steps), default=0), state)
+        return min(filter(None, steps), default=0)
 
     def _least_ns(self, predictor: Predictor, count: int) -> int:
         """Time of a step of ``count`` micro-batches with the least recomputation; 0: none fits."""

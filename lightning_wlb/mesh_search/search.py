@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lightning_wlb.cost.memory_model import usable_bytes
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.mesh_search.closed_form import ClosedForm
 from lightning_wlb.mesh_search.evaluate import SAMPLED, Evaluation, LeftOut, MeshChoice, name_of
@@ -211,11 +210,11 @@ def _pruned(
     for number, mesh in enumerate(legal):
         if number % 16 == 0:
             tell("estimating meshes", number, len(legal))
-        estimate = form.estimate(mesh)
-        if estimate.step_ns:
-            fit.append((estimate.step_ns, (*mesh.shape, mesh.virtual_stages), mesh))
+        if step_ns := form.step_ns(mesh):
+            fit.append((step_ns, (*mesh.shape, mesh.virtual_stages), mesh))
             continue
-        state = estimate.state_bytes > usable_bytes(request.profile, mesh)
+        predictor = request.predictor(mesh)
+        state = max(predictor.memory.state_bytes) > predictor.usable_bytes
         what = "parameters, gradients and optimizer state" if state else "activations"
         reasons.setdefault(f"{what} do not fit", []).append(mesh)
     return [mesh for _, _, mesh in sorted(fit, key=lambda each: each[:2])]

