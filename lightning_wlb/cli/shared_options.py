@@ -98,8 +98,13 @@ def given_model(text: str) -> GivenModel:
     elif isinstance(config, Mapping) and "model_type" not in config:
         shape = as_config({**config, **changes}).shape
     else:
-        shape, foreign = _foreign(config, changes)
-        return GivenModel(shape, changes, file, settings, foreign)
+        from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
+
+        if changes and not isinstance(config, Mapping):
+            config = read_config(config).to_dict()
+            del config["transformers_version"]
+        foreign = read_config({**config, **changes} if changes else config)
+        return GivenModel(shape_of(foreign), changes, file, settings, foreign)
     return GivenModel(shape, changes, file, settings)
 
 
@@ -142,17 +147,6 @@ def _expanded(node: Any, known: dict[int, int]) -> int:
         below = (_expanded(each, known) for pair in pairs for each in pair)
         known[id(node)] = sum(below, len(node.value) + 1)
     return known[id(node)]
-
-
-def _foreign(config: Any, changes: Mapping[str, Any]) -> tuple[ModelShape, PretrainedConfig]:
-    """The shape and the config for a Hugging Face config, folder or name."""
-    from lightning_wlb.models.huggingface.config_and_shape import read_config, shape_of
-
-    if changes and not isinstance(config, Mapping):
-        config = read_config(config).to_dict()
-        del config["transformers_version"]
-    found = read_config({**config, **changes} if changes else config)
-    return shape_of(found), found
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
