@@ -1,6 +1,6 @@
 """Pickles of a checkpoint that can ask for no more memory or time than their bytes are worth.
 
-A pickle calls what it names. In :func:`load_records` each of the few names that a format needs
+A pickle calls what it names. In :class:`NamedRecords` each of the few names that a format needs
 becomes a record which only keeps its arguments. ``torch.load(weights_only=True)`` makes tensors and
 plain values by a list of calls, some of which a few bytes can let grow without bounds:
 ``bytearray(10**12)``, hexadecimal of hexadecimal, packed records of the archive.
@@ -135,16 +135,12 @@ _Records.dispatch = {
 }
 
 
-def load_records(stored: bytes, names: Collection[str]) -> Any:
-    """Unpickle plain values, records of ``names`` (with modules), and torch's dtypes.
+class NamedRecords(_Records):
+    """Unpickles plain values, records of ``names`` (with modules), and torch's dtypes.
 
-    Raises:
-        Exception: of any kind, where the pickle is damaged or holds more.
+    Its ``load`` raises an exception of any kind where the pickle is damaged or holds more.
     """
-    return _NamedRecords(stored, names).load()
 
-
-class _NamedRecords(_Records):
     _other_keys = (Record,)  # each is a key of its own
 
     def __init__(self, stored: bytes, names: Collection[str]) -> None:

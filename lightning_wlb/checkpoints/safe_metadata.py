@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.pickle_checks import Record, load_records
+from lightning_wlb.checkpoints.pickle_checks import NamedRecords, Record
 from lightning_wlb.file_checks import check_regular, read_bytes
 
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ def read(folder: Path) -> Metadata:
     (folder / NAME).lstat()  # what is not there is not damaged
     try:
         stored = read_bytes(folder / NAME, _MOST_BYTES)
-        return _metadata(folder, load_records(stored, _RECORDS))
+        return _metadata(folder, NamedRecords(stored, _RECORDS).load())
     except Exception as error:  # a pickle of anything else can lead to any
         raise Damaged(
             f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.pickle_checks import load_plain, load_records, load_state
+from lightning_wlb.checkpoints.pickle_checks import NamedRecords, load_plain, load_state
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import list_anew, load, save
 
@@ -260,12 +260,12 @@ def collisions(count: int, protocol: int = 2) -> bytes:
 )
 def test_operations_that_lead_astray_are_refused(operations: bytes, message: str) -> None:
     with pytest.raises(Exception, match=message):
-        load_records(operations, {"own.One"})
+        NamedRecords(operations, {"own.One"}).load()
 
 
 def test_a_place_far_off_in_the_memo_takes_no_room() -> None:
     tracemalloc.start()
-    assert load_records(b"\x80\x04]" + MEMO + b".", ()) == []
+    assert NamedRecords(b"\x80\x04]" + MEMO + b".", ()).load() == []
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
 
@@ -287,7 +287,7 @@ def test_no_key_has_a_hash_that_somebody_chose(key: Any) -> None:
 def test_records_are_made_of_what_pickle_writes() -> None:
     value = {"t": ("tt", "t" * 300), "l": [1, 300, -70_000, 2**70, 1.5, None, True, b"t"], "e": ()}
     for protocol in (4, 5):
-        assert load_records(pickle.dumps(value, protocol), ()) == value
+        assert NamedRecords(pickle.dumps(value, protocol), ()).load() == value
 
 
 def test_a_lie_about_itself_has_a_short_message(tmp_path: Path) -> None:
