@@ -98,8 +98,7 @@ class Predictor:
         groups: process groups of a rank, which take memory; by default those of the mesh.
 
     Raises:
-        ValueError: another number of stages than the mesh has, or a schedule that cannot run so
-            many per rank.
+        ValueError: a schedule that cannot run so many stages per rank.
     """
 
     latency: LatencyModel
@@ -111,11 +110,7 @@ class Predictor:
 
     def __post_init__(self) -> None:
         mesh = self.latency.mesh
-        if len(self.stages) != mesh.stages:
-            raise ValueError(
-                f"{len(self.stages)} stages for pipeline={mesh.pipeline} ranks with"
-                f" virtual_stages={mesh.virtual_stages} each: give {mesh.stages}."
-            )
+        assert len(self.stages) == mesh.stages, "stages of another mesh"
         check_stages(self.schedule, mesh.virtual_stages)
 
     @cached_property
@@ -168,22 +163,13 @@ class Predictor:
         return forward, backward
 
     def predict(self, plan: StepPlan) -> StepPrediction:
-        """The simulated step.
+        """The simulated step of a plan for the mesh; one with schemes is a :class:`.Pool`'s.
 
         Raises:
-            ValueError: a replica count or a strategy that is not the mesh's, or shared
-                micro-batches with virtual stages.
+            ValueError: micro-batches that are shared with virtual stages.
         """
-        mesh = self.latency.mesh
-        if plan.schemes:
-            raise ValueError(
-                f"step {plan.step} has a strategy of its own, but is to be predicted on the mesh"
-                f" {mesh}. Use lightning_wlb.heterogeneous.planning.pool.Pool.predict."
-            )
-        if len(plan.replicas) != mesh.data:
-            raise ValueError(
-                f"the plan is for {len(plan.replicas)} replicas, the mesh {mesh} has {mesh.data}."
-            )
+        assert not plan.schemes, "pipelines of its own"
+        assert len(plan.replicas) == self.latency.mesh.data, "a plan for another mesh"
         return StepPrediction(plan, self.latency, *self.simulate(plan.replicas))
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
