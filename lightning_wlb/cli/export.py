@@ -26,7 +26,6 @@ from lightning_wlb.file_checks import check_regular, printable, read_json
 if TYPE_CHECKING:
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 
-DTYPES = ("bfloat16", "float32")
 _PREFIX = "model."  # of the decoder in the module
 
 
@@ -46,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " to it (default: the one that training started from)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (default: that of the model's config)"
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the weights (default: that of the model's config)",
     )
     parser.add_argument("--force", action="store_true", help="replace an export that is there")
 

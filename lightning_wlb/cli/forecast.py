@@ -30,7 +30,6 @@ from lightning_wlb.mesh_search.evaluate import MeshRow, evaluate, name_of
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import piece_counts
 from lightning_wlb.planning.packing import PACKINGS
-from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.prediction.step import StepPrediction
 
 WORTH = 1.03
@@ -134,7 +133,7 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     predictor = request.predictor(request.mesh)
     state = max(predictor.memory.state_bytes)
     if state > predictor.usable_bytes:
-        raise _too_large(predictor, request, "model", "its state", state)
+        raise _too_large(request, "model", "its state", state)
     fit: list[Forecast] = []
     too_large: list[Forecast] = []
     for each in requests:
@@ -144,19 +143,12 @@ def compare(requests: Sequence[MeshRequest]) -> Comparison:
     if fit:
         return Comparison(request, fit, too_large)
     least = min(too_large, key=lambda forecast: forecast.row.peak_bytes)
-    raise _too_large(
-        predictor,
-        request,
-        f"run with packing {least.packing}",
-        "all that it holds",
-        least.row.peak_bytes,
-    )
+    what, held = f"run with packing {least.packing}", "all that it holds"
+    raise _too_large(request, what, held, least.row.peak_bytes)
 
 
-def _too_large(
-    predictor: Predictor, request: MeshRequest, what: str, held: str, size: int
-) -> ValueError:
-    usable, profile = predictor.usable_bytes, predictor.latency.profile
+def _too_large(request: MeshRequest, what: str, held: str, size: int) -> ValueError:
+    usable, profile = request.predictor(request.mesh).usable_bytes, request.profile
     return ValueError(
         f"The {what} does not fit on the mesh {request.mesh} with activation checkpointing"
         f" {request.activation_checkpointing!r}: {held} would fill {size / 1e9:.3g} GB of a device,"

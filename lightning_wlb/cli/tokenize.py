@@ -119,7 +119,10 @@ def next_command(out: Path, made: dict[str, Any]) -> str:
         import torch
 
         gpus = torch.cuda.device_count()
-    window, model, profile = suggested_window(made), "7b", "h100"
+    # The least power of two that holds the documents in which 99 % of the tokens are.
+    shares = np.cumsum([tokens for _, tokens in made["by_length"]])
+    window = 2 << int(np.argmax(shares >= 0.99 * made["tokens"]))
+    model, profile = "7b", "h100"
     if not gpus:
         here = Path("examples/pretrain.yaml")
         model, profile = str(here) if here.is_file() else "tiny", "cpu"
@@ -129,12 +132,6 @@ def next_command(out: Path, made: dict[str, Any]) -> str:
         f" --model {model},vocab_size={made['vocab_size']} --mesh auto --devices {gpus or 2} \\\n"
         f"      --micro-batches 4 --context-window {window} --profile {profile}"
     )
-
-
-def suggested_window(made: dict[str, Any]) -> int:
-    """The least power of two that holds the documents in which 99 % of the tokens are."""
-    shares = np.cumsum([tokens for _, tokens in made["by_length"]])
-    return 2 << int(np.argmax(shares >= 0.99 * made["tokens"]))
 
 
 def _counted(number: int, what: str) -> str:
