@@ -168,14 +168,6 @@ class Evaluation:
         return sum(step.total_ns for step in self.steps)
 
     @property
-    def order(self) -> tuple[int, tuple[int, ...]]:
-        """For sorting: by time, of equals those with most replicas first.
-
-        All meshes of a request train on the same pieces, so times compare as they are.
-        """
-        return self.steps_ns, (*(-size for size in self.mesh.shape), self.mesh.virtual_stages)
-
-    @property
     def row(self) -> MeshRow:
         """Figures of the steps so far, at least one."""
         plans = [step.plan for step in self.steps]

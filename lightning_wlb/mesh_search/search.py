@@ -134,14 +134,18 @@ def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
     return None
 
 
-def choose_mesh(request: MeshRequest, *, progress: Progress | None = None) -> MeshChoice:
+def silent(what: str, done: int, whole: int) -> None:
+    """Progress that nobody asked for."""
+
+
+def choose_mesh(request: MeshRequest, *, progress: Progress = silent) -> MeshChoice:
     """The fastest mesh for a request, with the next ones.
 
     Raises:
         ValueError: no mesh is legal, or none fits in memory; the message says why, and how many
             devices would do.
     """
-    found = _search(request, progress or _silent)
+    found = _search(request, progress)
     if found.rows:
         return found
     raise ValueError(_nothing(request, found))
@@ -158,8 +162,9 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
         fit = _raced(request, [Evaluation(request, mesh) for mesh in more], reasons, tell)
     if others:
         reasons["slower than others, by the closed form"] = others
-    fit.sort(key=lambda each: each.order)
     rows = [each.row for each in fit]
+    # All meshes train on the same pieces. Of equal times those with most replicas come first.
+    rows.sort(key=lambda row: (row.steps_ns, [-n for n in row.mesh.shape], row.mesh.virtual_stages))
     if rows:
         close = [row for row in rows if row.steps_ns <= CLOSE * rows[0].steps_ns]
         taken = min(close, key=lambda row: row.communication_ns)
@@ -242,13 +247,9 @@ def _smallest(request: MeshRequest) -> int | None:
     devices = 2 * request.devices
     while devices <= LARGEST:
         try:
-            if _search(replace(request, devices=devices, steps=1), _silent).rows:
+            if _search(replace(request, devices=devices, steps=1), silent).rows:
                 return devices
         except ValueError:  # The profile knows no link between so many.
             return None
         devices *= 2
     return None
-
-
-def _silent(what: str, done: int, whole: int) -> None:
-    """Progress that nobody asked for."""

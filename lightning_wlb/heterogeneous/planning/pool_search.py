@@ -30,7 +30,7 @@ from lightning_wlb.heterogeneous.planning.pool import Pool
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.evaluate import name_of
 from lightning_wlb.mesh_search.request import MeshRequest
-from lightning_wlb.mesh_search.search import Progress
+from lightning_wlb.mesh_search.search import Progress, silent
 from lightning_wlb.plan import Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import PlanScore, ProfileScorer
 from lightning_wlb.planning.planner import Release, releases_of
@@ -133,9 +133,7 @@ class _SampledStep(NamedTuple):
         return min(chosen.time_ns, self.on_mesh.time), chosen.schemes
 
 
-def choose_pool(
-    request: MeshRequest, mesh: Mesh, *, progress: Progress | None = None
-) -> PoolChoice:
+def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent) -> PoolChoice:
     """The pipelines that are worth having beside a mesh; none where the gain is too small.
 
     The request's ``steps``, two or more, are the sample.
@@ -157,8 +155,7 @@ def choose_pool(
     def sampled(pool: Pool, releases: Sequence[Release]) -> list[_SampledStep]:
         steps = []
         for release in releases:
-            if progress is not None:
-                progress("simulating pipelines", list(plans).index(release.step), len(plans))
+            progress("simulating pipelines", list(plans).index(release.step), len(plans))
             plan = plans[release.step]
             arranged = pool.arranged(plan.pieces, planner.packer)
             steps.append(_SampledStep(scorer(plan.replicas), arranged))
