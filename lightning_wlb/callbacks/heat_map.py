@@ -151,9 +151,7 @@ class HeatMap:
         return begin + rest
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the figure as PNG, making its folder; do nothing if no step was taken in."""
-        if not self.steps:
-            return
+        """Write the figure as PNG, making its folder, once a step was taken in."""
         step, strategy, milliseconds = self.typical
         rows, columns = milliseconds.shape
         cells = min(max(0.55 * columns, 3.5), 8.0)

@@ -111,8 +111,3 @@ def test_no_text_goes_to_latex(tmp_path: Path):
         figure.subplots().set_title("title")
         save_png(figure, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 0
-
-
-def test_without_steps_nothing_is_written(tmp_path: Path):
-    HeatMap(Mesh()).draw(tmp_path / "map.png", "")
-    assert not (tmp_path / "map.png").exists()
