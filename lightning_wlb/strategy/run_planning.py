@@ -1,10 +1,8 @@
 """What the steps of a run are planned for: the profile, and the pipelines that a step may take.
 
 All of it is settled when a fit is set up, before the data module makes a loader: then the
-heterogeneous pipelines of ``WLBStrategy(dynamic=...)`` are prepared. With ``dynamic="auto"`` they
-are chosen first, by the device profile that plans the run's steps, so that the steps are planned as
-the choice predicted, and a resumed run chooses alike on the same mesh. Where no pipelines are worth
-it, every step runs on the mesh.
+heterogeneous pipelines of ``WLBStrategy(dynamic=...)`` are chosen and prepared
+(:mod:`lightning_wlb.heterogeneous.setup`).
 
 Cost: where ``dynamic`` is not off, that of :mod:`lightning_wlb.heterogeneous.setup`.
 """
@@ -63,10 +61,8 @@ class RunPlanning:
         split, _, devices = self._run
         if not devices.overlap:
             return None
-        if (
-            split.executor.model.overlaps != "all"
-        ):  # others have no parts; gradients may still be late
-            return lambda rows, ranks: 1
+        if split.executor.model.overlaps != "all":
+            return lambda rows, ranks: 1  # others have no parts; gradients may still be late
         predictor = None if data is None else self.context(data).predictor
         if predictor is None:
             return default_chunks
