@@ -40,6 +40,8 @@ LONG = (
     "models/huggingface",
     "test_recipes.py",
     "launchers",
+    "test_readme.py",
+    "test_lazy_import.py",
     "strategy",
     "training",
     "heterogeneous",

@@ -129,11 +129,23 @@ def demo() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "train_stdlib.py"))
 
 
+def run_demo(rank: int, folder: Path) -> None:
+    """What the rank prints goes to a file, also what was bound to its streams before."""
+    os.chdir(folder)
+    without_workers()
+    sys.argv = ["train_stdlib.py", "--rounds=2", "--steps=1", "--context-window=256"]
+    sys.argv += ["--details", "--devices=2"]
+    with open(f"said-{rank}", "wb") as said:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(said.fileno(), stream.fileno())
+        runpy.run_path(str(EXAMPLES / "train_stdlib.py"), run_name="__main__")
+        sys.stdout.flush()
+
+
 def test_the_demo_runs_its_packings_in_turns(tmp_path):
-    done = run(
-        tmp_path, str(EXAMPLES / "train_stdlib.py"), "--rounds=2", "--steps=1",
-        "--context-window=256", "--details",
-    )  # fmt: skip
+    """How a script of several Trainers starts ranks is tested in tests/test_readme.py."""
+    run_ranks(run_demo, 2, tmp_path, process_group=False)
+    printed, other = ((tmp_path / f"said-{rank}").read_text() for rank in range(2))
     figures = json.loads((tmp_path / "runs/figures.json").read_text())
     rounds = figures["rounds"]
     assert list(rounds) == ["original", "best_fit", "auto"]
@@ -147,15 +159,13 @@ def test_the_demo_runs_its_packings_in_turns(tmp_path):
     # They learn.
     assert all(of[1]["train_loss"] < of[0]["train_loss"] < 7 for of in rounds.values())
     # What is printed is what the figures say, and nothing else.
-    flat = " ".join(done.stdout.split())
+    flat = " ".join(printed.split())
     assert "Medians of 2 rounds" in flat
     assert all(sentence in flat for sentence in demo()["sentences"](rounds))
-    assert (
-        len(re.findall(r"^round +[12] \.{6}  original [\d.]+  best_fit ", done.stdout, re.M)) == 2
-    )
+    assert len(re.findall(r"^round +[12] \.{6}  original [\d.]+  best_fit ", printed, re.M)) == 2
     assert "| loss" in flat.replace("│", "|")
     # Lightning's advice where Slurm is installed is another matter.
-    said = re.sub(".*`srun`.*", "", done.stdout + done.stderr)
+    said = re.sub(".*`srun`.*", "", printed + other)
     assert "available" not in said
     assert "Trainer" not in said
 

@@ -73,20 +73,29 @@ except SystemExit as end:
     assert "Compare packings" in said
 
 
-@pytest.mark.parametrize("first", ["lightning_wlb", "lightning"])
-def test_the_strategy_is_registered_whichever_comes_first(first: str) -> None:
-    second = {"lightning_wlb": "lightning", "lightning": "lightning_wlb"}[first]
+def test_the_strategy_is_registered_whichever_comes_first() -> None:
+    """Each order in a fork of an interpreter that has what takes long of Lightning's imports."""
     said = run(
-        f"import {first}\nimport {second}\n"
-        "import lightning, sys\n"
-        "assert 'lightning_wlb.strategy.wlb' not in sys.modules\n"
-        "assert not [f for f in sys.meta_path if type(f).__module__ == 'lightning_wlb']\n"
-        "trainer = lightning.Trainer(strategy='wlb', accelerator='cpu', devices=1, logger=False)\n"
-        "print(type(trainer.strategy).__name__)\n"
-        "import lightning_wlb\n"
-        "assert isinstance(trainer.strategy, lightning_wlb.WLBStrategy)\n"
+        "import os, sys, torch._dynamo, torchmetrics\n"
+        "for first, second in ('lightning', 'lightning_wlb'), ('lightning_wlb', 'lightning'):\n"
+        "    if os.fork():\n"
+        "        assert os.wait()[1] == 0, first\n"
+        "        continue\n"
+        "    assert not {'lightning', 'lightning_wlb'} & set(sys.modules)\n"
+        "    __import__(first)\n"
+        "    __import__(second)\n"
+        "    import lightning\n"
+        "    assert 'lightning_wlb.strategy.wlb' not in sys.modules\n"
+        "    assert not [f for f in sys.meta_path if type(f).__module__ == 'lightning_wlb']\n"
+        "    given = {'accelerator': 'cpu', 'devices': 1, 'logger': False}\n"
+        "    trainer = lightning.Trainer(strategy='wlb', **given)\n"
+        "    import lightning_wlb\n"
+        "    assert isinstance(trainer.strategy, lightning_wlb.WLBStrategy)\n"
+        "    print(type(trainer.strategy).__name__, 'after', first)\n"
+        "    break\n"
     )
-    assert said.splitlines()[-1] == "WLBStrategy"
+    for first in ("lightning", "lightning_wlb"):
+        assert f"WLBStrategy after {first}" in said.splitlines()
 
 
 def test_every_public_name_is_there() -> None:

@@ -37,12 +37,16 @@ def test_it_runs_on_two_ranks(tmp_path):
     assert replaced == 1
     # Both ranks share the cores evenly, or one crowds out the other.
     code += 'import torch\nprint(f"threads {torch.get_num_threads()} of rank", flush=True)\n'
+    # The ranks that the first Trainer has started serve a second one, as in a demo of many.
+    code += 'given = {"accelerator": "cpu", "devices": 2, "logger": False, "max_steps": 1}\n'
+    code += 'L.Trainer(strategy="wlb", enable_checkpointing=False, **given).fit(model, data)\n'
     (tmp_path / "train.py").write_text(code)
     run = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
     assert "`max_steps=3` reached" in run.stderr
+    assert "`max_steps=1` reached" in run.stderr
     assert "imbalance, data level" in run.stdout
     assert (tmp_path / "lightning_logs/version_0/imbalance.png").stat().st_size > 0
     threads = re.findall(r"threads (\d+) of rank", run.stdout)
