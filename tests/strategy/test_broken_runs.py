@@ -112,43 +112,61 @@ class HalvesByEpoch(LanguageModule):
         return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
 
-def attempts(rank: int, home: Path, case: Case) -> list[tuple[dict[int, Any], list[int]]]:
-    """What an unbroken run took and validated, and what the broken ones did together."""
-    results = []
-    for breaks in ((), case.breaks):
-        ran: dict[int, Any] = {}
-        validated: list[int] = []
-        folder = home / str(len(breaks))
-        for steps, where in zip((*breaks, None), cycle(case.where)):
-            watch = Breaks(steps, where)
-            keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)
-            given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
-            search = [LearningRateFinder(num_training_steps=5)] if case.searches else []
-            run = trainer(
-                WLBStrategy(),
-                1,
-                callbacks=[watch, keeper, *search],
-                enable_checkpointing=True,
-                default_root_dir=folder,
-                **given,
-            )
-            bound = None if steps is None else case.max_tokens
-            documents = data(SMALL, micro_batches=8, validation_documents=2, max_tokens=bound)
-            learner = module(SMALL, warmup_tokens=400, decay_tokens=2000)
-            if case.max_tokens:
-                learner = HalvesByEpoch(config(tied=False, layers=2), seed=7)
-            try:
-                run.fit(learner, documents, ckpt_path="last" if ran else None)
-            except Broken:
-                assert steps is not None
-            ran |= watch.ran
-            validated += watch.validated
-        results.append((ran, validated))
+Done = tuple[dict[int, Any], list[int]]
+"""What ran, and where validations ended."""
+
+
+def attempts(folder: Path, case: Case, breaks: tuple[int, ...]) -> Done:
+    """What runs that broke off, and the last one, did together; an unbroken one saves nothing."""
+    ran: dict[int, Any] = {}
+    validated: list[int] = []
+    for steps, where in zip((*breaks, None), cycle(case.where)):
+        watch = Breaks(steps, where)
+        keeper = [ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)]
+        given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
+        search = [LearningRateFinder(num_training_steps=5)] if case.searches else []
+        run = trainer(
+            WLBStrategy(),
+            1,
+            callbacks=[watch, *(keeper if breaks else []), *search],
+            enable_checkpointing=bool(breaks),
+            default_root_dir=folder,
+            **given,
+        )
+        bound = None if steps is None else case.max_tokens
+        documents = data(SMALL, micro_batches=8, validation_documents=2, max_tokens=bound)
+        learner = module(SMALL, warmup_tokens=400, decay_tokens=2000)
+        if case.max_tokens:
+            learner = HalvesByEpoch(config(tied=False, layers=2), seed=7)
+        try:
+            run.fit(learner, documents, ckpt_path="last" if ran else None)
+        except Broken:
+            assert steps is not None
+        ran |= watch.ran
+        validated += watch.validated
+    return ran, validated
+
+
+def everything(rank: int, home: Path) -> dict[str, tuple[Done, Done]]:
+    """Of each case the unbroken run, which some have in common, and the broken ones."""
+    unbroken: dict[str, Done] = {}
+    results = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        kind = str((case.options, case.max_tokens is None, case.searches))
+        if kind not in unbroken:
+            unbroken[kind] = attempts(home / "unbroken", case, ())
+        results[name] = unbroken[kind], attempts(home / str(number), case, case.breaks)
     return results
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_steps_epochs_rates_and_validations_are_those_of_an_unbroken_run(case, tmp_path):
-    [[unbroken, broken]] = run_ranks(attempts, 1, tmp_path, case, process_group=False)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, tuple[Done, Done]]:
+    home = tmp_path_factory.mktemp("broken")
+    return run_ranks(everything, 1, home, process_group=False, timeout=240)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_epochs_rates_and_validations_are_those_of_an_unbroken_run(name, results):
+    unbroken, broken = results[name]
     assert {epoch for epoch, *_ in unbroken[0].values()} == {0, 1, 2}
     assert broken == unbroken
