@@ -58,8 +58,8 @@ RUNS = (
     Run("gemma2", (1, 1, 1, 4), lora=LORA),
     # Recurrent layers.
     Run("qwen3_5_text", (1, 2, 2, 1), lora=LORA),
-    Run("olmo_hybrid", (2, 2, 1, 1), lora=LORA),
 )
+MORE = (Run("olmo_hybrid", (2, 2, 1, 1), lora=LORA),)
 
 
 class Adapted(ByDocument):
@@ -83,9 +83,10 @@ def expected(run: Run) -> dict[str, Any]:
     return recorder.record()
 
 
-def test_adapters_train_on_meshes_as_peft_trains_them_in_one_process():
-    ranks = run_ranks(on_ranks, 4, RUNS, process_group=False, timeout=200)
-    for number, run in enumerate(RUNS):
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE, marks=pytest.mark.families)])
+def test_adapters_train_on_meshes_as_peft_trains_them_in_one_process(runs):
+    ranks = run_ranks(on_ranks, 4, runs, process_group=False, timeout=200)
+    for number, run in enumerate(runs):
         wanted = expected(run)
         after = {
             base_name(name.removeprefix("model.")): p for name, p in wanted["parameters"].items()

@@ -52,7 +52,6 @@ MESHES = {
         Run("olmo_hybrid", (2, 1, 1, 1)),
         Run("qwen3_5_text", (1, 2, 1, 1)),
         Run("nemotron_h", (1, 2, 1, 1), **SLICED),
-        Run("bamba", (1, 2, 1, 1)),
         Run("qwen3_next", (1, 1, 2, 1)),
         Run("kimi_linear", (1, 1, 2, 1), **SLICED),
         Run("lfm2_moe", (1, 1, 2, 1), **CUT),
