@@ -33,24 +33,6 @@ SCHEDULES: dict[str, Schedule] = {
 """Schedules by name."""
 
 
-def make_programs(
-    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1
-) -> list[list[Action]]:
-    """What each rank of a pipeline does in a step of whole pieces.
-
-    Args:
-        schedule: a name in :data:`SCHEDULES`.
-        ranks: number of ranks of the pipeline, P, at least 1.
-        micro_batches: how many pass through the pipeline, M, at least 0.
-        virtual_stages: V, at least 1 (:func:`check_stages`); rank r of P owns stages r, r + P, ...
-    """
-    check_stages(schedule, virtual_stages)
-    program, needs = SCHEDULES[schedule].program, range(1, micro_batches + 1)
-    return [
-        program(rank, ranks, range(micro_batches), needs, virtual_stages) for rank in range(ranks)
-    ]
-
-
 def check_stages(schedule: str, virtual_stages: int) -> None:
     """Refuse stages per rank that a schedule cannot run.
 

@@ -11,8 +11,7 @@ from lightning_wlb.mesh_search.evaluate import evaluate
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.planning import DataSettings
-from lightning_wlb.schedule.programs import make_programs
-from tests.schedule.support import parse_program, simulate
+from tests.schedule.support import make_programs, parse_program, simulate
 
 
 def predicted():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from lightning_wlb.plan import ReplicaPlan
 from lightning_wlb.schedule.actions import Action
 from lightning_wlb.schedule.packflow import packflow
+from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.schedule.simulator import Simulation, simulate_replicas
 
 
@@ -57,3 +58,13 @@ def simulate(programs, duration, transfer=None, *, changed_bytes=None, **given) 
     functions = of_replica(duration), of_replica(transfer)
     given["changed_bytes"] = of_replica(changed_bytes)
     return simulate_replicas([programs], *functions, **given)[0]
+
+
+def make_programs(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1
+) -> list[list[Action]]:
+    """What each rank of a pipeline does in a step of so many whole pieces, by the schedule."""
+    program, needs = SCHEDULES[schedule].program, range(1, micro_batches + 1)
+    return [
+        program(rank, ranks, range(micro_batches), needs, virtual_stages) for rank in range(ranks)
+    ]

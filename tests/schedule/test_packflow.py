@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
 from lightning_wlb.schedule.packflow import backward_order, packflow, planned_warm_up
-from lightning_wlb.schedule.programs import make_programs
 from tests.schedule.proof import check_schedule
-from tests.schedule.support import format_program
+from tests.schedule.support import format_program, make_programs
 from tests.schedule.textbook import one_f_one_b
 
 

@@ -1,9 +1,9 @@
 import pytest
 
 from lightning_wlb.plan import MicroBatch, ReplicaPlan, Slice
-from lightning_wlb.schedule.programs import SCHEDULES, make_programs, program_of
+from lightning_wlb.schedule.programs import SCHEDULES, check_stages, program_of
 from tests.schedule.proof import check_replicas, check_schedule
-from tests.schedule.support import format_program, meetings_of, sharers_of
+from tests.schedule.support import format_program, make_programs, meetings_of, sharers_of
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -18,12 +18,12 @@ def test_every_schedule_is_complete_and_free_of_deadlock(schedule, ranks):
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="is not one of 1f1b, interleaved"):
-        make_programs("zero-bubble", 2, 4)
+        check_stages("zero-bubble", 1)
 
 
 def test_1f1b_refuses_several_stages_per_rank():
     with pytest.raises(ValueError, match="'1f1b' runs one stage per rank, not 2"):
-        make_programs("1f1b", 2, 4, virtual_stages=2)
+        check_stages("1f1b", 2)
 
 
 def replica_of(*chains, shared=(0,), number=0):

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_wlb.schedule.actions import Action
-from lightning_wlb.schedule.programs import SCHEDULES, make_programs
+from lightning_wlb.schedule.programs import SCHEDULES
 from lightning_wlb.schedule.simulator import simulate_replicas
-from tests.schedule.support import parse_program, simulate
+from tests.schedule.support import make_programs, parse_program, simulate
 
 
 def watch_the_clock(programs, duration, transfer):
