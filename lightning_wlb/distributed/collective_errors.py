@@ -11,7 +11,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -49,7 +48,7 @@ class Ranks:
         try:
             result = do()
         except BaseException as error:
-            raised, said = error, _PickledError.of(error, self.rank)
+            raised, said = error, _picklable(error, self.rank)
         outcomes: list[Any] = [(result, said)]
         if self.size > 1:
             outcomes = [None] * self.size
@@ -58,7 +57,8 @@ class Ranks:
             raise raised
         for _, failure in outcomes:
             if failure is not None:
-                raise failure.as_error() from raised
+                kind, arguments = failure
+                raise kind(*arguments) from raised
         return [each for each, _ in outcomes]
 
     def each(self, do: Callable[[], _T]) -> _T:
@@ -116,27 +116,16 @@ def text_of(error: BaseException) -> str:
         return f"its text cannot be made ({type(other).__name__})"
 
 
-@dataclass(frozen=True)
-class _PickledError:
-    """An error of one rank, in a form that can be sent to the others."""
-
-    kind: type[Exception]
-    code: int | None
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int) -> _PickledError:
-        kind: type[Exception] = next((a for a in _KINDS if isinstance(error, a)), RuntimeError)
-        if isinstance(error, ValueError) and type(error).__module__.startswith("lightning_wlb."):
-            kind = type(error)
-        text, code = text_of(error), None
-        if kind is RuntimeError:
-            text = f"{type(error).__name__}: {text}"
-        elif isinstance(error, OSError) and error.errno is not None:
-            code, text = error.errno, f"{error.strerror}: {error.filename}"
-        if rank > 0:
-            text = f"rank {rank} on {socket.gethostname()}: {text}"
-        return cls(kind, code, text)
-
-    def as_error(self) -> Exception:
-        return self.kind(self.text) if self.code is None else OSError(self.code, self.text)
+def _picklable(error: BaseException, rank: int) -> tuple[type[Exception], tuple[Any, ...]]:
+    """The class and the arguments of an error of one rank, in a form that others can raise."""
+    kind: type[Exception] = next((each for each in _KINDS if isinstance(error, each)), RuntimeError)
+    if isinstance(error, ValueError) and type(error).__module__.startswith("lightning_wlb."):
+        kind = type(error)
+    text, code = text_of(error), []
+    if kind is RuntimeError:
+        text = f"{type(error).__name__}: {text}"
+    elif isinstance(error, OSError) and error.errno is not None:
+        kind, code, text = OSError, [error.errno], f"{error.strerror}: {error.filename}"
+    if rank > 0:
+        text = f"rank {rank} on {socket.gethostname()}: {text}"
+    return kind, (*code, text)
