@@ -128,16 +128,8 @@ def deal_step(
 ) -> list[list[list[int]]]:
     """[rank][micro-batch] -> its items, of which none has more tokens than the cap.
 
-    All ranks have as many micro-batches as the one that needs most.
-
-    Args:
-        items: what is dealt.
-        ranks: number of ranks.
-        cap: most tokens of a micro-batch; None: a rank has as few as ``least``.
-        least: micro-batches that each rank has at least.
-        equal_sizes: whether all ranks have equally many items; their number divides the items'.
-        lockstep: whether what counts is the sum over k of the longest k-th micro-batch.
-        no_empty: whether no micro-batch is empty where there are items enough.
+    All ranks have as many micro-batches as the one that needs most. Each has ``least`` at least;
+    the other arguments are those of :func:`.plan_step`, ``cap`` its ``max_tokens``.
     """
     home = partition(items.works, ranks, sized=equal_sizes)
     dealt = _packed(items, home, ranks, cap, least)
@@ -176,13 +168,9 @@ def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list
     loads, tokens = (_loads(each, home, bins) for each in (items.works, items.tokens))
     if cap is not None and int(tokens.max()) > cap:
         return None
-    owner, taken = np.empty((count, ranks), np.int64), np.zeros(ranks, np.int64)
-    rows = np.argsort(-loads, kind="stable").reshape(count, ranks)
-    for row, own in zip(rows, owner, strict=True):
-        own[np.argsort(taken, kind="stable")] = row
-        taken += loads[own]
-    members = _grouped(home, bins)
-    return [[members[each] for each in own] for own in owner.T.tolist()]
+    order = np.argsort(-loads, kind="stable")
+    owner, members = _sized(loads, order, ranks), _grouped(home, bins)
+    return [[members[order[at]] for at in own] for own in _grouped(owner[order], ranks)]
 
 
 def _packed(
