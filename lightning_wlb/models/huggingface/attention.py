@@ -65,27 +65,18 @@ class Running:
     attended: set[int] = field(default_factory=set)
 
 
-_RUNNING: ContextVar[Running] = ContextVar("running")
-
-
-def running() -> Running | None:
-    """The forward that is running; None outside of one."""
-    return _RUNNING.get(None)
-
-
-def current_run() -> Running:
-    """The forward that is running; LookupError outside of one."""
-    return _RUNNING.get()
+RUNNING: ContextVar[Running] = ContextVar("running")
+"""The forward that is running; it has no value outside of one."""
 
 
 @contextmanager
 def during(run: Running) -> Iterator[None]:
     """Make ``run`` the forward that is running."""
-    token = _RUNNING.set(run)
+    token = RUNNING.set(run)
     try:
         yield
     finally:
-        _RUNNING.reset(token)
+        RUNNING.reset(token)
 
 
 def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> Callable[..., Any]:
@@ -97,7 +88,7 @@ def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> C
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = current_run()
+        run = RUNNING.get()
         if mode not in (None, run.micro_batch.recompute):
             return function(*args, **kwargs)
 
@@ -136,7 +127,7 @@ def attention(
         ValueError: the module asks for something that the kernels do not compute, or no decoder of
             this package is running it.
     """
-    run = running()
+    run = RUNNING.get(None)
     if run is None:
         raise ValueError(
             f"{type(module).__name__} was called outside of a decoder of lightning_wlb, whose"

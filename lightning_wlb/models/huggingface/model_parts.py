@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
 from lightning_wlb.models.decoder import NO_TABLES, names_and_shapes, seed_of
-from lightning_wlb.models.huggingface.attention import NAME, current_run, recomputed
+from lightning_wlb.models.huggingface.attention import NAME, RUNNING, recomputed
 from lightning_wlb.models.huggingface.families import PARTS
 from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
 from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
@@ -160,7 +160,7 @@ class _Absent(nn.Module):
         self.before, self.in_pairs = before, in_pairs
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        run = current_run()
+        run = RUNNING.get()
         if self.before:
             assert run.received is not None
             hidden_states = run.received
@@ -245,7 +245,7 @@ class FamilyHead(nn.Module):
         return self._causal[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return logits_loss(self.logits(hidden), labels, current_run().groups.tensor)
+        return logits_loss(self.logits(hidden), labels, RUNNING.get().groups.tensor)
 
 
 def is_plain(causal: nn.Module, projection: nn.Module) -> bool:

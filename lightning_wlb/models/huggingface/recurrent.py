@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_wlb.cost.shape import Recurrence
-from lightning_wlb.models.huggingface.attention import running
+from lightning_wlb.models.huggingface.attention import RUNNING
 from lightning_wlb.models.huggingface.recurrent_functions import CONVOLUTION, FUNCTIONS
 
 _DELTA = frozenset({CONVOLUTION, "torch_chunk_gated_delta_rule"})
@@ -150,7 +150,7 @@ def _watched(
     """The forward of a recurrent module, which raises if it calls not all ``wanted`` functions."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        run = running()
+        run = RUNNING.get(None)
         if run is None and sizes is None:
             return forward(*args, **kwargs)
         layer = _Layer(module.layer_idx, None if sizes is None else Recurrence())

@@ -36,7 +36,7 @@ from lightning_wlb.attention.recurrence import (
     to_own_rows,
 )
 from lightning_wlb.distributed.process_groups import group_size
-from lightning_wlb.models.huggingface.attention import current_run
+from lightning_wlb.models.huggingface.attention import RUNNING
 from lightning_wlb.models.tensor_parallel import gather_rows
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -95,7 +95,7 @@ def _part(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 def _heads(name: str, count: int, *, tensor: bool = True) -> _Heads:
     """The heads of this rank; with ``tensor`` they are split over tensor-parallel ranks too."""
-    run = current_run()
+    run = RUNNING.get()
     rows = run.micro_batch.recurrence
     if rows is None:
         raise ValueError(

@@ -41,7 +41,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
-from lightning_wlb.models.huggingface.attention import running
+from lightning_wlb.models.huggingface.attention import RUNNING
 from lightning_wlb.models.huggingface.late_gradients import forget_late, gather_late, late_linear
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
@@ -205,7 +205,7 @@ def _presenting(base: Any, names: tuple[str, ...]) -> Any:
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[name]
-            if parameter is None or running() is None:
+            if parameter is None or RUNNING.get(None) is None:
                 return parameter
             return self.__dict__["_views"][name](local(parameter))
 
@@ -299,7 +299,7 @@ def add_hooks(
 
 def _current_group() -> ProcessGroup | None:
     """The tensor-parallel group of the forward that is running."""
-    run = running()
+    run = RUNNING.get(None)
     return None if run is None else run.groups.tensor
 
 
@@ -310,7 +310,7 @@ def _gather(
 
     ``linear`` are the block's linear layers.
     """
-    run = running()
+    run = RUNNING.get(None)
     group = None if run is None else run.groups.tensor
     forget_late(linear)
     if run is None or group is None or group_size(group) == 1:
