@@ -182,20 +182,16 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
 
 
 _PROBE = "lightning_wlb_probe"  # the attention function's name in transformers
-
-
-class _Call(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    sliding_window: int | None
+_SIZES = ("heads", "kv_heads", "head_dim", "value_dim")
 
 
 class _Seen(NamedTuple):
-    """What two tokens met: attention by module, how many experts of which module, recurrences."""
+    """What two tokens met: attention by module, how many experts of which module, recurrences.
 
-    attention: dict[nn.Module, list[_Call]]
+    Of each call of attention it has the sizes, named as in :class:`.LayerShape`.
+    """
+
+    attention: dict[nn.Module, list[dict[str, Any]]]
     experts: dict[nn.Module, int]
     recurrent: dict[nn.Module, Recurrence]
 
@@ -210,8 +206,8 @@ def _note_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Note a call of attention on [1, heads, tokens, width], and compute nothing."""
-    window = others.get("sliding_window")
-    call = _Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], window)
+    sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    call = dict(zip(_SIZES, sizes, strict=True)) | {"sliding_window": others.get("sliding_window")}
     seen.attention.setdefault(module, []).append(call)
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -270,7 +266,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
     recurrence = None
     if not calls and (row_by_row or len(recurrent) == 1):
         recurrence = seen.recurrent[recurrent[0]] if recurrent else Recurrence()
-        modules, calls = recurrent, [_Call(1, 1, 1, 1, None)]
+        modules, calls = recurrent, [dict.fromkeys(_SIZES, 1)]
     elif len(calls) != 1 or recurrent:
         raise ValueError(
             f"{type(layer).__name__} calls attention {len(calls)} times, through transformers'"
@@ -293,12 +289,11 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
             else:
                 feed_forward += size
     return LayerShape(
-        *calls[0][:4],
+        **calls[0],
         attention_parameters=attention,
         feed_forward_parameters=feed_forward,
         idle_parameters=idle,
         vector_parameters=vectors,
-        sliding_window=calls[0].sliding_window,
         recurrence=recurrence,
     )
 
