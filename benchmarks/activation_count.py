@@ -87,8 +87,8 @@ def count_activations(executor: Executor) -> ActivationCount:
             # What a backward leaves for other micro-batches and ranks: the gradients of earlier
             # slices' keys, and those that have been sent.
             sent = [tensor for _, tensor in self.messages._sends.values()]
-            of_keys = [each.gradients or () for each in self.cache._entries.values()]
-            left = chain(*of_keys, *self.cache.states.gradients.values())
+            of_keys, of_states = self.cache.gradients, self.cache.states.gradients
+            left = chain(*of_keys.values(), *of_states.values())
             count.add([*sent, *self.messages._local.values(), *left])
             count.sample()
 

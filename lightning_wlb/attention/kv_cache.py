@@ -25,7 +25,6 @@ layer: the checkpoint's own hooks would no longer see what the kernel saves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,16 +39,6 @@ State = tuple[Tensor, ...]
 """What a recurrence hands from a slice of a piece to the next."""
 
 
-@dataclass
-class _Entry:
-    """Keys and values of one layer and micro-batch, and their gradients from later slices."""
-
-    keys: Tensor
-    values: Tensor
-    gradients: tuple[Tensor, Tensor] | None = None
-    over: bool = False  # the owner's backward has run
-
-
 class KeyValueCache:
     """Keys and values by (layer, micro-batch), for one step of one rank.
 
@@ -58,46 +47,42 @@ class KeyValueCache:
 
     Attributes:
         states: what recurrences hand from slice to slice.
+        gradients: those that later slices have left.
     """
 
     def __init__(self) -> None:
         self.states = RecurrentStates()
-        self._entries: dict[tuple[int, int], _Entry] = {}
+        self.gradients: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values, [rows, kv_heads, head_dim], unless recomputation has them here."""
-        self._entries.setdefault((layer, micro_batch), _Entry(keys, values))
+        self._pairs.setdefault((layer, micro_batch), (keys, values))
 
     def read(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
         """Views of some rows of the keys and values of an earlier micro-batch."""
-        entry = self._entries[layer, run.micro_batch]
-        return entry.keys[run.start : run.stop], entry.values[run.start : run.stop]
+        keys, values = self._pairs[layer, run.micro_batch]
+        return keys[run.start : run.stop], values[run.start : run.stop]
 
     def add_gradients(self, layer: int, run: Run, grad_keys: Tensor, grad_values: Tensor) -> None:
         """Leave the gradients of some rows for their owner's backward."""
-        entry = self._entries[layer, run.micro_batch]
-        assert not entry.over, "a slice's backward runs before those of earlier ones"
-        if entry.gradients is None:
-            dtype = sum_dtype(grad_keys.dtype)
-            entry.gradients = (
-                torch.zeros_like(entry.keys, dtype=dtype),
-                torch.zeros_like(entry.values, dtype=dtype),
-            )
-        for total, share in zip(entry.gradients, (grad_keys, grad_values), strict=True):
+        place, dtype = (layer, run.micro_batch), sum_dtype(grad_keys.dtype)
+        assert place in self._pairs, "a slice's backward runs before those of earlier ones"
+        if place not in self.gradients:
+            keys, values = (torch.zeros_like(each, dtype=dtype) for each in self._pairs[place])
+            self.gradients[place] = keys, values
+        for total, share in zip(self.gradients[place], (grad_keys, grad_values), strict=True):
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Gradients of keys and values that later slices have left, for the owner's backward."""
-        entry = self._entries.get((layer, micro_batch))
-        if entry is None:
-            return None
-        entry.over = True
-        return entry.gradients
+        """Take what later slices have left for the owner's backward, after which none reads keys."""
+        self._pairs.pop((layer, micro_batch), None)
+        return self.gradients.pop((layer, micro_batch), None)
 
     def drop(self, micro_batch: int, layers: Iterable[int]) -> None:
         """Free a micro-batch whose backward has run."""
         for layer in layers:
-            self._entries.pop((layer, micro_batch), None)
+            self._pairs.pop((layer, micro_batch), None)
 
 
 def attend_with_refetch(

@@ -35,17 +35,15 @@ def test_a_first_slice_copies_nothing_and_the_cache_holds_its_keys_themselves() 
     assert cache is not None
     held = cache.read(0, Run(0, 0, 3))
     assert [x.data_ptr() for x in held] == [k.data_ptr(), v.data_ptr()]
-    (entry,) = cache._entries.values()
-    assert entry.gradients is None
+    assert (list(cache._pairs), cache.gradients) == ([(0, 0)], {})
     own_q, own_k, own_v = (torch.randn(2, 2, 8, requires_grad=True) for _ in range(3))
     out = packed_attention(own_q, own_k, own_v, None, second, attention, NO_GROUPS)
     for read, earlier, own in zip(attention.last, (k, v), (own_k, own_v), strict=True):
         assert torch.equal(read, torch.cat((earlier, own)))
     # The last slice is read by none. What the first one is read for comes back to it.
-    assert list(cache._entries.values()) == [entry]
+    assert list(cache._pairs) == [(0, 0)]
     out.sum().backward()
-    assert entry.gradients is not None
-    assert [x.shape for x in entry.gradients] == [k.shape, v.shape]
+    assert [x.shape for x in cache.gradients[0, 0]] == [k.shape, v.shape]
 
 
 def test_gradients_of_half_types_are_summed_in_float32() -> None:
