@@ -75,7 +75,7 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Take what later slices have left for the owner's backward, after which none reads keys."""
+        """Take what later slices have left for the owner's backward; behind it none reads keys."""
         self._pairs.pop((layer, micro_batch), None)
         return self.gradients.pop((layer, micro_batch), None)
 
