@@ -223,16 +223,6 @@ class Chosen(NamedTuple):
     search: MicroBatchSearch
     candidate: Candidate
 
-    @property
-    def packs(self) -> Packs:
-        """The replica's own micro-batches."""
-        return self.search.packs(self.candidate)
-
-    @property
-    def score(self) -> Score:
-        """The score of the replica's step without shared pieces."""
-        return self.search.score(self.candidate)
-
     def neighbour(self, stride: int) -> Chosen:
         """The same kind ``stride`` steps further in ``HALVES``, if the pieces can be packed so."""
         if self.candidate.halves == 0:

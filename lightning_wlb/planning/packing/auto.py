@@ -213,7 +213,8 @@ class AutoPacker(Packer):
         by_load = merged.shared and place.mesh.pipeline == 1
 
         def lateness(number: int) -> Score:
-            excess, time = chosen[number].score
+            search, way = chosen[number]
+            excess, time = search.score(way)
             return Score(excess, time * max(loads) // loads[number] if by_load else time)
 
         slack = SLACK_PER_MILLE if len(loads) > SELF_SEARCHING else 1000
@@ -221,9 +222,9 @@ class AutoPacker(Packer):
             most = max(map(lateness, searched), default=Score(0, 0))
             if lateness(latest) <= Score(most.excess, most.time * slack // 1000):
                 break
-            search = chosen[latest].search
-            way = min((chosen[latest].candidate, *found), key=search.score)
-            if way == chosen[latest].candidate:
+            search, current = chosen[latest]
+            way = min((current, *found), key=search.score)
+            if way == current:
                 way = search.best(HALVES.index(way.halves) if way.halves else None)
                 found.append(way)
                 searched.add(latest)
@@ -243,6 +244,6 @@ class _Made(NamedTuple):
 
 def _plans(own: list[Chosen | None], shared: list[Shared], sharding: str) -> list[ReplicaPlan]:
     return [
-        replica_plan(chosen.packs if chosen else [], number, sharding, shared)
-        for number, chosen in enumerate(own)
+        replica_plan(each.search.packs(each.candidate) if each else [], number, sharding, shared)
+        for number, each in enumerate(own)
     ]
