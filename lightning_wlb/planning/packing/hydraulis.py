@@ -43,27 +43,23 @@ class HydraulisPacker(Packer):
         (pieces,) = micro_batches
         mesh, cap = place.mesh, self.cap(place)
         pieces = longest_first(pieces)
+        work, window = self.rules.work, self.rules.window
+        overhead = 2 * work.forward(max(window // ACTION_OVERHEAD, 1))
+        least = UTILISED_PERCENT * overhead // (100 - UTILISED_PERCENT)
+        utilised = min(bisect_left(range(window), least, key=work.total), window)
 
         def cost(tokens: int) -> int:
-            return self.rules.work.total(tokens) // mesh.pipeline
+            return work.total(tokens) // mesh.pipeline
 
         costs = [[cost(piece.tokens)] * mesh.data for piece in pieces]
         dealt = deal_greedily(costs, [mesh.pipeline] * mesh.data)
         plans = []
         for number, indices in enumerate(dealt):
             own = [pieces[index] for index in indices]
-            packed = pack_pipeline(own, mesh.pipeline, cap, cost, self.utilised)
+            packed = pack_pipeline(own, mesh.pipeline, cap, cost, utilised)
             packs = [list(map(whole_slice, each)) for each in packed]
             plans.append(replica_plan(packs, number, place.sharding))
         return plans
-
-    @property
-    def utilised(self) -> int:
-        """UtilLen: least tokens of a piece that uses a device well, at most a window."""
-        work, window = self.rules.work, self.rules.window
-        overhead = 2 * work.forward(max(window // ACTION_OVERHEAD, 1))
-        least = UTILISED_PERCENT * overhead // (100 - UTILISED_PERCENT)
-        return min(bisect_left(range(window), least, key=work.total), window)
 
 
 def pack_pipeline(
@@ -71,7 +67,7 @@ def pack_pipeline(
     stages: int,
     cap: int,
     cost: Callable[[int], int],
-    utilised: int = 1,
+    utilised: int,
 ) -> MicroBatches:
     """The best greedy packing by Equation 1, over the numbers of micro-batches V of Appendix C.
 
@@ -80,7 +76,7 @@ def pack_pipeline(
         stages: depth of the pipeline.
         cap: most tokens of a micro-batch, MaxLen.
         cost: forward and backward cost of a piece on one stage, from its tokens.
-        utilised: UtilLen, tokens of a micro-batch that uses a device well.
+        utilised: UtilLen, least tokens of a micro-batch that uses a device well.
 
     Returns:
         Micro-batches of whole pieces, none empty.
