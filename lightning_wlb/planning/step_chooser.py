@@ -56,12 +56,9 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
         on_mesh: the score of the step on the mesh.
         limit: bytes of a device that may be filled.
     """
-    best: PlannedStep | None = None
-    least = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
-    for each in steps:
-        if (each.excess, each.time_ns) < least:
-            least, best = (each.excess, each.time_ns), each
-    return best
+    worth = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
+    best = min(steps, key=lambda each: (each.excess, each.time_ns), default=None)
+    return best if best is not None and (best.excess, best.time_ns) < worth else None
 
 
 def check_packing(packer: Packer | type[Packer]) -> None:
