@@ -116,11 +116,7 @@ def _sizes(name: str, given: Mapping[str, Any]) -> Recurrence:
         channels, kernel = given["weight"].shape
         flops, last_rows = 2 * kernel * channels, (kernel - 1) * channels
         return Recurrence(channels, flops, 2 * channels, last_rows=last_rows)
-    if name not in (
-        "mamba2_chunk_scan",
-        "torch_chunk_gated_delta_rule",
-        "chunk_kimi_delta_attention",
-    ):
+    if name == "mamba2_split_conv1d_scan_combined":
         return Recurrence()
     chunk = given["chunk_size"]
     if name == "mamba2_chunk_scan":

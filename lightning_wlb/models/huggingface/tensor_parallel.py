@@ -90,11 +90,6 @@ class Split:
         # A packed parameter has the dim of the two matrices in front of the matrix's own.
         return Shard(self.dim + 1 if self.packed else self.dim)
 
-    def held_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which a packed parameter of the family's ``shape`` is held."""
-        assert self.dim is not None
-        return (*shape[: self.dim], 2, shape[self.dim] // 2, *shape[self.dim + 1 :])
-
 
 def without_adapters(name: str) -> str:
     """The name that a parameter or module has in the model without LoRA adapters."""
@@ -193,7 +188,8 @@ def present_shards(model: nn.Module, splits: Mapping[str, Split]) -> None:
             split = splits.get(f"{prefix}.{name}", Split(_REPLICATE))
             views[name] = partial(_family_view, split, tuple(parameter.shape))
             if split.packed:
-                held = parameter.detach().view(split.held_shape(parameter.shape))
+                assert split.dim is not None
+                held = parameter.detach().unflatten(split.dim, (2, -1))
                 module._parameters[name] = nn.Parameter(held, parameter.requires_grad)
         if views:
             module.__dict__["_views"] = views
