@@ -169,7 +169,19 @@ class ModelShape:
     @cached_property
     def each_layer(self) -> tuple[LayerShape, ...]:
         """The shape of each layer."""
-        return self.layer_shapes or (self._plain_layer,) * self.layers
+        if self.layer_shapes:
+            return self.layer_shapes
+        plain = LayerShape(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            value_dim=self.head_dim,
+            attention_parameters=2 * self.dim * self.head_dim * (self.heads + self.kv_heads),
+            feed_forward_parameters=3 * self.dim * self.ffn_dim,
+            vector_parameters=2 * self.dim,
+            sliding_window=self.sliding_window,
+        )
+        return (plain,) * self.layers
 
     @cached_property
     def kinds(self) -> dict[LayerShape, int]:
@@ -186,16 +198,6 @@ class ModelShape:
         """Heads that ranks which share rows or parameters must divide; 0 without recurrences."""
         return gcd(*(layer.recurrence.heads for layer in self.kinds if layer.recurrence))
 
-    @property
-    def split_sizes(self) -> list[tuple[str, int]]:
-        """Names and values of the sizes that tensor-parallel ranks must split evenly.
-
-        Layers given by :meth:`of_layers` may split their feed-forward network in ways of their own.
-        """
-        heads = [("heads", layer.heads) for layer in self.kinds if layer.attends]
-        plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
-        return [*heads, *plain, ("vocab_size", self.vocab_size)]
-
     def check_tensor_parallel(self, size: int, context: int = 1) -> None:
         """Refuse numbers of tensor- and context-parallel ranks that the model cannot be split over.
 
@@ -209,7 +211,10 @@ class ModelShape:
                 f" the {heads} heads of the model's recurrent layers, each of which one rank"
                 f" computes on all rows. Choose sizes whose product is one of {sizes}."
             )
-        for name, value in self.split_sizes:
+        heads_of = [("heads", layer.heads) for layer in self.kinds if layer.attends]
+        # Layers given by `of_layers` may split their feed-forward network in ways of their own.
+        plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
+        for name, value in [*heads_of, *plain, ("vocab_size", self.vocab_size)]:
             if value % size:
                 remedy = (
                     f"Pad the vocabulary to vocab_size={-(-value // size) * size}; with pretrained"
@@ -228,19 +233,6 @@ class ModelShape:
                     " each other, so key/value heads can be neither split nor shared evenly. Choose"
                     f" a tensor_parallel_size that divides {kv_heads} or is a multiple of it."
                 )
-
-    @property
-    def _plain_layer(self) -> LayerShape:
-        return LayerShape(
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            value_dim=self.head_dim,
-            attention_parameters=2 * self.dim * self.head_dim * (self.heads + self.kv_heads),
-            feed_forward_parameters=3 * self.dim * self.ffn_dim,
-            vector_parameters=2 * self.dim,
-            sliding_window=self.sliding_window,
-        )
 
 
 def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -> None:
@@ -263,15 +255,13 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
 def _summary(dim: int, layers: Sequence[LayerShape]) -> dict[str, Any]:
     """The fields of a ModelShape whose layers differ: by those with attention, where there are."""
     attending = [layer for layer in layers if layer.attends] or layers
+    sizes = ("heads", "kv_heads", "head_dim")
     return {
         "layers": len(layers),
-        **{name: max(getattr(layer, name) for layer in attending) for name in _MOST},
+        **{name: max(getattr(layer, name) for layer in attending) for name in sizes},
         "ffn_dim": max(1, *(layer.gated_width(dim) for layer in layers)),
         "sliding_window": max((layer.sliding_window for layer in attending), key=window_width),
     }
-
-
-_MOST = ("heads", "kv_heads", "head_dim")
 
 
 def window_width(window: int | None) -> float:

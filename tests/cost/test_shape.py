@@ -35,9 +35,18 @@ def test_layers_that_differ_are_summed_up_by_the_most() -> None:
 
 
 def test_tensor_parallel_ranks_split_what_every_layer_has() -> None:
-    assert PLAIN.split_sizes == [("heads", 4), ("ffn_dim", 7), ("vocab_size", 11)]
     mixed = ModelShape.of_layers(6, 11, [NARROW, LAYER])
-    assert mixed.split_sizes == [("heads", 2), ("heads", 4), ("vocab_size", 11)]
+    for shape, size, first in (
+        (PLAIN, 3, "heads=4"),
+        (PLAIN, 2, "ffn_dim=7"),
+        (replace(PLAIN, ffn_dim=8), 2, "vocab_size=11"),
+        (mixed, 4, "heads=2"),
+        (mixed, 2, "vocab_size=11"),
+        (replace(mixed, vocab_size=12), 8, "heads=2"),
+    ):
+        with pytest.raises(ValueError, match=f"={size} does not divide the model's {first}"):
+            shape.check_tensor_parallel(size)
+    replace(mixed, vocab_size=12).check_tensor_parallel(2)
 
 
 def test_a_shape_that_contradicts_its_layers_is_refused() -> None:
