@@ -16,7 +16,6 @@ Cost for P pieces in M micro-batches: ``original`` O(P), ``best_fit`` O(P·(log 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from lightning_wlb.plan import Piece
@@ -31,24 +30,16 @@ class OriginalPacker(Packer):
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """A micro-batch for each window; nothing is carried."""
-        return pack_windows(pieces, bins, self.rules.window), []
-
-
-def pack_windows(pieces: Sequence[Piece], bins: int, window: int) -> MicroBatches:
-    """Gather pieces, in the order given, into ``bins`` windows, the last ones possibly empty.
-
-    The pieces must have been cut at multiples of ``window`` tokens of their concatenation.
-    """
-    micro_batches: MicroBatches = [[] for _ in range(bins)]
-    taken = 0
-    for piece in pieces:
-        number, start = divmod(taken, window)
-        assert number < bins, "more tokens than windows: too much was drawn"
-        assert start + piece.tokens <= window, "a piece crosses a window: the stream was not cut"
-        micro_batches[number].append(piece)
-        taken += piece.tokens
-    return micro_batches
+        """A micro-batch for each window, the last ones possibly empty; nothing is carried."""
+        micro_batches: MicroBatches = [[] for _ in range(bins)]
+        taken, window = 0, self.rules.window
+        for piece in pieces:
+            number, start = divmod(taken, window)
+            assert number < bins, "more tokens than windows: too much was drawn"
+            assert start + piece.tokens <= window, "a piece crosses a window: it was not cut there"
+            micro_batches[number].append(piece)
+            taken += piece.tokens
+        return micro_batches, []
 
 
 class BestFitPacker(Packer):

@@ -10,7 +10,8 @@ from lightning_wlb.cost.flops import PassWork, Work
 from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dealing import fill
 from lightning_wlb.planning.global_batches import StreamPosition, next_pieces
-from lightning_wlb.planning.packing.baselines import pack_windows
+from lightning_wlb.planning.packing.base import PackingOptions, Rules
+from lightning_wlb.planning.packing.baselines import OriginalPacker
 from tests.planning.test_slicing import pieces_of
 
 
@@ -24,13 +25,16 @@ def test_steps_hold_exactly_n_windows_until_the_end(lengths, window, bins) -> No
     at = StreamPosition()
     left = sum(lengths)
     covered = [0] * len(lengths)
+    rules = Rules(np.array(lengths), window, bins, window, WORK, PackingOptions())
+    packer = OriginalPacker(rules)
     while at.position < len(lengths):
         cut, at = next_pieces(order, np.array(lengths), at, bins * window, window, cuts_stream=True)
         for document, start, stop in cut:
             assert covered[document] == start
             covered[document] = stop
         pieces = [Piece(*part, 0) for part in cut]
-        micro_batches = pack_windows(pieces, bins, window)
+        micro_batches, carried = packer.pack(pieces, bins)
+        assert carried == []
         sizes = [sum(piece.tokens for piece in micro_batch) for micro_batch in micro_batches]
         taken = min(left, bins * window)
         full, rest = divmod(taken, window)
