@@ -199,10 +199,12 @@ class BucketInStep(ABC):
                 self._live.append(live)
                 _put(places, live)
         for number in self._trained:
-            _take_gradients(self._live[number], partial(self._add, number))
+            self._live[number].register_post_accumulate_grad_hook(partial(self._take, number))
 
-    def _add(self, number: int, gradient: Tensor) -> None:
-        """Add a gradient that a backward has just made."""
+    def _take(self, number: int, parameter: Tensor) -> None:
+        """Take a gradient as soon as a backward has made it, and add it to the sums."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
         self.refuse_if_closed()
         self._add_to_sums(number, gradient)
         self._added.add(number)
@@ -271,14 +273,3 @@ def _before_forward(module: nn.Module, wait: Any, dtype: torch.dtype) -> None:
         return tree_map_only(Tensor, cast, (args, kwargs)) if dtype == torch.bfloat16 else None
 
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
-
-def _take_gradients(parameter: nn.Parameter, take: Any) -> None:
-    """Give ``take`` each gradient of a parameter as soon as a backward has made it."""
-
-    def hook(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        take(gradient)
-
-    parameter.register_post_accumulate_grad_hook(hook)
