@@ -80,17 +80,14 @@ def recurrent_rows(
     ``slices`` are in the order of the layout, and ``ends`` says where the last slice of each sliced
     piece ends: (document, origin) -> token.
     """
-    pieces = {(each.document, each.origin): None for each in slices}
+    pieces = dict.fromkeys(each[:2] for each in slices)
     number = {piece: index for index, piece in enumerate(pieces)}
     # A piece's slices one after another, in the order of its tokens.
-    by = sorted(
-        range(len(slices)),
-        key=lambda i: (number[slices[i].document, slices[i].origin], slices[i].start),
-    )
+    by = sorted(range(len(slices)), key=lambda i: (number[slices[i][:2]], slices[i].start))
     segments: list[Segment] = []
     for index in by:
         each = slices[index]
-        piece, start, stop = (each.document, each.origin), each.context, each.stop - each.origin
+        piece, start, stop = each[:2], each.context, each.stop - each.origin
         goes_on = each.stop < ends.get(piece, 0)
         if segments and segments[-1].piece == piece and segments[-1].stop == start:
             segments[-1] = replace(segments[-1], stop=stop, goes_on=goes_on)

@@ -90,13 +90,13 @@ class SlicedReplica:
         self._pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         for micro_batch, slices in enumerate(members):
             for index, each in enumerate(slices):
-                self._pieces[each.document, each.origin].append((each.start, micro_batch, index))
+                self._pieces[each[:2]].append((each.start, micro_batch, index))
         for parts in self._pieces.values():
             parts.sort()
 
     def is_sliced(self, slices: Sequence[Slice]) -> bool:
         """Whether one of the slices has earlier or later ones."""
-        return any(len(self._slices_of_piece(each)) > 1 for each in slices)
+        return any(len(self._pieces[each[:2]]) > 1 for each in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
         """Rows, segments and keys of one rank in a micro-batch."""
@@ -133,7 +133,7 @@ class SlicedReplica:
             positions=own.offset + contexts[own.document],
             runs=_runs(source[key_index], row[key_index]) if alone else _runs(source, row),
             rows=len(key_index) if alone else stride,
-            keeps=any(self._slices_of_piece(each)[-1][0] > each.start for each in slices),
+            keeps=any(self._pieces[each[:2]][-1][0] > each.start for each in slices),
         )
 
     def _places(
@@ -155,18 +155,14 @@ class SlicedReplica:
             places[micro_batch, index] = owner * stride + counts[owner] + row
         return places, stride
 
-    def _slices_of_piece(self, each: Slice) -> list[tuple[int, int, int]]:
-        return self._pieces[each.document, each.origin]
-
     def _before(self, each: Slice) -> list[_Part]:
         """The slices of the piece that come before one of them, in order."""
-        return [part[1:] for part in self._slices_of_piece(each) if part[0] < each.start]
+        return [part[1:] for part in self._pieces[each[:2]] if part[0] < each.start]
 
     def _seen(self, part: _Part, slices: Sequence[Slice]) -> Integers:
         """The tokens of an earlier slice that a query of ``slices`` sees."""
         tokens, earlier = self._tokens(part[0])[part[1]], self._members[part[0]][part[1]]
-        piece = earlier.document, earlier.origin
-        first = min(each.start for each in slices if (each.document, each.origin) == piece)
+        first = min(each.start for each in slices if each[:2] == earlier[:2])
         return tokens[:, max(first - self._reach - earlier.start, 0) :]
 
     def _tokens(self, micro_batch: int) -> list[Integers]:
