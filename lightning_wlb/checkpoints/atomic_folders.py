@@ -27,8 +27,8 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -167,12 +167,13 @@ def finish(aside: PartialFolder) -> None:
             undo.callback(_exchange, aside.folder, path)
             replaced = aside.folder
         else:
-            replaced = old_folder(path)
-            _delete(replaced)
-            make_folder(replaced.parent)
-            path.rename(replaced)
-            undo.callback(replaced.rename, path)
-            sync_folder(replaced.parent)
+            _delete_old(path)
+            old = old_folder(path)
+            make_folder(old.parent)
+            with _opened_old(path) as folder:
+                os.rename(path, path.name, dst_dir_fd=folder)
+            undo.callback(old.rename, path)
+            sync_folder(old.parent)
             reached("moved")
             aside.folder.rename(path)
             undo.callback(path.rename, aside.folder)
@@ -183,7 +184,7 @@ def finish(aside: PartialFolder) -> None:
     with suppress(OSError):  # the save is done: what cannot be removed stays
         if replaced is not None:
             _delete(replaced)
-        _delete(old_folder(path))  # of a save that died between two renames
+        _delete_old(path)  # also of a save that died between two renames
     _tidy(path)
     reached("removed")
 
@@ -278,6 +279,24 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+@contextmanager
+def _opened_old(path: Path) -> Iterator[int]:
+    """``.old`` beside a path as it is now; OSError if it is a link, which :func:`begin` saw none.
+
+    A stranger may have made one while shards were written, and what lies behind it is another's.
+    """
+    folder = os.open(path.parent / _REPLACED, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _delete_old(path: Path) -> None:
+    with suppress(FileNotFoundError), _opened_old(path) as folder:
+        shutil.rmtree(path.name, dir_fd=folder)
 
 
 def _tidy(path: Path) -> None:

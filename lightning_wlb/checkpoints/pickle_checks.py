@@ -258,9 +258,14 @@ class _DryRun(_Records):
         return Record(pid)
 
     def _load_state(self) -> None:
-        """Only ordered dictionaries and the user's classes take a state: a tensor's is a size."""
-        made = getattr(type(self.stack[-2]), "name", "")
-        if made != "collections.OrderedDict" and made not in self._allowed:
+        """Only a state dict and the user's classes take a state: a tensor's is a size.
+
+        An ordered dictionary's could be functions by the names of its own, which then hide its
+        entries from every look at them.
+        """
+        made, state = getattr(type(self.stack[-2]), "name", ""), self.stack[-1]
+        plain = type(state) is dict and state.keys() <= {"_metadata"}  # as modules' state dicts
+        if made not in self._allowed and not (made == "collections.OrderedDict" and plain):
             raise ValueError(f"it gives a state to {made or repr(self.stack[-2])}")
         super()._load_state()
 
@@ -269,7 +274,10 @@ class _DryRun(_Records):
         name = path.rpartition(".")[2]
         bounded = {
             "encode": type(first) is str and arguments[1:] == ("latin1",),
-            "bytearray": type(first) is str or getattr(first, "name", "") == "_codecs.encode",
+            # Others take quadratic time (punycode), or unpack.
+            "bytearray": (type(first) is str and arguments[1:] in (("latin-1",), ("latin1",)))
+            or (not arguments[1:] and getattr(first, "name", "") == "_codecs.encode")
+            or not arguments,
             "OrderedDict": not arguments,
             "_rebuild_from_type_v2": "._rebuild_tensor" in getattr(first, "name", ""),
         }

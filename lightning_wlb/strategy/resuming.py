@@ -194,15 +194,17 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     """Take out of a checkpoint what ModelCheckpoint remembers of folders that are not the run's.
 
     It would remove checkpoints there when better ones come, or take one for the best. What lies in
-    the run's folders counts for a checkpoint of elsewhere where a run that this one knew has saved
-    it. ``rest``, which was read at ``path``, is changed in place, with a warning.
+    the run's folders counts where this run, one that it knew or one that knew it has saved it: the
+    checkpoint may be a stranger's that was copied there. ``rest``, which was read at ``path``, is
+    changed in place, with a warning.
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
-    known, is_own = runs_of(path), _lies_in(str(home / path.name), own)
+    known = {*runs_of(path)}
 
     def counts(each: Any) -> bool:
         if _lies_in(each, own):
-            return not each or is_own or not {*runs_of(Path(each))[-1:]}.isdisjoint(known)
+            saved = runs_of(Path(each))  # none of what is not there
+            return not saved or not known.isdisjoint(saved)
         # Beside it, not deeper: a folder that it was only downloaded to may have others' runs.
         return _lies_in(each, {home}) and os.path.realpath(Path(each).parent) == str(home)
 
@@ -238,6 +240,10 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
+        if (
+            kind is dict and "ready" in own and not wrong
+        ):  # others would replace Lightning's methods
+            wrong = not stored.keys() <= own.keys()
         old = not wrong and where == _VERSION and not _is_from_2_on(stored)
         if old or (wrong and kind in (dict, bool, int, str)):
             raise ValueError(
@@ -355,11 +361,16 @@ def older_requeues(path: Path) -> list[Path]:
     They serve only to resume from the newest one; ModelCheckpoint keeps what a run is to keep.
     Those of another job, which may run in the same folder, are left out.
     """
-    number, job = requeue_number(path), (_rest(path) or {}).get(JOB)
+    number, own = requeue_number(path), _rest(path)
     if number is None:
         return []
-    there = checkpoints_in(path.parent, REQUEUE)
-    return [each for each in there if (requeue_number(each) or 0) < number and is_of_job(each, job)]
+    older = [
+        (each, _rest(each))
+        for each in checkpoints_in(path.parent, REQUEUE)
+        if (requeue_number(each) or 0) < number
+    ]
+    # What cannot be read may be another job's.
+    return [each for each, rest in older if own and rest and rest.get(JOB) == own.get(JOB)]
 
 
 def is_of_job(path: Path, job: str | None) -> bool:

@@ -126,6 +126,24 @@ def test_nothing_is_written_where_somebody_else_could_exchange_it(name, tmp_path
     assert not list((tmp_path / ".partial").glob("run*"))
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_nor_behind_one_that_is_made_while_the_folder_is_written(exchange, tmp_path, monkeypatch):
+    if not exchange:
+        monkeypatch.setattr(atomic_folders, "_exchange", lambda one, other: False)
+    precious, folder = tmp_path / "precious", tmp_path / "shared"
+    for each in (precious, folder):
+        atomic_folders.finish(write(each / "run", "mine"))
+    aside = write(folder / "run", "new")
+    (folder / ".old").symlink_to(precious)
+    if exchange:
+        atomic_folders.finish(aside)
+    else:
+        with pytest.raises(OSError, match=r"\.old"):
+            atomic_folders.finish(aside)
+    assert text(precious / "run") == "mine"
+    assert text(folder / "run") == ("new" if exchange else "mine")
+
+
 @pytest.mark.parametrize("name", [".partial", ".old"])
 def test_nothing_is_removed_behind_a_link_beside_it(name, tmp_path):
     """Somebody hands over a folder in which saves would tidy up another one."""

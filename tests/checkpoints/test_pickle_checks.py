@@ -263,6 +263,20 @@ def test_operations_that_lead_astray_are_refused(operations: bytes, message: str
         NamedRecords(operations, {"own.One"}).load()
 
 
+@pytest.mark.parametrize("state", [{"keys": set}, {"items": Counter}, [("a", 1)]])
+def test_an_ordered_dictionary_hides_its_entries_by_no_attribute(state: Any) -> None:
+    """A look at what it holds would find nothing there, and Lightning what is there."""
+    stated = pickle.dumps(state, 2)[2:-1]
+    with pytest.raises(pickle.UnpicklingError, match=r"gives a state to collections\.OrderedDict"):
+        load_plain(archive(b"\x80\x02ccollections\nOrderedDict\n)R" + stated + b"b."))
+
+
+def test_no_bytes_are_made_by_a_codec_that_takes_quadratic_time() -> None:
+    made = pickle.dumps(("a", "punycode"), 2)[2:-1]
+    with pytest.raises(pickle.UnpicklingError, match=r"it calls __builtin__\.bytearray"):
+        load_plain(archive(b"\x80\x02c__builtin__\nbytearray\n" + made + b"R."))
+
+
 def test_a_place_far_off_in_the_memo_takes_no_room() -> None:
     tracemalloc.start()
     assert NamedRecords(b"\x80\x04]" + MEMO + b".", ()).load() == []

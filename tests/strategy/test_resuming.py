@@ -252,6 +252,8 @@ def test_checkpoints_before_time_limits(tmp_path):
     assert resuming.requeue_number(other) is None
     assert set(resuming.older_requeues(paths[2])) == set(paths[:2])
     assert resuming.older_requeues(other) == []
+    (paths[0] / "meta.pt").write_bytes(b"of a class that only another job trusts")
+    assert resuming.older_requeues(paths[2]) == [paths[1]]
 
 
 def test_what_the_rest_of_a_checkpoint_says(tmp_path):
@@ -331,6 +333,9 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
     assert left(f"{handed}", at=stranger) == 1
     # So does one that lies in a folder which leads to the run's.
     assert left(str(own), at=write(tmp_path / "stranger.ckpt", 9, 9.0)) == 0
+    # And one that was copied into them.
+    assert left(str(own), at=write(tmp_path / "kept" / "stranger.ckpt", 9, 9.0)) == 0
+    assert left(str(own), at=own) == 1
 
 
 def test_names_that_a_counter_leaves_out_are_looked_at(places, tmp_path):

@@ -243,6 +243,7 @@ def counts(rank: int, home: Path) -> list[str]:
     for keys, value in (
         (("loops", "fit_loop", "epoch_progress", "current", "ready"), "3"),
         (("loops", "fit_loop", "epoch_loop.batch_progress", "total"), [1]),
+        (("loops", "fit_loop", "epoch_loop.batch_progress", "current", "reset"), 1),
         (("loops", "fit_loop", "epoch_loop.batch_progress", "is_last_batch"), 1),
         (("loops", "fit_loop", "epoch_loop.state_dict", "_batches_that_stepped"), -1),
         (("loops",), None),
@@ -267,7 +268,7 @@ def counts(rank: int, home: Path) -> list[str]:
         shutil.copytree(home / "run.ckpt", home / "made.ckpt")
         torch.save(rest, home / "made.ckpt" / "meta.pt")
         list_anew(home / "made.ckpt")
-        with pytest.raises(ValueError, match=f"{keys[-1]}|optimizer steps") as error:
+        with pytest.raises(ValueError, match=f"{keys[-1]}|optimizer steps|current") as error:
             trainer(WLBStrategy(), 1, max_steps=2).fit(
                 module(SMALL), data(SMALL), ckpt_path=home / "made.ckpt"
             )
@@ -288,6 +289,7 @@ def test_counts_of_another_type_are_named(tmp_path):
         (
             "meta.pt: loops.fit_loop.epoch_progress.current.ready is '3', which no Trainer",
             "loops.fit_loop.epoch_loop.batch_progress.total is [1], which",
+            "loops.fit_loop.epoch_loop.batch_progress.current is {",
             "loops.fit_loop.epoch_loop.batch_progress.is_last_batch is 1, which",
             "loops.fit_loop.epoch_loop.state_dict._batches_that_stepped is -1, which",
             "loops is None, which",
