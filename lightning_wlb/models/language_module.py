@@ -331,6 +331,8 @@ class LanguageModule(LoadsCheckpoints):
             # One kernel instead of dozens; on a CPU it saves nothing.
             fused=(bool(trained) and all(each.is_cuda for each in trained.values())) or None,
         )
+        # Lightning refuses to clip for a fused one, even where no scaler is at work.
+        optimizer._step_supports_amp_scaling = False
         if not self.warmup_tokens and self.decay_tokens is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -188,6 +188,19 @@ def test_norm_weights_do_not_decay():
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 9 + 3
 
 
+def test_gradients_are_clipped_for_a_fused_optimizer_in_mixed_precision(tmp_path, monkeypatch):
+    """On a GPU it is fused; Lightning would refuse to clip for it."""
+    made = torch.optim.AdamW
+    monkeypatch.setattr(
+        torch.optim, "AdamW", lambda *given, **options: made(*given, **(options | {"fused": True}))
+    )
+    trained, bound = LanguageModule(config(), seed=3), 2**-12
+    clipping = {"gradient_clip_val": bound, "gradient_clip_algorithm": "value"}
+    fit = trainer(tmp_path, max_steps=1, precision="bf16-mixed", **clipping)
+    fit.fit(trained, loader([step_batch(documents())]))
+    assert max(each.grad.abs().max() for each in trained.parameters()) == bound
+
+
 def test_a_checkpoint_holds_plain_types_and_rebuilds_the_module(tmp_path):
     trained = LanguageModule(config(kv_heads=1), learning_rate=0.5, betas=(0.8, 0.9))
     fit = trainer(tmp_path, max_steps=1)
