@@ -25,7 +25,7 @@ train: $(VENV)/ready  ## train a small decoder with three packings in turn, and 
 
 # Two files at a time, in the order of tests/conftest.py: a test of many ranks waits much, and the
 # others are single processes. Bytecode is kept: else each of some hundred processes compiles anew.
-test: $(VENV)/ready  ## run the tests (CPU only, about 8 minutes on two cores)
+test: $(VENV)/ready  ## run the tests (CPU only, about 6 minutes on two cores)
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/ready  ## run the tests that need no second process (about 90 s on two cores)

@@ -40,6 +40,9 @@ _CALLS = re.compile(
 )
 """What torch's safe reader may call: nothing that is as large as a number says, as meta tensors."""
 
+_OF_TENSORS = frozenset(dir(torch.nn.Parameter))
+"""Names of a tensor's own attributes: others in their place would say what it does not hold."""
+
 _MOST_REPEATED = 1 << 20
 """Most values that a file's tensors repeat: whatever is computed with these has room for each."""
 
@@ -285,6 +288,11 @@ class _DryRun(_Records):
             raise ValueError(f"it calls {path} with {repr(arguments)}")
         if name == "_rebuild_from_type_v2":
             self._check_call(first, arguments[2])
+        if name in ("_rebuild_from_type_v2", "_rebuild_parameter_with_state"):
+            state = arguments[3]  # attributes, and those that are slots
+            for each in state if type(state) is tuple else (state,):
+                if each and not (type(each) is dict and _OF_TENSORS.isdisjoint(each)):
+                    raise ValueError(f"it gives a tensor other attributes: {repr(each)}")
         if name.startswith("_rebuild_tensor"):
             *_, key, _, held = first.arguments[0]  # of the storage, whose bytes are there
             values = math.prod(arguments[2])

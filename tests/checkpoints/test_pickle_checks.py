@@ -271,6 +271,14 @@ def test_an_ordered_dictionary_hides_its_entries_by_no_attribute(state: Any) -> 
         load_plain(archive(b"\x80\x02ccollections\nOrderedDict\n)R" + stated + b"b."))
 
 
+def test_a_tensor_has_its_own_methods() -> None:
+    """Else it says of itself that it holds as little as somebody likes."""
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2))):
+        tensor.numel = set  # type: ignore[assignment,method-assign]
+        with pytest.raises(pickle.UnpicklingError, match="gives a tensor other attributes"):
+            load_plain(written(tensor))
+
+
 def test_no_bytes_are_made_by_a_codec_that_takes_quadratic_time() -> None:
     made = pickle.dumps(("a", "punycode"), 2)[2:-1]
     with pytest.raises(pickle.UnpicklingError, match=r"it calls __builtin__\.bytearray"):

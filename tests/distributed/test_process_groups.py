@@ -48,7 +48,7 @@ def several_trainers_elsewhere() -> None:
     assert strategy.executor is not None
     for plan_strategy in map(tuple, ELSEWHERE):
         own, linked = strategy.executor.heterogeneous._made[plan_strategy]
-        groups = [linked.group, own._groups.of_pipeline.context]
+        groups = [linked.group, own._of_pipeline.context]
         for group in filter(None, groups):
             assert group._get_backend(torch.device("cpu")).options._timeout == seconds
 
