@@ -296,7 +296,10 @@ def _opened_old(path: Path) -> Iterator[int]:
 
 def _delete_old(path: Path) -> None:
     with suppress(FileNotFoundError), _opened_old(path) as folder:
-        shutil.rmtree(path.name, dir_fd=folder)
+        if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(path.name, dir_fd=folder)
+        else:  # a link that a save took the place of, as last.ckpt may be
+            os.unlink(path.name, dir_fd=folder)
 
 
 def _tidy(path: Path) -> None:

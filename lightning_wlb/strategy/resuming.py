@@ -203,7 +203,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 
     def counts(each: Any) -> bool:
         if _lies_in(each, own):
-            saved = runs_of(Path(each))  # none of what is not there
+            saved = runs_of(Path(each)) if each else ()  # none of what is not there
             return not saved or not known.isdisjoint(saved)
         # Beside it, not deeper: a folder that it was only downloaded to may have others' runs.
         return _lies_in(each, {home}) and os.path.realpath(Path(each).parent) == str(home)
@@ -254,7 +254,10 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
             if name in stored or same_version:
                 compare(own[name], stored.get(name), f"{where}.{name}" if where else name)
 
-    loops = {each: getattr(trainer, each).state_dict() for each in ("fit_loop", "validate_loop")}
+    loops = {
+        each: getattr(trainer, each).state_dict()
+        for each in ("fit_loop", "validate_loop", "test_loop")
+    }
     loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
     compare({"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}, rest, "")
     taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]

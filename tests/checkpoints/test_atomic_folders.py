@@ -126,6 +126,17 @@ def test_nothing_is_written_where_somebody_else_could_exchange_it(name, tmp_path
     assert not list((tmp_path / ".partial").glob("run*"))
 
 
+def test_a_link_is_replaced_again_and_again_without_renameat2(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_folders, "_exchange", lambda one, other: False)
+    atomic_folders.finish(write(tmp_path / "first", "first"))
+    (tmp_path / "last").symlink_to("first")
+    for number in ("1", "2", "3"):
+        atomic_folders.finish(write(tmp_path / "last", number))
+        assert text(tmp_path / "last") == number
+    assert text(tmp_path / "first") == "first"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["first", "last"]
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_nor_behind_one_that_is_made_while_the_folder_is_written(exchange, tmp_path, monkeypatch):
     if not exchange:
