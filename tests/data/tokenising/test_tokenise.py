@@ -155,9 +155,10 @@ def test_a_mistake_does_not_wait_for_shards_under_way(request_, tmp_path, monkey
         time.sleep(600)  # longer than pytest waits
 
     monkeypatch.setattr(job, "_tokenise_shard", work)
+    before = {*multiprocessing.active_children()}  # loader workers that an earlier test has left
     with pytest.raises(ValueError, match="a mistake"):
         tokenise(request_, tmp_path / "out", 2)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= before
 
 
 def test_a_worker_that_dies_is_reported(request_, tmp_path, monkeypatch) -> None:
