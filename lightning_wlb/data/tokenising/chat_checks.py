@@ -75,8 +75,8 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         if not (isinstance(several, list) and all(isinstance(c, dict) for c in [*several, one])):
             raise ValueError(
                 f"{row.place()}: message {number}, of {given['role']!r}, has calls that no template"
-                f' reads: {calls!r:.80}. Write "tool_calls": [{{"function": {{"name": "...",'
-                ' "arguments": {...}}}].'
+                f" reads: {several or one!r:.80}. Write"
+                ' "tool_calls": [{"function": {"name": "...", "arguments": {...}}}].'
             )
         plain.append(given)
         learned += [bool(weight)] if speaks else []

@@ -88,7 +88,7 @@ class ChatEncoder:
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]
         # Folders that were made without a look at what is left out are not gone on with.
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "marked")
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "calls")
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
