@@ -26,7 +26,7 @@ Segments are rounded one by one, to picoseconds, so that a sum does not depend o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from typing import get_args
@@ -70,6 +70,9 @@ class LatencyModel:
     reduce_dtype: str = "float32"
     compiled: bool = False
     overlap: Overlap = "off"
+    #: results of :func:`.overlap.chunks_of`, by rows
+    known_chunks: dict[int, int] = field(default_factory=dict, init=False, compare=False)
+    _of_rows: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.profile.dtype not in DTYPE_BYTES:
@@ -227,10 +230,6 @@ class LatencyModel:
             )
         return self._of_rows[rows]
 
-    @cached_property
-    def _of_rows(self) -> dict[int, tuple[int, ...]]:
-        return {}
-
     # Compute, the ends of the model
 
     def embedding_ns(self, rows: int, *, backward: bool) -> int:
@@ -262,11 +261,6 @@ class LatencyModel:
     def waits_ns(self, rows: int) -> tuple[Exposed, Exposed]:
         """What the attention and the feed-forward half of a layer wait for these messages."""
         return exposed_halves(self, rows)
-
-    @cached_property
-    def known_chunks(self) -> dict[int, int]:
-        """The results of :func:`.overlap.chunks_of`, by rows."""
-        return {}
 
     def messages_ns(self, rows: int, chunks: int = 1) -> tuple[int, int]:
         """One all-gather and one reduce-scatter of a part of [rows, dim] among tensor ranks."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -85,6 +85,8 @@ class WorkScorer:
     mesh: Mesh
     overhead: int = 0
     limit: int = sys.maxsize
+    # By replica; the planner makes a new scorer for each step.
+    _scores: dict[object, PlanScore] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def longest(self) -> Sequence[int]:
@@ -123,11 +125,6 @@ class WorkScorer:
         if key not in self._scores:
             self._scores[key] = self._together([replica])
         return self._scores[key]
-
-    @cached_property
-    def _scores(self) -> dict[object, PlanScore]:
-        """Scores found so far, by replica; the planner makes a new scorer for each step."""
-        return {}
 
     def _together(self, replicas: Sequence[ReplicaPlan]) -> PlanScore:
         passes = [self._passes(replica) for replica in replicas]
@@ -229,6 +226,10 @@ class ProfileScorer:
 
     predictor: Predictor
     activation_checkpointing: ActivationCheckpointing = "auto"
+    _totals_of: dict[object, ReplicaTotals] = field(default_factory=dict, init=False, compare=False)
+    _fitting_of: dict[_Fitting, list[ReplicaTotals]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @property
     def limit(self) -> int:
@@ -332,14 +333,6 @@ class ProfileScorer:
                 costs = self.predictor.costs(replica, estimated=estimated)
                 known[key] = ReplicaTotals(self.predictor, replica, costs)
         return [known[key] for key in keys]
-
-    @cached_property
-    def _totals_of(self) -> dict[object, ReplicaTotals]:
-        return {}
-
-    @cached_property
-    def _fitting_of(self) -> dict[_Fitting, list[ReplicaTotals]]:
-        return {}
 
 
 PlanScorer = WorkScorer | ProfileScorer

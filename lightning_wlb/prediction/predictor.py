@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -107,6 +107,10 @@ class Predictor:
     rest_dtype: str = "float32"
     linked: ParameterTraffic | None = None
     groups: int | None = None
+    # Results of _rest_ns, whose arguments recur in every plan.
+    _rests: dict[tuple[StageParts, int], tuple[int, int]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         mesh = self.latency.mesh
@@ -263,11 +267,6 @@ class Predictor:
             )
             self._rests[key] = forward, backward
         return self._rests[key]
-
-    @cached_property
-    def _rests(self) -> dict[tuple[StageParts, int], tuple[int, int]]:
-        """Results of :meth:`_rest_ns` by parts and rows, which recur in every plan."""
-        return {}
 
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """The costs of a replica's micro-batches.
