@@ -1,5 +1,6 @@
 """What a user passed, as plain Python, or a ValueError with the value and the remedy.
 
+Each function returns what its docstring says, and raises ValueError for anything else.
 Numbers of numpy and torch are accepted and become Python's, because settings go into JSON,
 fingerprints and checkpoints, which hold plain types. True is not accepted as a number, nor 32.0 as
 a whole one: whoever passes them meant something else. ``name`` is always the argument's, ``value``
@@ -17,11 +18,7 @@ import numpy as np
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number of at least ``least``.
-
-    Raises:
-        ValueError: another type, or a smaller value.
-    """
+    """A whole number of at least ``least``."""
     wanted = "a whole number" if least is None else f"a whole number of at least {least}"
     try:
         number = None if _is_truth(value) else operator.index(value)
@@ -35,11 +32,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def wholes(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
-    """A sequence of whole numbers of at least ``least`` each.
-
-    Raises:
-        ValueError: not a sequence, or something else in it.
-    """
+    """A sequence of whole numbers of at least ``least`` each."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of whole numbers")
     return tuple(whole(name, each, least) for each in value)
@@ -48,11 +41,7 @@ def wholes(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
 def number(
     name: str, value: Any, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
-    """A finite number from ``least`` to ``most``; with ``above`` it must be above ``least``.
-
-    Raises:
-        ValueError: another type, or a value out of range.
-    """
+    """A finite number from ``least`` to ``most``; with ``above`` it must be above ``least``."""
     wanted = (
         "a number" if least == -math.inf else f"a number {'above' if above else 'from'} {least:g}"
     )
@@ -67,22 +56,14 @@ def number(
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False.
-
-    Raises:
-        ValueError: another type. (As a condition, a text like ``"false"`` would count as true.)
-    """
+    """True or False; as a condition a text like ``"false"`` would count as true."""
     if not _is_truth(value):
         raise _wrong_type(name, value, "True or False")
     return bool(value)
 
 
 def choice(name: str, value: Any, known: Iterable[str]) -> str:
-    """One of the known names.
-
-    Raises:
-        ValueError: any other value; the message lists the known names.
-    """
+    """One of the known names, which the error lists."""
     names = list(known)
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(names)}. Choose one of these.")

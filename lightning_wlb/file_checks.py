@@ -198,13 +198,10 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
 
 
 def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
-    """Refuse files whose documents would come twice: as copies, packed and unpacked, or by a link.
+    """Raise ValueError for documents that come twice: by copies, packed and unpacked, or by a link.
 
     Copies are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
     ``a.jsonl.gz`` beside ``a.jsonl``. Without ``links`` these have been looked at.
-
-    Raises:
-        ValueError: naming both.
     """
     seen: dict[str, str] = {}
     for path in files if links else ():
@@ -221,11 +218,7 @@ def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
 
 
 def check_one_split(files: Sequence[Path], folder: Path) -> None:
-    """Refuse files of a folder that all say of which split they are, if some alone are to train on.
-
-    Raises:
-        ValueError: naming two of them.
-    """
+    """Raise ValueError for files that all name their split, of which not all are to train on."""
     splits = [_SPLIT.search(path.relative_to(folder).as_posix()) for path in files]
     train = {bool(each[1]): path for each, path in zip(splits, files, strict=True) if each}
     if all(splits) and len(train) > 1:
@@ -236,11 +229,7 @@ def check_one_split(files: Sequence[Path], folder: Path) -> None:
 
 
 def refuse_closed(error: OSError) -> NoReturn:
-    """Refuse a folder that cannot be looked into; ``onerror`` of ``os.walk``, which leaves it out.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise ValueError for a closed folder; the ``onerror`` of ``os.walk``, which leaves it out."""
     raise ValueError(
         f"{error.filename} cannot be looked into ({error.strerror}), and what is in it would be"
         " left out without a word. Let this user read it, or take it out of the source."

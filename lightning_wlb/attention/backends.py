@@ -194,11 +194,7 @@ class VarlenAttention:
         return out
 
     def kernel_name(self, device_type: str) -> str:
-        """The kernel for tensors on a kind of device; :func:`kernel_name` lists the names.
-
-        Raises:
-            ValueError: if the chosen backend has no kernel for such a device.
-        """
+        """The kernel's name for a kind of device; ValueError if the backend has none for it."""
         if device_type not in self._kernels:
             raise ValueError(
                 f"attention backend {self.backend!r} runs on {' and '.join(self._kernels)}, but"

@@ -160,11 +160,7 @@ def read(folder: Path) -> Manifest:
 
 
 def check(folder: Path) -> None:
-    """Compare the size and the checksum of every file of a folder, in one process.
-
-    Raises:
-        Damaged: a file, which the message names, is not what was written, or there is no manifest.
-    """
+    """Raise :class:`Damaged` if a folder's files are not those of its manifest, in one process."""
     manifest = read(folder)
     check_sizes(folder, manifest)
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -32,11 +32,7 @@ from lightning_wlb.plan import Scheme, alike
 
 @dataclass(frozen=True)
 class Communication:
-    """Times of messages on one mesh of devices.
-
-    Raises:
-        ValueError: if the mesh spans nodes and the profile knows no network.
-    """
+    """Times of messages on one mesh; ValueError if it spans nodes and no network is known."""
 
     profile: Profile
     mesh: Mesh

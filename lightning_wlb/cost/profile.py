@@ -76,11 +76,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """One device and the links around it, in one dtype.
-
-    Raises:
-        ValueError: naming the field that is wrong.
-    """
+    """One device and the links around it, in one dtype; ValueError names a field that is wrong."""
 
     name: str  #: the profile's name in reports
     device: str  #: the processor's model
@@ -170,11 +166,7 @@ class Profile:
         )
 
     def check(self, *, device_type: str | None = None, dtype: str | None = None) -> None:
-        """Refuse another device or dtype than the profile's; None fits any.
-
-        Raises:
-            ValueError: naming both, and the remedy.
-        """
+        """Raise ValueError for another device or dtype than the profile's; None fits any."""
         for what, wanted, own in (
             ("device", device_type, self.device_type),
             ("dtype", dtype, self.dtype),

@@ -199,11 +199,7 @@ class ModelShape:
         return gcd(*(layer.recurrence.heads for layer in self.kinds if layer.recurrence))
 
     def check_tensor_parallel(self, size: int, context: int = 1) -> None:
-        """Refuse numbers of tensor- and context-parallel ranks that the model cannot be split over.
-
-        Raises:
-            ValueError: naming the size that does not divide, and what would.
-        """
+        """Raise ValueError if so many tensor- and context-parallel ranks cannot split the model."""
         if (heads := self.recurrent_heads) % (size * context):
             sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
             raise ValueError(

@@ -263,11 +263,7 @@ class WLBDataModule(L.LightningDataModule):
 
     @classmethod
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> NoReturn:
-        """Refused: Lightning's would import and call whatever a checkpoint's arguments name.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: Lightning's would import and call whatever a checkpoint names."""
         raise ValueError(
             f"{cls.__name__}.load_from_checkpoint: documents are not opened by a checkpoint. Make a"
             f" {cls.__name__} of its arguments; trainer.fit(..., ckpt_path=...) restores where the"

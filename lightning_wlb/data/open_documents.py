@@ -240,11 +240,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
 
 
 def check_documents(name: str, given: Any) -> None:
-    """Refuse what :func:`documents` would not recognise, without opening anything.
-
-    Raises:
-        ValueError: with what documents can be given as.
-    """
+    """Raise ValueError for what :func:`documents` would not recognise, without opening anything."""
     if not isinstance(given, DocumentStore):
         _resolved(name, given, {})
 
@@ -302,11 +298,7 @@ def _with_paths(name: str, source: Any) -> Any:
 
 
 def _check_open(pattern: str) -> None:
-    """Refuse a glob pattern with a folder that cannot be looked into, which glob would pass over.
-
-    Raises:
-        ValueError: naming the folder.
-    """
+    """Raise ValueError for a pattern with a folder that is closed, which glob would pass over."""
     while glob.has_magic(pattern):
         pattern, name = os.path.split(pattern)
         for folder in filter(os.path.isdir, glob.glob(pattern or ".", recursive=True)):

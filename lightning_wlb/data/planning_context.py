@@ -100,11 +100,7 @@ class PlanningStrategy(Protocol):
 
 
 def shape_of(module: object) -> ModelShape:
-    """The ``model_shape`` of a LightningModule, by which documents are weighed.
-
-    Raises:
-        MisconfigurationException: it has none.
-    """
+    """The ``model_shape`` of a LightningModule; raises MisconfigurationException if it has none."""
     shape = getattr(module, "model_shape", None)
     if not isinstance(shape, ModelShape):
         raise MisconfigurationException(

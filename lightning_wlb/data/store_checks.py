@@ -100,11 +100,7 @@ def length_of(store: DocumentStore, document: int) -> int:
 
 
 def check_has_targets(store: DocumentStore) -> None:
-    """Refuse a store without any target; documents are asked in turn until one has some.
-
-    Raises:
-        ValueError: no token of any document has a target, or the store fails.
-    """
+    """Raise ValueError for a store without targets; documents are asked until one has some."""
     lengths = enumerate(store.lengths.tolist())
     if not any(count_targets(store, document, 0, length) for document, length in lengths):
         raise ValueError(

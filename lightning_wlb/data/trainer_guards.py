@@ -47,7 +47,7 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 
 
 def refuse_other_loaders(in_worker: bool = False) -> None:
-    """Refuse a loader of the user's own where a Trainer or Accelerate reads ahead, or in a worker.
+    """Raise MisconfigurationException in a worker, or where a Trainer or Accelerate reads ahead.
 
     Lightning tells a loader nothing of the Trainer that it was given to, be it alone, in a
     dictionary or inside an iterable of the user's. But where a Trainer trains on it, one of its
@@ -55,9 +55,6 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
     hook no fetcher is.) A worker of another loader's begins every epoch at the run's beginning, and
     the position that a Trainer asks for stays there. Accelerate puts a loader of its own in place
     of one that it prepares, and takes a batch ahead.
-
-    Raises:
-        MisconfigurationException: naming the remedy.
     """
     if in_worker:
         raise MisconfigurationException(
@@ -88,11 +85,7 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
 
 
 def refuse_without_position(batch: Any) -> None:
-    """Refuse what a data module is to train on if it is no step batch, which has a position.
-
-    Raises:
-        MisconfigurationException: a subclass wraps or converts step batches.
-    """
+    """Raise MisconfigurationException for what is no step batch, as where a subclass wraps them."""
     if not isinstance(batch, StepBatch):
         raise MisconfigurationException(
             f"A batch to train on came as a {type(batch).__name__}: the position in the documents"
@@ -103,11 +96,7 @@ def refuse_without_position(batch: Any) -> None:
 
 
 def refuse_accumulation(trainer: L.Trainer) -> None:
-    """Refuse a Trainer that takes an optimizer step for several batches, now or in later epochs.
-
-    Raises:
-        MisconfigurationException: naming the option or callback and the remedy.
-    """
+    """Raise MisconfigurationException for optimizer steps of several batches, now or later."""
     number = trainer.accumulate_grad_batches
     asked = [f"accumulate_grad_batches={number}"] if number != 1 else []
     for each in trainer.callbacks:  # type: ignore[attr-defined]

@@ -188,11 +188,7 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
 
 
 def check_buffers(rebuilt: Decoder) -> None:
-    """Refuse a model whose buffers would have no values, or wrong ones, once it is built again.
-
-    Raises:
-        ValueError: naming a buffer, the same on all ranks.
-    """
+    """Raise ValueError, alike on all ranks, if buffers would be wrong in a model built again."""
     refuse_empty_buffers(rebuilt)
     kept = [
         f"{path}.{name}"

@@ -146,11 +146,7 @@ class MeshRequest:
         return "interleaved" if mesh.virtual_stages > 1 else "1f1b"
 
     def predictor(self, mesh: Mesh) -> Predictor:
-        """Predicts steps on a mesh.
-
-        Raises:
-            ValueError: a mesh that the model or the schedule cannot run on.
-        """
+        """Predicts steps on a mesh; ValueError where the model or the schedule cannot run on it."""
         return Predictor(
             LatencyModel(
                 self.profile, self.shape, mesh, self.reduce_dtype, self.compiled, self.overlap

@@ -147,11 +147,7 @@ class CompiledFunction:
         self._compiled: Function | None = None
 
     def __call__(self, *args: Any) -> Tensor:
-        """The function's value.
-
-        Raises:
-            RuntimeError: ``torch.compile`` fails, with the cause and the remedy.
-        """
+        """The function's value; raises RuntimeError, with the cause, if ``torch.compile`` fails."""
         dispatching = is_in_torch_dispatch_mode(include_infra_modes=False)
         if len(args[0]) < 2 or dispatching:
             return self._eager(*args)

@@ -152,11 +152,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Plac
 
 
 def placement_of(name: str, plan: Mapping[str, Placement]) -> Placement:
-    """How a tensor-parallel plan places a parameter.
-
-    Raises:
-        ValueError: no pattern names it.
-    """
+    """How a tensor-parallel plan places a parameter; raises ValueError if no pattern names it."""
     for pattern, placement in plan.items():
         if fnmatchcase(name, pattern):
             return placement

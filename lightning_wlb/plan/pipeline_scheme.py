@@ -73,11 +73,7 @@ class Scheme:
         return Mesh(pipelines, len(self.stages), self.context, self.tensor)
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Stage, context and tensor place of one of its global ranks.
-
-        Raises:
-            ValueError: the pipeline has no such rank.
-        """
+        """Stage, context and tensor place of one of its global ranks; ValueError for another."""
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in the pipeline on {self}.")
         rest, tensor = divmod(rank - self.first, self.tensor)
@@ -96,10 +92,9 @@ Schemes = tuple[Scheme, ...]
 
 
 def check_schemes(where: str, schemes: Sequence[Scheme]) -> None:
-    """Refuse pipelines that leave ranks out or share some, or do not all hold the whole model.
+    """Raise ValueError for pipelines that leave ranks out, share some, or lack a part of the model.
 
-    Raises:
-        ValueError: naming the pipeline, and beginning with ``where``.
+    The message begins with ``where``.
     """
     first, layers = 0, sum(schemes[0].stages)
     for number, scheme in enumerate(schemes):
@@ -117,11 +112,7 @@ def check_schemes(where: str, schemes: Sequence[Scheme]) -> None:
 
 
 def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
-    """The replicas of a mesh as schemes, given the layers of its stages.
-
-    Raises:
-        ValueError: the mesh has virtual stages.
-    """
+    """A mesh's replicas as schemes, given its stages' layers; ValueError if some are virtual."""
     if mesh.virtual_stages > 1:
         raise ValueError(
             f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"

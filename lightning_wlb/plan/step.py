@@ -71,11 +71,7 @@ class StepPlan:
         return rank_in(self.schemes, rank.index) if self.schemes else rank
 
     def validate(self) -> StepPlan:
-        """Return the plan itself if it can run.
-
-        Raises:
-            ValueError: naming the document and range, micro-batch or replica that is wrong.
-        """
+        """Return the plan itself; raises ValueError, naming what is wrong, if it cannot run."""
         check(self.step, self.replicas, self.pieces, self.cap, self.schemes)
         if not 0 <= self.target_tokens <= self.tokens:
             raise ValueError(

@@ -27,11 +27,7 @@ def check(
     cap: int,
     schemes: Sequence[Scheme] = (),
 ) -> None:
-    """Refuse replicas and pieces of a ``StepPlan`` that cannot run.
-
-    Raises:
-        ValueError: naming the document and range, micro-batch, replica or scheme that is wrong.
-    """
+    """Raise ValueError, naming what is wrong, for parts of a ``StepPlan`` that cannot run."""
     if schemes:
         if len(schemes) != len(replicas):
             raise ValueError(

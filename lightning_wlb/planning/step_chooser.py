@@ -62,11 +62,7 @@ def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> Pla
 
 
 def check_packing(packer: Packer | type[Packer]) -> None:
-    """Refuse a packing that cannot be used with pipelines that differ.
-
-    Raises:
-        ValueError: it makes micro-batches for all pipelines at once.
-    """
+    """Raise ValueError for a packing that makes micro-batches for all pipelines at once."""
     if not packer.arranges:
         raise ValueError(
             "pipelines that differ cannot share the micro-batches of this packing, which are made"

@@ -34,11 +34,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def check_stages(schedule: str, virtual_stages: int) -> None:
-    """Refuse stages per rank that a schedule cannot run.
-
-    Raises:
-        ValueError: the schedule cannot run so many, or is unknown.
-    """
+    """Raise ValueError for an unknown schedule, or one that cannot run so many stages per rank."""
     of_schedule = SCHEDULES[choice("schedule", schedule, SCHEDULES)]
     if whole("virtual_stages", virtual_stages, 1) > 1 and not of_schedule.virtual_stages:
         raise ValueError(

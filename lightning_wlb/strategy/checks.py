@@ -37,11 +37,7 @@ def data_module_of(trainer: pl.Trainer) -> WLBDataModule | None:
 
 
 def checked_module(module: pl.LightningModule | None) -> LanguageModule:
-    """The module, if its settings let a step plan run.
-
-    Raises:
-        MisconfigurationException: naming the setting and the remedy.
-    """
+    """The module; raises MisconfigurationException where its settings let no step plan run."""
     if not isinstance(module, LanguageModule):
         raise MisconfigurationException(
             f"WLBStrategy runs lightning_wlb.LanguageModule and its subclasses, but got"
@@ -59,11 +55,7 @@ def checked_module(module: pl.LightningModule | None) -> LanguageModule:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse options and callbacks of a Trainer that a step plan cannot follow.
-
-    Raises:
-        MisconfigurationException: naming the option or callback and the remedy.
-    """
+    """Raise MisconfigurationException for options and callbacks that a step plan cannot follow."""
     interval = getattr(trainer, "_val_check_time_interval", None)
     if interval is not None and trainer.world_size > 1:
         raise MisconfigurationException(
@@ -100,11 +92,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def checked_model(module: LanguageModule) -> Decoder:
-    """The module's model, if it is one that can be split.
-
-    Raises:
-        MisconfigurationException: naming what is missing or in the wrong place.
-    """
+    """The module's model; raises MisconfigurationException where it cannot be split."""
     model = module.model
     missing = [name for name in ("embed", "layers", "head") if getattr(model, name, None) is None]
     if not isinstance(model, Decoder) or missing:
@@ -155,11 +143,9 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:
-    """Check the timeout and the backend: a name of torch's, or several as in
-    ``"cpu:gloo,cuda:nccl"``.
+    """Raise MisconfigurationException for another timeout or backend than torch takes.
 
-    Raises:
-        MisconfigurationException: with what can be given.
+    The backend is a name of torch's, or several as in ``"cpu:gloo,cuda:nccl"``.
     """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     parts = backend.split(",") if isinstance(backend, str) else [str(backend)]
@@ -176,11 +162,7 @@ def check_process_group(backend: Any, timeout: Any) -> None:
 
 
 def check_precision(plugin: Precision) -> None:
-    """Refuse a precision plugin of the user's own, since only its name would be used.
-
-    Raises:
-        MisconfigurationException: with what to give.
-    """
+    """Raise MisconfigurationException for a user's own plugin: only its name would be used."""
     if not type(plugin).__module__.startswith("lightning."):
         raise MisconfigurationException(
             f"WLBStrategy would not run the precision plugin {type(plugin).__name__}:"
@@ -190,11 +172,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def check_reduce_dtype(asked: str | None, computed: torch.dtype, precision: str) -> None:
-    """Refuse sums over ranks that are narrower than what the run computes in.
-
-    Raises:
-        MisconfigurationException: naming both, and the remedy.
-    """
+    """Raise MisconfigurationException for sums that are narrower than what the run computes in."""
     if asked is not None and getattr(torch, asked).itemsize < computed.itemsize:
         raise MisconfigurationException(
             f"reduce_dtype={asked!r} would round what precision={precision!r} computes. Leave it"
@@ -244,11 +222,7 @@ def check_tasks() -> None:
 
 
 def local_path(path: str | Path) -> Path:
-    """The path of a checkpoint, if it is in a file system; ``~`` is the user's home.
-
-    Raises:
-        MisconfigurationException: for a remote path.
-    """
+    """A checkpoint's path, ``~`` expanded; raises MisconfigurationException if it is remote."""
     if "://" in str(path):
         raise MisconfigurationException(
             f"WLBStrategy reads and writes checkpoints in a file system, but got {path}. Mount"

@@ -249,11 +249,7 @@ class Processes:
         self.faults.begin(rank, environment.world_size(), self.timeout)
 
     def check_connected(self, world_size: int) -> None:
-        """Refuse a collective of all ranks once this rank has left their process group.
-
-        Raises:
-            RuntimeError: the process group of the run was destroyed, or is another by now.
-        """
+        """Raise RuntimeError if the run's process group was destroyed, or is another by now."""
         if world_size > 1 and not (dist.is_initialized() and dist.get_world_size() == world_size):
             raise RuntimeError(
                 f"One of this run's {world_size} ranks has destroyed their process group, and would"

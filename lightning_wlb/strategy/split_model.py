@@ -124,11 +124,7 @@ class SplitModel:
         return self.executor.pipeline.schedule
 
     def check(self, mesh: Mesh, schedule: str, groups: MeshGroups, precision: str) -> None:
-        """Refuse another run that would need the model split anew.
-
-        Raises:
-            MisconfigurationException: naming what the model is split for, and the remedy.
-        """
+        """Raise MisconfigurationException for a run that would need the model split anew."""
         done = _words(self.mesh, self.schedule, self.precision)
         asked = _words(mesh, schedule, precision)
         if asked != done:

@@ -307,11 +307,7 @@ class Step:
 
 
 def check_digests(digests: list[int], what: str) -> None:
-    """Compare the digests of all ranks' plans for ``what``, in rank order.
-
-    Raises:
-        RuntimeError: naming the ranks and digests, if they differ.
-    """
+    """Raise RuntimeError if the digests of the ranks' plans for ``what``, in rank order, differ."""
     held = (f"digest {each:016x}" if each else "no such step" for each in digests)
     if differ := differences({f"The ranks hold different plans for {what}": each} for each in held):
         raise RuntimeError(

@@ -127,12 +127,9 @@ def _buckets(model: Decoder, stages: dict[int, range]) -> list[Bucket]:
 
 
 def check_parameters(model: Decoder, pipeline: int) -> None:
-    """Refuse parameters that several stages would each train a copy of, and hooks never called.
+    """Raise ValueError for parameters that several stages would train, and hooks never called.
 
     It runs on the whole model: later a rank does not see the layers of other stages.
-
-    Raises:
-        ValueError: naming the parameter, with the remedy.
     """
     owners: dict[int, set[str]] = defaultdict(set)
     first: dict[int, str] = {}

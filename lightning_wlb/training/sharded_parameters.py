@@ -132,11 +132,7 @@ def set_gradient(shard: DTensor, value: Tensor) -> None:
 
 
 def refuse_hooks(name: str, parameter: Tensor) -> None:
-    """Refuse hooks on a sharded parameter, which no backward passes through.
-
-    Raises:
-        ValueError: naming it, with the remedy.
-    """
+    """Raise ValueError for hooks on a sharded parameter, which no backward passes through."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name} has a hook (register_hook or register_post_accumulate_grad_hook) that would"

@@ -241,11 +241,7 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a folder says; empty where there is none.
-
-    Raises:
-        ValueError: a file that is damaged.
-    """
+    """What a JSON file of a folder says, empty where there is none; ValueError if it is damaged."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -47,12 +47,9 @@ class DocumentStore(Protocol):
 
 
 def check_lengths(lengths: npt.NDArray[Any], store: str) -> None:
-    """Refuse a store without documents, documents without tokens and lengths of another type.
+    """Raise ValueError for no documents, documents without tokens and lengths of another type.
 
     ``store`` is how the error calls the store.
-
-    Raises:
-        ValueError: naming the first empty document or the type, and the remedy.
     """
     integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
     if len(lengths) == 0:
@@ -72,12 +69,9 @@ def check_tokens(
     document: int,
     start: int,
 ) -> None:
-    """Refuse tokens outside ``[0, vocab_size)``, or below 0 where the vocabulary is not known.
+    """Raise ValueError for tokens outside ``[0, vocab_size)``, or below 0 if that is not known.
 
     The tokens are those of the store's document from position ``start`` on.
-
-    Raises:
-        ValueError: naming the first token outside, its position and the vocabulary.
     """
     if not len(tokens):
         return

@@ -165,11 +165,7 @@ def _text_of(row: Row, column: str) -> str:
 
 
 def column_of(row: Row, column: str) -> Any:
-    """What a row holds in a column.
-
-    Raises:
-        ValueError: naming file, line and the columns that there are.
-    """
+    """What a row holds in a column; raises ValueError, naming file and line, if it has none."""
     if column not in row.record:
         raise ValueError(
             f"{row.place()} has no {column!r}, only {', '.join(map(repr, row.record)) or 'nothing'}"

@@ -100,11 +100,7 @@ _TERMS = {
 
 
 def check_config(config: Any) -> None:
-    """Refuse a transformers config that cannot be trained exactly, before anything is built.
-
-    Raises:
-        ValueError: naming the setting, its value, the reason and the remedy.
-    """
+    """Raise ValueError for a config that cannot be trained exactly, before anything is built."""
     name = f"model type {config.model_type!r}"
     if config is not config.get_text_config():
         raise ValueError(
@@ -158,11 +154,7 @@ def check_config(config: Any) -> None:
 
 
 def check_no_noise(config: Any) -> None:
-    """Refuse dropout and noise; call it last, since setting them to 0 mends no other refusal.
-
-    Raises:
-        ValueError: naming the field of the config.
-    """
+    """Raise ValueError for dropout and noise. Call it last: to set them to 0 mends nothing else."""
     for field, value in config.to_dict().items():
         if _is_random(field) and isinstance(value, int | float) and value:
             raise ValueError(
@@ -195,11 +187,7 @@ def longrope_window(config: Any) -> int | None:
 
 
 def check_family(model: Any) -> None:
-    """Refuse a built model whose attention cannot be replaced.
-
-    Raises:
-        ValueError: with the reason and the remedy.
-    """
+    """Raise ValueError for a built model whose attention cannot be replaced."""
     if not (model._supports_attention_backend or model.config.model_type in FAMILIES):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from transformers' attention"
@@ -209,10 +197,9 @@ def check_family(model: Any) -> None:
 
 
 def check_parts(model: Any, known: set[int]) -> None:
-    """Refuse parameters outside of embedding, layers and head; ``known`` has the ``id`` of those.
+    """Raise ValueError for parameters outside of embedding, layers and head.
 
-    Raises:
-        ValueError: naming them.
+    ``known`` has the ``id`` of each parameter of these.
     """
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if left:

@@ -120,11 +120,7 @@ def _family_boxes(
 
 
 def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
-    """Compare the folder's tensors with the model's.
-
-    Raises:
-        ValueError: naming those that are missing, too much, of another shape, or quantised.
-    """
+    """Raise ValueError for tensors that are missing, too many, quantised or of another shape."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     codes = [
         f"{key} is {dtype}"

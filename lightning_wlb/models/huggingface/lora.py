@@ -51,11 +51,7 @@ def base_name(name: str) -> str:
 
 
 def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's fields of a ``LoraConfig``, if all are exact on any mesh.
-
-    Raises:
-        ValueError: naming the field that is not known, or the value that cannot be.
-    """
+    """The user's fields of a ``LoraConfig``; raises ValueError for those not exact on any mesh."""
     if not isinstance(given, Mapping):
         raise ValueError(
             f"lora={given!r}. Give fields of peft's LoraConfig, as {{'r': 16, 'lora_alpha': 32}}."
@@ -130,11 +126,7 @@ def _ways(part: Any) -> float:
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
-    """Peft's ``LoraConfig``.
-
-    Raises:
-        ModuleNotFoundError: without peft; it names the extra.
-    """
+    """Peft's ``LoraConfig``; raises ModuleNotFoundError, which names the extra, without peft."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
