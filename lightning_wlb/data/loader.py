@@ -45,7 +45,7 @@ from lightning_wlb.data import loader_workers as workers
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch, make_step_batch
 from lightning_wlb.data.open_documents import Documents
-from lightning_wlb.data.store_checks import check_corpora, check_has_targets, count_targets
+from lightning_wlb.data.store_checks import check_has_targets, checked_digests, count_targets
 from lightning_wlb.data.stores.document_store import DocumentStore, check_lengths
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.trainer_guards import refuse_other_loaders
@@ -178,7 +178,7 @@ class StepDataset(IterableDataset[StepBatch]):
         self.has_loader = False
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
         planner = self.planner()
-        corpora = check_corpora(self.store, self.state)
+        corpora = checked_digests(self.store, self.state)
         digests = {"corpora": [each.digest for each in corpora]}
         # A continued run that ended with its epoch stands before an empty rest of it: pass over it.
         release = planner.release() or planner.release()

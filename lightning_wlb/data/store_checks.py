@@ -9,7 +9,7 @@ the loss is divided, are counted here from lengths and masks, by no store.
 Plans agree between ranks where lengths do, and a rank reads only its own rows. So nodes whose
 copies of a corpus differ in their tokens (another tokenizer, a file that was changed) would train
 on a mixture of both. With the first step of every pass over the documents each rank hashes the
-beginnings of some documents, spread over the store (:func:`corpus_digests`), and the exchange
+beginnings of some documents, spread over the store (:func:`checked_digests`), and the exchange
 that compares plans compares the digests; so does a run that resumes, with those of the position it
 was saved with. That is no proof: copies that differ elsewhere pass.
 
@@ -141,21 +141,17 @@ class CorpusDigest(NamedTuple):
     """63 bits of its vocabulary, and of some documents' tokens and masks."""
 
 
-def corpus_digests(store: DocumentStore) -> tuple[CorpusDigest, ...]:
-    """A sample of the store, or one of each store of a mixture.
+def checked_digests(
+    store: DocumentStore, state: Mapping[str, Any] | None = None
+) -> tuple[CorpusDigest, ...]:
+    """The digest of a store, or of each store of a mixture.
 
     Raises:
-        ValueError: what the store returns is not what it said.
+        ValueError: they differ from those in the position resumed from, ``state``; or what the
+            store returns is not what it said.
     """
     stores = store.stores if isinstance(store, MixedDocuments) else (store,)
-    return tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)
-
-
-def check_corpora(
-    store: DocumentStore, state: Mapping[str, Any] | None
-) -> tuple[CorpusDigest, ...]:
-    """The store's digests; ValueError if they differ from those in the position resumed from."""
-    found = corpus_digests(store)
+    found = tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)
     digests = [each.digest for each in found]
     if (state or {}).get("corpora", digests) != digests:
         raise ValueError(

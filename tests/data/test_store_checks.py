@@ -10,7 +10,7 @@ from lightning_wlb.data.open_documents import documents, hold_out
 from lightning_wlb.data.store_checks import (
     SAMPLED_TOKENS,
     check_has_targets,
-    corpus_digests,
+    checked_digests,
     read_mask,
     read_tokens,
 )
@@ -132,14 +132,14 @@ def changed(document: int) -> InMemoryDocuments:
 
 def test_some_documents_spread_over_the_store() -> None:
     store = Counting([[*each, *[0] * 1000] for each in SEQUENCES])
-    (sample,) = corpus_digests(store)
+    (sample,) = checked_digests(store)
     assert sample.store == repr(store)
     assert [document for document, _, _ in store.reads] == [
         0, 7, 13, 20, 26, 33, 40, 46, 53, 59, 66, 73, 79, 86, 92, 99,
     ]  # fmt: skip
     assert {(start, stop) for _, start, stop in store.reads} == {(0, SAMPLED_TOKENS)}
     small = Counting([[1, 2], [3]])
-    corpus_digests(small)
+    checked_digests(small)
     assert small.reads == [(0, 0, 2), (1, 0, 1)]
 
 
@@ -148,11 +148,11 @@ def test_it_tells_tokens_masks_and_vocabularies_apart() -> None:
     stores = [InMemoryDocuments(SEQUENCES, vocab_size=7), changed(99), changed(0)]
     masks[40][0] = False
     stores += [InMemoryDocuments(SEQUENCES, masks), InMemoryDocuments(SEQUENCES, vocab_size=8)]
-    digests = [corpus_digests(store)[0].digest for store in stores]
+    digests = [checked_digests(store)[0].digest for store in stores]
     assert len(set(digests)) == len(stores)
-    assert corpus_digests(InMemoryDocuments(np.array(SEQUENCES, np.int32)))[0].digest == digests[0]
+    assert checked_digests(InMemoryDocuments(np.array(SEQUENCES, np.int32)))[0].digest == digests[0]
     # One that is not sampled: it is no proof.
-    assert corpus_digests(changed(1))[0].digest == digests[0]
+    assert checked_digests(changed(1))[0].digest == digests[0]
 
 
 def test_it_tells_apart_which_documents_of_one_length_are_held_out() -> None:
@@ -164,15 +164,15 @@ def test_it_tells_apart_which_documents_of_one_length_are_held_out() -> None:
             rest, _ = hold_out(rest, number, 3, "documents")
         return rest
 
-    digests = [corpus_digests(trained_on(*each))[0].digest for each in ((1, 2), (2, 1), (1, 2))]
+    digests = [checked_digests(trained_on(*each))[0].digest for each in ((1, 2), (2, 1), (1, 2))]
     assert digests[0] == digests[2] != digests[1]
 
 
 def test_each_store_of_a_mixture_has_its_own() -> None:
     entries = [{"documents": SEQUENCES, "weight": 1}, {"documents": [[1, 2]], "weight": 1}]
-    first, second = corpus_digests(documents({"mixture": entries}))
-    assert first == corpus_digests(InMemoryDocuments(SEQUENCES))[0]
-    assert second == corpus_digests(InMemoryDocuments([[1, 2]]))[0]
+    first, second = checked_digests(documents({"mixture": entries}))
+    assert first == checked_digests(InMemoryDocuments(SEQUENCES))[0]
+    assert second == checked_digests(InMemoryDocuments([[1, 2]]))[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
