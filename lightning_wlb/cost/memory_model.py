@@ -169,8 +169,6 @@ class MemoryModel:
 
     def micro_batch_bytes(self, parts: StageParts, rows: int, recompute: Recompute = "none") -> int:
         """Bytes that a micro-batch holds on one of a rank's stages from forward to backward."""
-        if rows == 0:
-            return 0
         # The first term is the rotary embedding's frequencies.
         result = rows * 4 * self.shape.head_dim
         result += self._of_layers(parts, lambda layer: self.layer_bytes(layer, rows, recompute))

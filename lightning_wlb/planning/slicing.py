@@ -219,8 +219,7 @@ class _Filling:
         while pack.gap > pack.slack and pack.room:
             part = self.cut
             if part is None:
-                if not waiting.pieces:
-                    return
+                # Some piece waits: without any the pack would have the work that is missing.
                 exceeds = waiting.works[-1] > pack.gap + pack.slack
                 if exceeds and (pack.tight or not pack.slices):
                     part = self._waiting_part(len(waiting.pieces) - 1)
@@ -305,10 +304,7 @@ class _Filling:
             pack.slices.append(made)
         pack.room -= stop - start
         pack.gap -= self.work(stop) - self.work(start)
-        if stop < piece.tokens:
-            self.cut = _Part(piece, stop)
-        elif start:
-            self.cut = None
+        self.cut = _Part(piece, stop) if stop < piece.tokens else None
 
 
 def cut_apart(
