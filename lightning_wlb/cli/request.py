@@ -48,9 +48,9 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
     """The requests to plan, or to search meshes for: baseline, reference, the packing asked for."""
     fixed, model = sizes_of(arguments.mesh), given_model(arguments.model)
     if model.foreign is not None:
-        from lightning_wlb.models.huggingface.config_and_shape import beyond_positions
+        from lightning_wlb.models.huggingface.config_and_shape import positions_warning
 
-        told = beyond_positions(model.foreign, arguments.context_window)
+        told = positions_warning(model.foreign, arguments.context_window)
         if told is not None:
             print(f"Warning: {told}", file=sys.stderr)
     if model.settings.get("lora") is not None:

@@ -166,11 +166,7 @@ class WLBDataModule(L.LightningDataModule):
         self._stores()
 
     def setup(self, stage: str) -> None:
-        """Open the documents.
-
-        Raises:
-            MisconfigurationException: the Trainer is to repeat batches.
-        """
+        """Open the documents; raise MisconfigurationException if the Trainer repeats batches."""
         self._stores()
         times = getattr(self.trainer, "overfit_batches", 0)
         if stage == TrainerFn.FITTING and times > 0:

@@ -319,7 +319,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         with workers.safe_path():
             batches = self._get_iterator()
         self.dataset.has_loader = not self.num_workers
-        workers.can_be_ended(batches)
+        workers.make_endable(batches)
         return self._hand_out(batches, time.perf_counter() - begin, is_new)
 
     def _hand_out(

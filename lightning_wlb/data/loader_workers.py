@@ -4,7 +4,7 @@ A worker is a fork of its rank. It inherits the rank's handlers of signals, and 
 
 * Slurm and a terminal send signals to *all* processes. A signal that ends a run is for the rank to
   obey, so workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a worker that is stuck by
-  SIGTERM; :func:`can_be_ended` makes that SIGKILL.
+  SIGTERM; :func:`make_endable` makes that SIGKILL.
 * A worker dies with its rank, however the rank ends, except in a read that cannot be interrupted
   (of a hung network disk). So a worker has none of the rank's sockets: they would stay open, and
   the other ranks would wait for a rank that is dead.
@@ -100,8 +100,8 @@ def safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def can_be_ended(batches: Any) -> None:
-    """Let torch, and Python at its exit, end an iterator's workers, which ignore SIGTERM."""
+def make_endable(batches: Any) -> None:
+    """Let torch and Python's exit end an iterator's workers, which ignore SIGTERM, by SIGKILL."""
     for worker in getattr(batches, "_workers", ()):
         popen = weakref.proxy(worker._popen)
         # Not its own method: it would hold itself, and its pipes would stay open until it is

@@ -181,8 +181,8 @@ _FEW_VALUES = 1 << 27
 
 
 @contextmanager
-def names_and_shapes() -> Iterator[None]:
-    """Models made inside have no values at all, whatever their sizes are.
+def without_values() -> Iterator[None]:
+    """A context in which models are made with names and shapes, and no values at all.
 
     Raises:
         ValueError: a size is below 0, or beyond what any machine can number.

@@ -33,7 +33,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.trainer_guards import keep_hooks, refuse_accumulation, refuse_prediction
 from lightning_wlb.models.config import TransformerConfig, as_config
-from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, names_and_shapes
+from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, without_values
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
 from lightning_wlb.models.transformer import Transformer
 from lightning_wlb.plan import ActivationCheckpointing, StepPlan
@@ -171,7 +171,7 @@ class LanguageModule(LoadsCheckpoints):
         # By a strategy that gives the model memory and values itself, after splitting it.
         deferred = getattr(getattr(self._trainer, "strategy", None), "defers_initialisation", False)
         if not deferred and torch.get_default_device().type == "cpu":
-            with names_and_shapes():
+            with without_values():
                 blank = self.build_model()
             if isinstance(blank, Decoder):
                 check_size(blank)

@@ -63,9 +63,9 @@ class Dealing:
         work: cost of a piece from its tokens, an integer.
         per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
         most_tokens: tokens of the longest piece that one replica can hold, at least 1.
-        begun: work that each replica is taken to have already; none if empty. Unshared pieces go,
-            longest first, where they would go without it, until that gives a replica more than its
-            share.
+        handicaps: work that each replica is taken to have already; none if empty. Unshared pieces
+            go, longest first, where they would go without it, until that gives a replica more than
+            its share.
         sharers: most replicas that may share a piece (:func:`most_sharers`).
     """
 
@@ -74,14 +74,14 @@ class Dealing:
     work: Callable[[int], int]
     per_capacity: int = 0
     most_tokens: int = sys.maxsize
-    begun: Sequence[int] = ()
+    handicaps: Sequence[int] = ()
     sharers: int = sys.maxsize
 
     def again(self, ends: Sequence[int]) -> Dealing:
         """A new dealing that gives less work to the replicas that ended late."""
         loads = self.merged.loads
         late = [end * sum(loads) // sum(ends) - load for end, load in zip(ends, loads, strict=True)]
-        return replace(self, begun=late)
+        return replace(self, handicaps=late)
 
     @cached_property
     def merged(self) -> Merged:
@@ -106,8 +106,8 @@ class Dealing:
         own: list[list[Piece]] = [[] for _ in range(replicas)]
         alone = [at for at, size in enumerate(sizes) if size == 1]
         receivers = deal([works[at] for at in alone], list(loads))
-        if self.begun:
-            taken = [load + before for load, before in zip(loads, self.begun, strict=True)]
+        if self.handicaps:
+            taken = [load + before for load, before in zip(loads, self.handicaps, strict=True)]
             share = (sum(taken) + sum(works[at] for at in alone)) // replicas
             stay = 0
             for at, replica in zip(alone, receivers, strict=True):

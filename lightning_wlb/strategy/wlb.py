@@ -49,7 +49,7 @@ from lightning_wlb.supervision.faults import without_hiding_cause
 from lightning_wlb.supervision.watchdog import say
 from lightning_wlb.training.clipping_and_nonfinite import OnNonfinite, StepGuard
 from lightning_wlb.training.executor import Executor
-from lightning_wlb.training.out_of_memory import explained
+from lightning_wlb.training.out_of_memory import noting_out_of_memory
 from lightning_wlb.training.precision import WLBPrecision, name_of
 
 
@@ -327,7 +327,7 @@ class WLBStrategy(ParallelStrategy):
     ) -> Any:
         """Run a step, all of it; what runs out of memory is told which options take less."""
         given = self._module, self._devices.reduce_dtype
-        with explained(self.executor, lambda: self.split.memory_model(*given)):
+        with noting_out_of_memory(self.executor, lambda: self.split.memory_model(*given)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def backward(

@@ -30,7 +30,7 @@ _SHOWN = 8
 
 
 @contextmanager
-def explained(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
+def noting_out_of_memory(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
     """A context for a training step, which adds a :func:`note` to an error for want of memory."""
     try:
         yield

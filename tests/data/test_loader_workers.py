@@ -53,7 +53,7 @@ def test_a_worker_heeds_no_signal_and_holds_no_connection(kind, monkeypatch):
             multiprocessing_context="fork",
         )
         batches = iter(loader)
-        workers.can_be_ended(batches)
+        workers.make_endable(batches)
         facts = next(batches)
         assert facts["ignored"]
         assert facts["frozen"], "what the rank had made is no garbage of the worker's"
@@ -76,7 +76,7 @@ def test_ended_workers_leave_no_descriptor_behind():
         counts = []
         for _ in range(4):
             batches = iter(DataLoader(range(2), num_workers=1, multiprocessing_context="fork"))
-            workers.can_be_ended(batches)
+            workers.make_endable(batches)
             assert len(list(batches)) == 2
             del batches
             for thread in threading.enumerate():

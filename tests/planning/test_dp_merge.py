@@ -71,7 +71,7 @@ def test_a_piece_that_one_replica_cannot_hold_is_shared_by_as_many_as_hold_it():
 
 
 def test_pieces_are_dealt_beside_work_that_replicas_are_taken_to_have():
-    merged = Dealing(pieces_of([4, 3, 2, 1]), 2, LINEAR, 0, begun=[-6, 2]).merged
+    merged = Dealing(pieces_of([4, 3, 2, 1]), 2, LINEAR, 0, handicaps=[-6, 2]).merged
     assert [[piece.tokens for piece in own] for own in merged.own] == [[4, 3, 2], [1]]
     assert merged.loads == [9, 1]
 
@@ -79,7 +79,7 @@ def test_pieces_are_dealt_beside_work_that_replicas_are_taken_to_have():
 def test_long_pieces_stay_where_they_are_dealt_without_that_work():
     pieces = pieces_of([50, 49, 40, 39, 8, 6, 4, 2, 2])
     before = Dealing(pieces, 2, LINEAR, 0).merged
-    after = Dealing(pieces, 2, LINEAR, 0, begun=[5, -5]).merged
+    after = Dealing(pieces, 2, LINEAR, 0, handicaps=[5, -5]).merged
     assert [[piece.tokens for piece in own] for own in before.own] == [
         [50, 39, 8, 2, 2],
         [49, 40, 6, 4],

@@ -312,7 +312,7 @@ def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
 
     read = checksum(parts)  # before, so that a change meanwhile is seen
     counts = folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size)
-    return counts | {"checksum": read, "written": folders.written(path)}
+    return counts | {"checksum": read, "written": folders.file_checksum(path)}
 
 
 @contextmanager

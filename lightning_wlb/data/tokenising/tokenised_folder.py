@@ -153,7 +153,7 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
     return done
 
 
-def written(path: Path) -> int:
+def file_checksum(path: Path) -> int:
     """The checksum of a file's bytes, and of how many they are."""
     return checksum([Part(path, 0, check_regular(path, links=False))])
 
@@ -250,7 +250,7 @@ def _saved(path: Path) -> dict[str, Any]:
 
 def _is_as_written(folder: Path, number: int, counts: Counts) -> bool:
     try:
-        return written(shard_path(folder, number)) == counts.get("written")
+        return file_checksum(shard_path(folder, number)) == counts.get("written")
     except (OSError, ValueError):  # it is gone, a link, or something else
         return False
 

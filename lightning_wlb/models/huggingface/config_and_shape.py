@@ -135,8 +135,8 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
         raise ValueError(f"The config of model type {kind.model_type!r}: {error}") from error
 
 
-def beyond_positions(config: PretrainedConfig, context_window: int) -> str | None:
-    """The warning of a context window with more tokens than the config has positions, if so."""
+def positions_warning(config: PretrainedConfig, context_window: int) -> str | None:
+    """A warning if a context window has more tokens than the config has positions, else None."""
     known = getattr(config, "max_position_embeddings", None)
     if not known or context_window <= known:
         return None

@@ -14,7 +14,7 @@ from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.config_and_shape import (
-    beyond_positions,
+    positions_warning,
     read_config,
     shape_of,
 )
@@ -155,7 +155,7 @@ class HuggingFaceModule(LanguageModule):
             )
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, WLBDataModule):
-            told = beyond_positions(self.config, data.settings.context_window)
+            told = positions_warning(self.config, data.settings.context_window)
             if told is not None:
                 rank_zero_warn(told)
 

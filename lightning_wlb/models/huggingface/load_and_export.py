@@ -30,7 +30,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_wlb.checkpoints.sharded import in_words
-from lightning_wlb.models.decoder import names_and_shapes
+from lightning_wlb.models.decoder import without_values
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.lora import is_adapter, peft_config
 from lightning_wlb.models.huggingface.model_parts import blank_model
@@ -255,7 +255,7 @@ def write_adapted(
 
 
 def _blank_decoder(config: Any, lora: Mapping[str, Any] | None = None) -> HuggingFaceDecoder:
-    with names_and_shapes():
+    with without_values():
         return HuggingFaceDecoder(config, lora=lora)
 
 

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
 from lightning_wlb.distributed.process_groups import group_rank, group_size
-from lightning_wlb.models.decoder import NO_TABLES, names_and_shapes, seed_of
+from lightning_wlb.models.decoder import NO_TABLES, seed_of, without_values
 from lightning_wlb.models.huggingface.attention import NAME, RUNNING, recomputed
 from lightning_wlb.models.huggingface.families import PARTS
 from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
@@ -43,7 +43,7 @@ _FEW = 64  # so small are an activation's learned constants
 def without_memory_on_meta() -> Iterator[None]:
     """Modules made inside have parameters without memory where the default device is meta.
 
-    Their buffers have values all the same, unless :func:`.names_and_shapes` are asked for, and so
+    Their buffers have values all the same, unless :func:`.without_values` are asked for, and so
     have parameters of at most ``_FEW`` values, some of which transformers' rules for initial values
     leave out.
     """
@@ -88,7 +88,7 @@ def build_family_model(config: Any) -> Any:
 
 def blank_model(config: Any, attention: str = "eager", dtype: torch.dtype | None = None) -> Any:
     """The family's ``ForCausalLM``, without values."""
-    with names_and_shapes():
+    with without_values():
         # Whatever the folder asks for: some values of it fetch code.
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),

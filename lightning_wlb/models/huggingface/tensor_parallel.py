@@ -306,8 +306,7 @@ def _gather(
 
     ``linear`` are the block's linear layers.
     """
-    run = RUNNING.get(None)
-    group = None if run is None else run.groups.tensor
+    run, group = RUNNING.get(None), _current_group()
     forget_late(linear)
     if run is None or group is None or group_size(group) == 1:
         return args, kwargs

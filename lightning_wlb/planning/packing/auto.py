@@ -103,7 +103,11 @@ class AutoPacker(Packer):
         return best.plans
 
     def _evened_at_best(self, made: _Made, place: Placement) -> Score:
-        """The score if replicas ended at the mean, or with what they share and a longest piece."""
+        """The best score that evening can be hoped to reach.
+
+        The step takes no less than the mean of the replicas' ends, and no less than any replica
+        would with only the pieces that it shares and the longest of its own.
+        """
         ends = place.scorer.ends(made.plans)
         merged, work = made.dealing.merged, self.rules.work.total
         if not ends:
