@@ -116,7 +116,7 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
     gather, scatter = latency.messages_ns(rows)
     if latency.overlap == "off" or latency.mesh.tensor == 1:
         return (Exposed(gather + scatter, gather + scatter, 0),) * 2
-    beside = partial(_beside, latency)
+    beside = partial(_waited_for, latency)
     forward_ns, backward_ns = (latency.products_ns(rows, each) for each in (False, True))
     each_ns = backward_ns / 2  # gradients of rows; those of weights take as long
     both = halves(latency.shape.dim, latency.layer)
@@ -158,12 +158,12 @@ def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tup
     tensor, (half, _) = latency.mesh.tensor > 1, halves(latency.shape.dim, latency.layer)
     forward, backward = (half.out * latency.products_ns(rows, each) for each in (False, True))
     return (
-        round(_beside(latency, there, forward / (chunks_of(latency, rows) if tensor else 1))),
-        round(_beside(latency, back, backward / (1 + tensor))),
-        round(_beside(latency, there, backward)),
+        round(_waited_for(latency, there, forward / (chunks_of(latency, rows) if tensor else 1))),
+        round(_waited_for(latency, back, backward / (1 + tensor))),
+        round(_waited_for(latency, there, backward)),
     )
 
 
-def _beside(latency: LatencyModel, message: float, product: float) -> float:
-    """What is waited for of a message beside a product."""
+def _waited_for(latency: LatencyModel, message: float, product: float) -> float:
+    """How long a message is waited for that travels while a product is computed."""
     return max(message - product, message * (1.0 - 1.0 / latency.profile.slowed_beside))

@@ -233,15 +233,15 @@ def agreed_pool(
         rank_zero_info(f'WLBStrategy: dynamic="auto" leaves all steps on the mesh: {reason}')
         return ()
     with patient_ranks() as ranks:
-        lines, schemes = ranks.lead(lambda: _recalled(request(), mesh))
+        lines, schemes = ranks.lead(lambda: _searched_pool(request(), mesh))
     by = "measured" if profile.measured else "analytic"
     rank_zero_info(f'WLBStrategy: dynamic="auto", by the {by} profile {profile.name}:')
     rank_zero_info("\n".join(lines))
     return schemes
 
 
-def _recalled(request: MeshRequest, mesh: Mesh) -> tuple[list[str], tuple[Schemes, ...]]:
-    """What a search says and takes, from the cache folder or made now."""
+def _searched_pool(request: MeshRequest, mesh: Mesh) -> tuple[list[str], tuple[Schemes, ...]]:
+    """Lines for the log, and pipelines: a search's, or an earlier one's from the cache folder."""
     request = replace(request, steps=SAMPLE)
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 

@@ -180,7 +180,7 @@ def _raced(
     tell: Progress,
     sampled: bool = False,
 ) -> list[Evaluation]:
-    """All steps of the meshes that fit and do not fall behind; others go to ``reasons``.
+    """Simulate all steps of the meshes that fit and keep up; others go to ``reasons``.
 
     Where none is left of those ahead, those that had fallen behind go on (``sampled``).
     """

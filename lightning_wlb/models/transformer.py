@@ -150,10 +150,7 @@ class Transformer(Decoder):
         return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
 
     def initial_deviation(self, name: str) -> float:
-        """Less for matrices that write into the residual stream.
-
-        So its variance does not grow with the number of layers (GPT-2).
-        """
+        """0.02, less for what writes into the residual stream where layers are many (GPT-2)."""
         residual = name.endswith((".wo", ".w2"))
         return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
 

@@ -169,7 +169,7 @@ def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list
     if cap is not None and int(tokens.max()) > cap:
         return None
     order = np.argsort(-loads, kind="stable")
-    owner, members = _sized(loads, order, ranks), _grouped(home, bins)
+    owner, members = _dealt_by_rows(loads, order, ranks), _grouped(home, bins)
     return [[members[order[at]] for at in own] for own in _grouped(owner[order], ranks)]
 
 
@@ -254,7 +254,7 @@ def partition(works: Integers, receivers: int, *, sized: bool = False) -> Intege
         return np.zeros(count, np.int64)
     order = np.argsort(-works, kind="stable")
     if sized:
-        home = _sized(works, order, receivers)
+        home = _dealt_by_rows(works, order, receivers)
     else:
         home = np.empty(count, np.int64)
         home[order] = deal(works[order].tolist(), [0] * receivers)
@@ -267,8 +267,8 @@ def partition(works: Integers, receivers: int, *, sized: bool = False) -> Intege
     return min(home, blocks, shuffled, key=lambda each: _loads(works, each, receivers).max())
 
 
-def _sized(works: Integers, order: Integers, receivers: int) -> Integers:
-    """Sorted items dealt by rows of ``receivers``, the heaviest of a row to the least load."""
+def _dealt_by_rows(works: Integers, order: Integers, receivers: int) -> Integers:
+    """Deal sorted items by rows of ``receivers``, the heaviest of a row to the least load."""
     home = np.empty(len(works), np.int64)
     loads = np.zeros(receivers, np.int64)
     for row in order.reshape(-1, receivers):

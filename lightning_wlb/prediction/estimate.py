@@ -197,7 +197,7 @@ class _Slices:
         return times * (np.diff(self._first) > 0)
 
     def _of_chunks(self, values: Integers, cut: npt.NDArray[np.bool_]) -> Integers:
-        """:meth:`on_a_rank` of int64 [2, chunks]: of all first chunks, then the second ones."""
+        """:meth:`on_a_rank` of values [2, chunks] of all first chunks, then of the second ones."""
         far = np.zeros((2, len(cut)), dtype=np.int64)
         far[:, cut] = values[:, len(cut) :]
         return self.on_a_rank(values[:, : len(cut)], far)

@@ -149,7 +149,7 @@ def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent
     half = request.steps // 2
     releases = releases_of(planner, request.steps + AHEAD * half)
     others = releases[:half] + releases[request.steps :]
-    given, judged = _varied(others, half), releases[half : request.steps]
+    given, judged = _sampled_by_length(others, half), releases[half : request.steps]
     plans = {release.step: planner.place(release) for release in (*given, *judged)}
 
     def sampled(pool: Pool, releases: Sequence[Release]) -> list[_SampledStep]:
@@ -186,11 +186,11 @@ def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent
     )
 
 
-def _varied(releases: Sequence[Release], count: int) -> list[Release]:
-    """``count`` of these steps: the one at three quarters of each part, by squared lengths.
+def _sampled_by_length(releases: Sequence[Release], count: int) -> list[Release]:
+    """``count`` of these steps, from those of short documents to those of long ones.
 
-    The steps are sorted in ascending order and cut into ``count`` parts, so that the last of those
-    taken is among the longest.
+    The steps are sorted by their sums of squared lengths and cut into ``count`` parts. Of each part
+    the one at three quarters is taken, so that the last one is among the longest.
     """
 
     def squares(release: Release) -> int:

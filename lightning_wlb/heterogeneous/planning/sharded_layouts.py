@@ -129,7 +129,7 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[st
 
 
 def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> dict[str, Integers]:
-    """As :func:`in_step`, but what the mesh, whose pipelines are ``base``, holds between steps."""
+    """What the mesh, whose pipelines are ``base``, holds between steps; as :func:`in_step`."""
     found, places = in_step(weights, bucket, base), Places.of(base)
     ranks = len(base) * base[0].context
     number = (places.pipeline * base[0].context + places.context)[:, None]

@@ -85,7 +85,7 @@ def by_segments(
 def _replaced(
     name: str, theirs: Callable[..., Any], ours: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``ours`` inside of a module that :func:`by_segments` has changed; else ``theirs``."""
+    """A call of ``ours`` in a module that :func:`by_segments` has changed, else of ``theirs``."""
 
     @wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:

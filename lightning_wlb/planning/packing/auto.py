@@ -119,7 +119,7 @@ class AutoPacker(Packer):
         return made.score._replace(time=max(least))
 
     def _evened(self, best: _Made, place: Placement) -> _Made:
-        """Dealt again with less for replicas that end late, while the step gets shorter."""
+        """Deal again, with less for replicas that end late, as long as the step gets shorter."""
         for _ in range(DEALT_AGAIN):
             ends = place.scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):

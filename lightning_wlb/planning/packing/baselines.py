@@ -48,7 +48,7 @@ class BestFitPacker(Packer):
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """As few micro-batches as best-fit finds; pieces of those beyond 2·N are carried."""
+        """The micro-batches of best-fit, at most 2·N; pieces of any further ones are carried."""
         packed = fill(pieces, self.rules.cap)
         most = 2 * self.rules.micro_batches
         return packed[:most], [piece for left in packed[most:] for piece in left]
