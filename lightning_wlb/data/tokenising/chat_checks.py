@@ -3,8 +3,10 @@
 A template takes what it knows of a message and passes over the rest, so that a model would learn to
 answer nothing where a call stood, or what nobody said. So the chat is rendered once more with a
 word of its own behind each text in it (:func:`with_words`), and the words are looked for in the
-result (:func:`check_written`). Rows that are no chats, or by whose other fields it may be said what
-is learned, are refused before (:func:`messages_of`).
+result (:func:`check_written`). Rows that are no chats, by whose other fields it may be said what is
+learned, or in which a table has put nulls, are refused before (:func:`messages_of`,
+:func:`check_nulls`), and so are templates that mark what is learned where it cannot be found
+(:func:`marks_speech`).
 
 Cost: one rendering of the template.
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from lightning_wlb.data.tokenising.sources import Row
@@ -22,7 +26,9 @@ _PLAIN_WORD = re.compile(r"zq\d+qz")
 _WORD = re.compile(r", 'zq': 'zqzq\d+qz'|zq\d+qz")
 _MAY_BE_WEIGHT = re.compile(r"mask|loss|weight|(?<![a-z])train|learn|ignore", re.I)
 """Names by which other programs' messages say whether they are learned."""
-_MAY_BE_SAID = re.compile(r"(.*_)?(calls?|functions?|tools|plan|documents)")
+_MAY_BE_SAID = re.compile(
+    r"(.*_)?(calls?|functions?|tools|plan|documents|context|attachments|images?|audios?|videos?)"
+)
 """Names by which other programs' messages say more; two of them have marks of their own."""
 _THOUGHTS = (
     *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks"),
@@ -31,7 +37,10 @@ _THOUGHTS = (
 """Names by which messages have more of the assistant's than its content, as what it thought."""
 # transformers gives three of them as one another.
 _KNOWS_THOUGHTS = re.compile(rf"['\".]({'|'.join(_THOUGHTS)})\b")
-_BESIDE = "system", "system_prompt", "functions", "documents", "chat_template_kwargs"
+_BESIDE = (
+    *("system", "system_prompt", "functions", "documents", "chat_template_kwargs"),
+    *("image", "images", "audio", "audios", "video", "videos"),
+)
 """Columns by which other programs' rows say more of a chat than its messages do."""
 
 
@@ -50,6 +59,8 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
                 f" {wanted}."
             )
         given = {name: value for name, value in message.items() if value is not None}
+        if given.get("tool_calls") == []:  # at which templates look before they count
+            del given["tool_calls"]
         speaks = given["role"] == "assistant"
         weight = given.pop("weight", speaks)
         kinds = int | float | list | dict
@@ -71,6 +82,12 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
                 f"{row.place()}: message {number}, of {given['role']!r}, has no text as content:"
                 f" {str(given)[:80]}. Write the chat as {wanted}."
             )
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") != "text" and not _says(part):
+                raise ValueError(
+                    f"{row.place()}: message {number}, of {given['role']!r}, has a part that is no"
+                    f" text: {part!r:.80}. Remove the row: models of texts alone are trained."
+                )
         several, one = given.get("tool_calls") or [], given.get("function_call") or {}
         if not (isinstance(several, list) and all(isinstance(c, dict) for c in [*several, one])):
             raise ValueError(
@@ -81,6 +98,102 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         plain.append(given)
         learned += [bool(weight)] if speaks else []
     return plain, learned
+
+
+def _says(part: dict[str, Any]) -> bool:
+    """Whether a part of a content has more than its type, which can be looked for in the text."""
+    return any(
+        value and isinstance(value, str | list | dict)
+        for name, value in part.items()
+        if name not in ("type", "id")
+    )
+
+
+def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
+    """Refuse nulls in tools and calls where a table of rows that differ in their fields puts them.
+
+    Raises:
+        ValueError: one in a tool, or an argument of which the tool does not say that it may be one.
+    """
+    parameters: dict[Any, dict[str, Any]] = {}
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if null := next(_nulls(tool), None):
+            raise ValueError(
+                f"it would write null as {null} of the tool {str(tool)[:80]}. Remove it, or give"
+                " the tools as one text of JSON: in a table all of them have all fields."
+            )
+        if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
+            parameters[function.get("name")] = function["parameters"].get("properties") or {}
+    calls = [
+        each
+        for message in messages
+        for each in (*(message.get("tool_calls") or ()), message.get("function_call"))
+    ]
+    for each in calls:
+        function = each.get("function", each) if isinstance(each, dict) else None
+        if not isinstance(function, dict):
+            continue
+        known = parameters.get(function.get("name"), {})
+        arguments = function.get("arguments")
+        for name, value in arguments.items() if isinstance(arguments, dict) else ():
+            null = name if value is None else next(_nulls(value), None)
+            if null and "null" not in json.dumps(known.get(name, "")).lower():
+                raise ValueError(
+                    f"it would write null as the argument {null!r} of the call of"
+                    f" {function.get('name')!r}. Remove it (in a table all calls have all"
+                    ' arguments); or, if it is meant, let "tools" say that it may be: "type":'
+                    ' ["string", "null"].'
+                )
+
+
+def _nulls(value: Any) -> Iterator[str]:
+    """Names under which there is a null, in dictionaries, but as a default."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if each is None and name not in ("default", "const"):
+                yield str(name)
+            yield from _nulls(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _nulls(each)
+
+
+@cache
+def marks_speech(template: str) -> bool:
+    """Whether a template marks by ``{% generation %}`` what is learned.
+
+    Raises:
+        ValueError: it does in a macro or the like, from whose beginning transformers would count;
+            or it is no template.
+    """
+    import jinja2
+    from jinja2 import ext, nodes
+
+    class Marks(ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    try:
+        tree = jinja2.Environment(extensions=[Marks, ext.loopcontrols]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is none: line {error.lineno}: {error}") from error
+    buffered = (nodes.Macro, nodes.CallBlock, nodes.AssignBlock, nodes.FilterBlock)
+    for kind in (*buffered, nodes.For):
+        for block in tree.find_all(kind):
+            counts = block.recursive if isinstance(block, nodes.For) else True
+            if counts and (marks := block.find(nodes.Scope)):
+                raise ValueError(
+                    f"{{% generation %}} in line {marks.lineno} of the chat template is in a"
+                    " macro, a call, a filter, a {% set %} block or a recursive loop, where what"
+                    " is learned would be sought elsewhere. Put it around what writes the answer:"
+                    " {% generation %}{{ turn(message) }}{% endgeneration %}."
+                )
+    return tree.find(nodes.Scope) is not None
 
 
 def with_words(
@@ -206,7 +319,9 @@ def check_beside(row: Row, text: str) -> None:
     """Refuse a row that says more of a chat in columns which no template is given."""
     for name in _BESIDE:
         said = row.record.get(name)
-        if said and not (isinstance(said, str) and said.strip() in text):
+        if isinstance(said, str):
+            said = "" if said.strip() in ("[]", "{}") or said.strip() in text else said
+        if said and not (isinstance(said, dict) and {*map(str, said.values())} <= {"None"}):
             raise ValueError(
                 f"it is not given the row's {name!r}. Put that into the messages (functions into"
                 " 'tools'), or remove the column."

@@ -3,7 +3,8 @@
 A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. Its text is what the
 template makes of it, and only what the assistant said may be a target:
 
-* A template with ``{% generation %}`` marks that by itself.
+* A template with ``{% generation %}`` marks that by itself. It is refused if that stands where
+  transformers counts characters from elsewhere, as in a macro.
 * Else an assistant's turn is found by rendering the chat twice: up to the turn, with the generation
   prompt, and including the turn. The turn is the text that the second has beyond the first: it
   begins after the prompt's header and ends with the end-of-turn token. Both texts must be
@@ -24,7 +25,6 @@ assistant. The text is tokenised once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +32,9 @@ import numpy as np
 
 from lightning_wlb.data.tokenising.chat_checks import (
     check_beside,
+    check_nulls,
     check_written,
+    marks_speech,
     messages_of,
     with_words,
 )
@@ -49,8 +51,6 @@ from lightning_wlb.data.tokenising.texts import (
 from lightning_wlb.file_checks import parse_json
 
 Span = tuple[int, int]
-
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatEncoder:
@@ -81,7 +81,13 @@ class ChatEncoder:
                 f"The tokenizer {name!r} has no chat template. Give one that has, such as that of"
                 " an instruction-tuned model, or set its chat_template and save it."
             ) from error
+        self._marks = marks_speech(self._template)
         self._backend = self._tokenizer.backend_tokenizer
+        if self._backend.encode_special_tokens:
+            raise ValueError(
+                f"The tokenizer {name!r} divides special tokens (split_special_tokens), those that"
+                " its chat template writes among them. Set it to false in tokenizer_config.json."
+            )
         definition = self._backend.to_str().encode()
         self.vocab_size, self.vocabulary = plain_vocabulary(self._backend, name)
         special = sorted(self._tokenizer.special_tokens_map.items())
@@ -111,7 +117,7 @@ class ChatEncoder:
     def describe(self) -> str:
         """How the assistant's part is found, in words."""
         how = "as the difference between the chat with and without each of its turns"
-        if _MARKS.search(self._template):
+        if self._marks:
             how = "as the chat template marks it"
         return (
             f"Targets are what the assistant says, {how}. Documents begin and end as the template"
@@ -125,9 +131,10 @@ class ChatEncoder:
         try:
             if isinstance(tools, str):  # as many rows have them, whose tools differ in their fields
                 tools = parse_json(tools) if tools.strip() else None
+            check_nulls(messages, tools)
             # A tokenizer may have a template of its own for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
-            if _MARKS.search(template):
+            if marks_speech(template):
                 text, spans = self._marked(messages, tools, template)
             else:
                 text, spans = self._differences(messages, tools)

@@ -43,6 +43,9 @@ _SAMPLE = (
 """A text that tokenizers of different rules divide otherwise."""
 _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ", "\u2014", ".")
 
+_GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
+"""Classes of transformers that read a tokenizer.json as the tokenizers library does."""
+
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -100,8 +103,10 @@ class TextEncoder:
         marked = zip(encoded.ids, encoded.tokens, encoded.special_tokens_mask, strict=True)
         added = list(takewhile(lambda each: each[2], marked))
         self._added, self._begin = [each[1] for each in added], [each[0] for each in added]
-        # Documents that an older version made may have had their beginning twice.
-        self.digest = digest_of(definition, self._end_number, *(["once"] if added else []))
+        self._ends = encoded.ids[-1:] == [self._end_number]  # by itself
+        # Documents that an older version made may have had their beginning or end twice.
+        once = ["once"] * bool(added) + ["end once"] * self._ends
+        self.digest = digest_of(definition, self._end_number, *once)
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """The tokens of each row's text; None for an empty text, or one of white space alone."""
@@ -115,6 +120,8 @@ class TextEncoder:
                 continue
             if self._begin and tokens[len(self._begin) :][: len(self._begin)] == self._begin:
                 del tokens[: len(self._begin)]
+            if self._ends and tokens[-2:] == [self._end_number] * 2:
+                tokens.pop()
             if self._end_number is not None and tokens[-1] != self._end_number:
                 tokens.append(self._end_number)
             result[number] = Document(np.array(tokens, np.int32))
@@ -219,7 +226,12 @@ def hugging_face_tokenizer(name: str) -> Any:
     if name.endswith(".json"):
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
     try:
-        from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+        from transformers import (
+            AutoConfig,
+            AutoTokenizer,
+            PretrainedConfig,
+            PreTrainedTokenizerFast,
+        )
         from transformers.models.auto.tokenization_auto import (
             TOKENIZER_MAPPING_NAMES,
             get_tokenizer_config,
@@ -251,7 +263,11 @@ def hugging_face_tokenizer(name: str) -> Any:
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)
         _check_classes(*named, *families)
-        tokenizer = AutoTokenizer.from_pretrained(name, config=config, **options)
+        # For some families (Qwen2) AutoTokenizer takes their own class in place of the generic one,
+        # and of the tokenizer.json the vocabulary alone.
+        generic = settings.get("tokenizer_class") in _GENERIC
+        opener = PreTrainedTokenizerFast if generic else AutoTokenizer
+        tokenizer = opener.from_pretrained(name, config=config, **options)
         fast = tokenizer.is_fast
         file = cached_file(name, "tokenizer.json", local_files_only=local, **quiet)
         if fast and file is not None:
@@ -278,6 +294,7 @@ def _check_as_in_file(tokenizer: Any, file: Path) -> None:
     # And its special and other added tokens, and what stands around them.
     for token in own.get_added_tokens_decoder().values():
         sample += f"{token.content}b{token.content} c{token.content}\nd"
+    own.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     for each in (own, tokenizer.backend_tokenizer):
         each.no_truncation()
         each.no_padding()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.texts import TextEncoder
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenise
 from tests.data.tokenising.support import (
     MARKED,
@@ -221,6 +222,55 @@ def test_templates_are_rendered_in_no_sandbox_that_they_get_out_of(folder):
         pytest.raises(ValueError, match=r"not rendered: jinja2>=3\.1\.6 is required.*3\.1\.5"),
     ):
         ChatEncoder(str(name), "messages")
+
+
+MACRO = (
+    "{% macro turn(m) %}"
+    + MARKED.partition("{% for m in messages %}")[2].partition("{% endfor %}")[0]
+    + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+)
+
+
+def test_marks_of_which_transformers_would_find_others_places_are_refused(folder) -> None:
+    """It counts from where a macro begins: the header would be learned, and not the end."""
+    block = MARKED.replace("}}{% if m['role'] == 'a", "}}{% set t %}{% if m['role'] == 'a", 1)
+    block = block.replace("{% endif %}{{ '\n' }}", "{% endif %}{% endset %}{{ t }}{{ '\n' }}")
+    for template in (
+        MACRO,
+        block,
+        block.replace("set t", "filter trim").replace("endset %}{{ t }}", "endfilter %}"),
+        MARKED.replace("in messages %}", "in messages recursive %}"),
+    ):
+        assert template != MARKED
+        with pytest.raises(ValueError, match="in line 1 of the chat template is in a macro, a"):
+            ChatEncoder(saved_chat_tokenizer(folder / "macro", template), "messages")
+    around = MACRO.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    around = around.replace(
+        "{{ turn(m) }}", "{% generation %}{{ turn(m) }}{% endgeneration %}"
+    )  # whose answers then have their headers, as the template says
+    messages = messages_of([("user", "a"), ("assistant", "b")])
+    for template, told in (
+        (around, "as the chat template marks it"),
+        ("{# {% generation %} #}" + PLAIN, "as the difference"),
+    ):
+        encoder = ChatEncoder(saved_chat_tokenizer(folder / "macro", template), "messages")
+        assert told in encoder.describe()
+        assert encoder.documents([row(messages)])[0].mask.any()
+    with pytest.raises(ValueError, match="the chat template is none: line 1: "):
+        ChatEncoder(saved_chat_tokenizer(folder / "none", "{% for %}"), "messages")
+
+
+def test_a_tokenizer_that_divides_the_template_s_tokens_is_refused(folder) -> None:
+    name = Path(saved_chat_tokenizer(folder / "split", PLAIN))
+    config = json.loads((name / "tokenizer_config.json").read_text())
+    (name / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
+    with pytest.raises(ValueError, match=r"divides special tokens .split_special_tokens"):
+        ChatEncoder(str(name), "messages")
+    # In texts, which may be a stranger's, that is what is wanted.
+    (document,) = TextEncoder(str(name), "text").documents(
+        [Row({"text": "a<|user|>"}, Path("a.txt"), 0, 1)]
+    )
+    assert len(document.tokens) > 3
 
 
 def test_tokenizers_without_a_template_are_refused(tmp_path) -> None:

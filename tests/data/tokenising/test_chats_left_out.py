@@ -158,14 +158,74 @@ def test_calls_without_a_name_are_not_left_out(folder) -> None:
             encoder.documents([row([*messages_of([("user", "a")]), CALLER | where])])
 
 
-@pytest.mark.parametrize("said", [{"system": "Be brief."}, {"functions": [{"name": "fox"}]}])
+@pytest.mark.parametrize(
+    "said",
+    [{"system": "Be brief."}, {"functions": [{"name": "fox"}]}, {"images": ["cat.png"]}],
+)
 def test_what_a_row_says_beside_its_messages_is_not_left_out(folder, said) -> None:
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "beside", PLAIN), "messages")
     messages = messages_of([("system", "Be brief."), ("user", "a"), ("assistant", "b")])
     if "system" in said:  # which is there
         assert encoder.documents([Row({"messages": messages} | said, Path("a.txt"), 0, 1)])[0]
+    for empty in ([], "[]", "{}", {"enable_thinking": None}):
+        nothing = {"messages": messages, "chat_template_kwargs": empty, next(iter(said)): empty}
+        assert encoder.documents([Row(nothing, Path("a.txt"), 0, 1)])[0]
     with pytest.raises(ValueError, match=rf"is not given the row's '{next(iter(said))}'"):
         encoder.documents([Row({"messages": messages[1:]} | said, Path("a.txt"), 0, 1)])
+
+
+READS_PARTS = PLAIN.replace(
+    "{{ m['content'] }}",
+    "{% for p in m['content'] %}{{ '<s>' if p['type'] != 'text' else p['text'] }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "audio", "text": None}, {"type": "image", "index": 0}]
+)
+def test_parts_that_are_no_text_are_refused(folder, part) -> None:
+    """Gemma 3's template writes a sign where an image would be, and nothing for sounds."""
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "parts", READS_PARTS), "messages")
+    text, answer = {"type": "text", "text": "the fox"}, {"role": "assistant", "content": "a"}
+    assert encoder.documents([row([{"role": "user", "content": [text]}, answer])])[0].mask.any()
+    with pytest.raises(ValueError, match="message 0, of 'user', has a part that is no text: "):
+        encoder.documents([row([{"role": "user", "content": [part, text]}, answer])])
+
+
+def test_nulls_that_a_table_puts_into_calls_and_tools_are_refused(folder) -> None:
+    """As the datasets library fills rows whose tools and arguments differ."""
+    tools = "{{ tools | tojson if tools }}"
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "nulls", tools + CALLS), "messages")
+
+    def documents(arguments: dict[str, Any], **properties: Any) -> Any:
+        parameters = {"type": "object", "properties": properties}
+        tool = {"type": "function", "function": {"name": "weather_at", "parameters": parameters}}
+        record = {"messages": called(arguments), "tools": [tool] if properties else None}
+        return encoder.documents([Row(record, Path("a.txt"), 0, 1)])[0]
+
+    text = {"type": "string"}
+    may = {"type": ["string", "null"], "default": None}
+    assert documents({"city": "Oslo", "tz": None}, city=text, tz=may).mask.any()
+    for properties in ({}, {"city": text}, {"city": text, "tz": text}):
+        with pytest.raises(ValueError, match="null as the argument 'tz' of the call of 'weather_a"):
+            documents({"city": "Oslo", "tz": None}, **properties)
+    with pytest.raises(ValueError, match="null as the argument 'at' of the call"):
+        documents({"city": {"at": None}}, city={"type": "object"})
+    with pytest.raises(ValueError, match="null as tz of the tool "):
+        documents({"city": "Oslo"}, city=text, tz=None)
+
+
+def test_no_calls_are_no_calls(folder) -> None:
+    """Templates refuse a message of several calls, and so of none, or write no content then."""
+    counts = PLAIN.replace(
+        "m['content'] +",
+        "((m['content'] if m['tool_calls'] | length == 1 else '') if m['tool_calls'] is defined"
+        " else m['content']) +",
+    )
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "no_calls", counts), "messages")
+    chat = messages_of([("user", "a"), ("assistant", "the fox")])
+    empty = encoder.documents([row([each | {"tool_calls": []} for each in chat])])[0]
+    assert empty.tokens.tolist() == encoder.documents([row(chat)])[0].tokens.tolist()
 
 
 def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:

@@ -43,10 +43,12 @@ def test_tokens_are_the_tokenizers_own(folder, starts, ends, eos) -> None:
     @given(TEXTS)
     def check(texts: list[str]) -> None:
         for text, tokens in zip(texts, documents(encoder, texts), strict=True):
-            expected = model.encode(text.removeprefix("<s>") if starts else text).ids
             if not text.strip():
                 assert tokens is None
-            elif end is None or expected[-1] == end:
+                continue
+            text = text.removeprefix("<s>") if starts else text
+            expected = model.encode(text.removesuffix("</s>") if ends and end == 1 else text).ids
+            if end is None or expected[-1] == end:
                 assert tokens == expected
             else:
                 assert tokens == [*expected, end]
@@ -228,6 +230,25 @@ def test_what_a_tokenizer_s_library_panics_at_is_one_sentence(tmp_path) -> None:
         path.write_text(json.dumps({"version": "1.0", "added_tokens": [], **content}))
         with pytest.raises(ValueError, match=message):
             TextEncoder(str(path), "text", eos=False).documents([Row({"text": "b"}, path, 1, 1)])
+
+
+def test_a_tokenizer_of_one_s_own_beside_a_model_is_the_file_s(tmp_path) -> None:
+    """For qwen2 AutoTokenizer takes Qwen2's own class, whatever the tokenizer's config says."""
+    transformers = pytest.importorskip("transformers")
+    model = tokenizer()
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("fox"), "isolated"), pre_tokenizers.ByteLevel(False)]
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>").save_pretrained(
+        tmp_path
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    for kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        fields["tokenizer_class"] = kind
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+        encoder = TextEncoder(str(tmp_path), "text")
+        assert documents(encoder, LINES) == [[*model.encode(line).ids, 1] for line in LINES]
 
 
 def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
