@@ -2,11 +2,12 @@
 
 Importing this package needs numpy alone and loads nothing else: names are imported when they are
 first used (PEP 562). Where Lightning is imported, before or after, ``Trainer(strategy="wlb")`` is
-registered.
+registered, and its ModelCheckpoint keeps folders behind a stranger's link as they were given.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -105,6 +106,20 @@ def _register(strategies: ModuleType) -> None:
     strategies.StrategyRegistry.register(
         "wlb", wlb, description="Workload-balanced data x pipeline x context x tensor parallelism"
     )
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    resolve = ModelCheckpoint._ModelCheckpoint__init_ckpt_dir  # type: ignore[attr-defined]
+
+    def keep_links(self: ModelCheckpoint, dirpath: Any, filename: Any) -> None:
+        """Leave a stranger's link in ``dirpath`` for WLBStrategy to see: Lightning resolves it."""
+        from lightning_wlb.file_checks import strange_steps
+
+        given = os.path.expanduser(dirpath or "")
+        strange = given and any(map(os.path.islink, strange_steps(given)))
+        resolve(self, dirpath, filename)
+        self.dirpath = os.path.join(os.getcwd(), given) if strange else self.dirpath
+
+    ModelCheckpoint._ModelCheckpoint__init_ckpt_dir = keep_links  # type: ignore[attr-defined]
 
 
 class _WhenLightningComes(MetaPathFinder):

@@ -250,17 +250,16 @@ def own_folder(path: Path) -> Path:
 
     Raises:
         OSError: it cannot be made or looked at.
-        ValueError: it is a link or something else, another user's, or others may write to it or
-            exchange it.
+        ValueError: it is a link or something else, another user's, behind a stranger's link, or
+            others may write to it or exchange it.
     """
-    for parent in reversed(path.parents):
-        if not os.path.lexists(parent):  # else it is not made, as by root in a user's home
-            check_parents(parent.parent.resolve() / parent.name)
-            parent.mkdir(0o700, exist_ok=True)  # which a umask of 002 would let the group write to
+    check_links(path.parent)
+    for each in (*reversed(path.parents), path):
+        if not os.path.lexists(each):  # else it is not made, as by root in a user's home
+            check_parents(each.parent.resolve() / each.name)
+            each.mkdir(0o700, exist_ok=True)  # which a umask of 002 would let the group write to
     path = path.parent.resolve() / path.name
     check_parents(path)
-    if not os.path.lexists(path):
-        path.mkdir(0o700, exist_ok=True)
     status = path.lstat()
     rights = stat.S_IMODE(status.st_mode)
     mine = stat.S_ISDIR(status.st_mode) and status.st_uid == my_user()
@@ -333,18 +332,37 @@ def is_open(status: os.stat_result) -> bool:
     return bool(status.st_mode & stat.S_IWOTH) or status.st_mode & sticky_group == sticky_group
 
 
-def strange_steps(folder: Path) -> list[Path]:
-    """The folders and links that lead to a folder, itself too, which a stranger may have made.
+def strange_steps(path: str | Path) -> list[Path]:
+    """The folders and links that lead to a path, itself too, which a stranger may have made.
 
-    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`).
+    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`). Links are
+    followed one by one, and at most 40, as by the kernel: one of this user's may lead to another's.
     """
-    path, trusted = Path(os.path.abspath(folder)), {my_user(), 0, Path("/").stat().st_uid}
-    real = path.resolve()
-    return [
-        each
-        for each in dict.fromkeys((path, *path.parents, real, *real.parents))
-        if each.lstat().st_uid not in trusted and is_open(each.parent.stat())
-    ]
+    found, trusted, links = [], {my_user(), 0, Path("/").stat().st_uid}, 0
+    at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
+    with suppress(OSError):  # the way ends before what is not there
+        while names and links <= 40:
+            name = names.pop()
+            step = at.parent if name == ".." else at / name
+            if step.lstat().st_uid not in trusted and is_open(step.parent.stat()):
+                found.append(step)
+            if step.is_symlink():
+                links += 1
+                names += reversed(Path(os.readlink(step)).parts)
+            else:
+                at = step
+    return found
+
+
+def check_links(path: Path) -> Path:
+    """Refuse a path to which a stranger's link leads, by ValueError; returns it."""
+    for link in filter(Path.is_symlink, strange_steps(path)):
+        raise ValueError(
+            f"{path} leads to {os.path.realpath(path)} by {link}, a link of user"
+            f" {link.lstat().st_uid}, where others may put what they like. Use a folder of your"
+            " own, or, if you trust that link, give the path to which it leads."
+        )
+    return path
 
 
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:

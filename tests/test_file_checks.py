@@ -246,3 +246,61 @@ def test_root_makes_no_folder_in_the_home_of_a_user(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"who could exchange \S+cache "):
         file_checks.own_folder(tmp_path / ".cache/lightning_wlb")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """A sticky folder in which another user has made ``theirs``, and a link ``leads`` to a home."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files to another user")
+    scratch = tmp_path / "scratch"
+    for each in ("scratch/theirs/in", "home/in"):
+        (tmp_path / each).mkdir(parents=True)
+    scratch.chmod(0o1777)
+    (scratch / "leads").symlink_to(tmp_path / "home")
+    for each in ("theirs", "leads"):
+        os.lchown(scratch / each, 65534, 65534)
+    return scratch
+
+
+@pytest.mark.parametrize("linked", ["theirs", "leads"])
+def test_a_link_of_ones_own_may_lead_to_a_strangers(linked: str, scratch: Path) -> None:
+    """As ``~/ckpts`` to what was purged in ``/scratch``, and which anybody may make again."""
+    strange, mine = scratch / linked, scratch.parent / "home"
+    steps = file_checks.strange_steps
+    (mine / "far").symlink_to(f"../scratch/{linked}/in")
+    (mine / "up").symlink_to(strange / "..")
+    for number in range(39):
+        (mine / f"link{number}").symlink_to(f"link{number - 1}" if number else "far")
+    for path in (strange, mine / "far", mine / "far/deeper/missing", mine / "link38"):
+        assert steps(path) == [strange], path
+    assert steps(mine / "up") == [strange]
+    (mine / "link39").symlink_to("link38")
+    assert steps(mine / "link39") == [], "the kernel does not follow more than 40 either"
+    (mine / "circle").symlink_to("circle")
+    assert steps(mine / "circle") == []
+    if linked == "leads":
+        said = rf"far leads to {mine}/in by {strange}, a link of user 65534, where others may put"
+        with pytest.raises(ValueError, match=said):
+            file_checks.check_links(mine / "far")
+        with pytest.raises(ValueError, match=f"by {strange}, a link of user 65534"):
+            file_checks.own_folder(mine / "far/cache")
+        assert not list((mine / "in").iterdir())
+    else:
+        assert file_checks.check_links(mine / "far") == mine / "far"
+
+
+def test_ones_own_links_and_roots_are_followed(scratch: Path, monkeypatch: Any) -> None:
+    """A home with a link to ``/scratch/USER``, root's links, and one's own in a sticky folder."""
+    monkeypatch.setattr(file_checks, "my_user", lambda: 65534)
+    home = scratch.parent / "home"
+    (scratch / "of root").symlink_to(home)
+    (home / "scratch").symlink_to(scratch / "theirs")
+    for each in (home, home / "scratch"):
+        os.lchown(each, 65534, 65534)
+    for path in ("home/scratch/in", "scratch/leads/in", "scratch/of root/scratch/in"):
+        assert file_checks.strange_steps(scratch.parent / path) == []
+    monkeypatch.setattr(file_checks, "my_user", lambda: 65533)
+    assert file_checks.strange_steps(home / "scratch/in") == [scratch / "theirs"]
+    os.lchown(scratch / "of root", 65533, 65533)
+    assert file_checks.strange_steps(scratch / "of root") == []

@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import is_open, left_behind, my_user, strange_steps
+from lightning_wlb.file_checks import check_links, is_open, left_behind, my_user, strange_steps
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -108,9 +108,10 @@ def begin(path: Path, kind: str) -> PartialFolder:
     At ``path`` one of the same kind (``manifest.CHECKPOINT`` or ``EXPORT``) may be replaced.
 
     Raises:
-        ValueError: there is something else at ``path`` or in ``.old``, or a link or somebody else's
-            folder beside it.
+        ValueError: there is something else at ``path`` or in ``.old``, a link or somebody else's
+            folder beside it, or a stranger's link leads there.
     """
+    check_links(path.parent)
     for each in (path, old_folder(path)):
         refuse_foreign(each, kind)
     _refuse_links(path)
@@ -268,9 +269,8 @@ def _refuse_strangers(aside: PartialFolder) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one system call; False if the system has no such call."""
-    if not sys.platform.startswith("linux"):
-        return False
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    linux = sys.platform.startswith("linux")
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if linux else None
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:

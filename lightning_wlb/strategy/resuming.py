@@ -49,6 +49,7 @@ from lightning_wlb.checkpoints.manifest import Damaged, Manifest
 from lightning_wlb.checkpoints.pickle_checks import load_state
 from lightning_wlb.checkpoints.save_order import newest_first, runs_of
 from lightning_wlb.checkpoints.writing import REST
+from lightning_wlb.file_checks import check_links
 
 _T = TypeVar("_T")
 
@@ -240,9 +241,8 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
-        if (
-            kind is dict and "ready" in own and not wrong
-        ):  # others would replace Lightning's methods
+        # Others would replace Lightning's methods.
+        if kind is dict and "ready" in own and not wrong:
             wrong = not stored.keys() <= own.keys()
         old = not wrong and where == _VERSION and not _is_from_2_on(stored)
         if old or (wrong and kind in (dict, bool, int, str)):
@@ -285,7 +285,7 @@ def _lies_in(path: Any, folders: set[Path]) -> bool:
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
-    """Where the Trainer's callbacks keep checkpoints."""
+    """Where the Trainer's callbacks keep checkpoints; ValueError if by a stranger's link."""
     found: list[Any] = []
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ModelCheckpoint):
@@ -293,7 +293,7 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
             found.append(each._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         elif isinstance(each, OnExceptionCheckpoint):
             found.append(each.dirpath)
-    return [Path(each).expanduser() for each in found if "://" not in str(each)]
+    return [check_links(Path(each).expanduser()) for each in found if "://" not in str(each)]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -365,15 +365,12 @@ def older_requeues(path: Path) -> list[Path]:
     Those of another job, which may run in the same folder, are left out.
     """
     number, own = requeue_number(path), _rest(path)
-    if number is None:
+    if number is None or not own:
         return []
-    older = [
-        (each, _rest(each))
-        for each in checkpoints_in(path.parent, REQUEUE)
-        if (requeue_number(each) or 0) < number
-    ]
+    saved = checkpoints_in(path.parent, REQUEUE)
+    older = [each for each in saved if (requeue_number(each) or 0) < number]
     # What cannot be read may be another job's.
-    return [each for each, rest in older if own and rest and rest.get(JOB) == own.get(JOB)]
+    return [each for each in older if (rest := _rest(each)) and rest.get(JOB) == own.get(JOB)]
 
 
 def is_of_job(path: Path, job: str | None) -> bool:

@@ -126,6 +126,20 @@ def test_nothing_is_written_where_somebody_else_could_exchange_it(name, tmp_path
     assert not list((tmp_path / ".partial").glob("run*"))
 
 
+@needs_root
+def test_nothing_is_written_to_where_a_strangers_link_leads(tmp_path):
+    """One in a sticky folder, where this user's run is to save: to another run of this user's."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    atomic_folders.discard(write(tmp_path / "link/one", "new"))
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    atomic_folders.discard(write(tmp_path / "link/one", "in a folder of a group"))
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ValueError, match=f"by {tmp_path}/link, a link of user {NOBODY}, where oth"):
+        write(tmp_path / "link/one", "new")
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_a_link_is_replaced_again_and_again_without_renameat2(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_folders, "_exchange", lambda one, other: False)
     atomic_folders.finish(write(tmp_path / "first", "first"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.reading import open_checkpoint
@@ -59,6 +59,34 @@ def test_nor_is_what_lies_in_a_folder_that_another_user_has_put_there(mode, tmp_
     assert resuming.candidates_in(at, False) == [at / "b", at / "a"]
     os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
     assert len(resuming.checkpoints_in(at)) == (0 if open_to_all else 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("keeper", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_no_run_goes_on_from_or_saves_to_where_a_strangers_link_leads(
+    keeper, tmp_path, monkeypatch
+):
+    """Lightning resolves the folder of a ModelCheckpoint, and the link is seen no more."""
+    saved = write(tmp_path / "mine/a", 4, 1.0, lr_schedulers=[])
+    (tmp_path / "run").symlink_to("mine")
+    tmp_path.chmod(0o1777)
+
+    def found(asked: str | None) -> list[Path]:
+        given = {"enable_checkpointing": True, "callbacks": [keeper(tmp_path / "run/..//run")]}
+        return resuming.candidates(trainer(WLBStrategy(), 1, **given), asked, True)
+
+    assert [each.resolve() for each in found("last")] == [saved]
+    assert ModelCheckpoint(tmp_path / "run").dirpath == str(tmp_path / "mine")
+    os.chown(tmp_path / "run", 65534, 65534, follow_symlinks=False)
+    for asked in ("last", None):
+        said = f"leads to {tmp_path}/mine by {tmp_path}/run, a link of user 65534, where others"
+        with pytest.raises(ValueError, match=said):
+            found(asked)
+    monkeypatch.chdir(tmp_path)
+    for given, kept in (("run", f"{tmp_path}/run"), ("memory://run", "memory://run"), (None, None)):
+        assert ModelCheckpoint(given).dirpath == kept
+    tmp_path.chmod(0o755)
+    assert [each.resolve() for each in found("last")] == [saved], "nobody else may put one there"
 
 
 def planted(rank: int, home: Path) -> list[str]:

@@ -194,7 +194,7 @@ def test_folders_with_something_else_are_left_alone(request_, tmp_path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
 def test_another_users_folder_is_not_gone_on_with_where_everybody_may_write(
-    request_, unbroken
+    request_, unbroken, tmp_path
 ) -> None:
     os.chown(unbroken, 65534, 65534)
     assert tokenise(request_, unbroken)["documents"] == 300, "a group's"
@@ -208,6 +208,21 @@ def test_another_users_folder_is_not_gone_on_with_where_everybody_may_write(
     os.lchown(link, 65534, 65534)
     with pytest.raises(ValueError, match="link belongs to user 65534"):
         tokenise(request_, link)
+    # Nor by a link of this user's to what another has put there, nor by another's on the way.
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "corpus").symlink_to(unbroken)
+    assert tokenise(request_, home / "corpus")["documents"] == 300
+    os.chown(unbroken, 65534, 65534)
+    with pytest.raises(ValueError, match="corpus belongs to user 65534, and this process to user"):
+        tokenise(request_, home / "corpus")
+    unbroken.rename(home / "in")
+    os.chown(home / "in", 0, 0)
+    link.unlink()
+    link.symlink_to(home)
+    os.lchown(link, 65534, 65534)
+    with pytest.raises(ValueError, match=f"by {link}, a link of user 65534, where others may"):
+        tokenise(request_, link / "in")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
