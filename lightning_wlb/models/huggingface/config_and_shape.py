@@ -99,9 +99,10 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
 def _check_fields(fields: Mapping[str, Any]) -> None:
     """Refuse a config with more layers, heads or experts than can be built, or no dtype as one."""
     check_counts(fields)
-    for name, value in fields.items():
+    items = list(fields.items())
+    for name, value in items:
         if isinstance(value, Mapping):
-            _check_fields(value)
+            items += value.items()
         elif name in ("dtype", "torch_dtype") and isinstance(value, str):
             found = getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(found, torch.dtype):
@@ -117,13 +118,21 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
             written (with its version) may have such fields.
     """
     known = {*kind().to_dict(), *kind.attribute_map, *dir(kind)}
+    unknown = sorted(set(fields) - known)
+    # For each of them all are read again. So many, or so long, take seconds.
+    if len(unknown) * len(str([fields[name] for name in unknown])) > 2_000_000:
+        raise ValueError(
+            f"The config of model type {kind.model_type!r} has {len(unknown):,} fields that it does"
+            f" not know, such as {unknown[0]!r:.80}: too many, or too long. Leave them out."
+        )
     try:
         config = kind.from_dict(copy.deepcopy(fields))
-        for name in sorted(set(fields) - known):
+        understood = config.to_dict()
+        for name in unknown:
             without = copy.deepcopy(fields)
             value = without.pop(name)
             # Some names of old are read and stored under another, such as rope_theta.
-            if kind.from_dict(without).to_dict() | {name: value} != config.to_dict():
+            if kind.from_dict(without).to_dict() | {name: value} != understood:
                 continue
             message = f"The config of model type {kind.model_type!r} has no field {name!r}"
             near = get_close_matches(name, known, 1)

@@ -76,6 +76,13 @@ def test_a_field_that_the_family_does_not_have_is_named() -> None:
         read_config(written)
 
 
+def test_fields_that_nobody_knows_are_few() -> None:
+    """Each is looked at by reading all of them again."""
+    for fields in (dict.fromkeys(map(str, range(900)), 1), {"a": "b" * 1_000_000, "c": 1, "d": 1}):
+        with pytest.raises(ValueError, match=rf"{len(fields)} fields that .* too many, or too"):
+            read_config({"model_type": "llama", "transformers_version": "5.0", **fields})
+
+
 def test_a_field_that_is_read_under_another_name_is_no_mistake(recwarn) -> None:
     config = read_config({"model_type": "llama", "rope_theta": 123.0})
     assert config.rope_parameters["rope_theta"] == 123.0
