@@ -8,7 +8,9 @@ plain values by a list of calls, some of which a few bytes can let grow without 
 
 A dictionary whose keys all have one hash takes quadratic time, and a tuple of the same tuples over
 and over has a hash that takes for ever. So keys are held to what hardly collides
-(:class:`KeyCheck`), when a checkpoint is saved as well.
+(:class:`KeyCheck`), when a checkpoint is saved as well. A list of one list twice, which is a list
+of one list twice, and so on, takes for ever to print. So what calls are given, and what comes of a
+file, is counted as often as it is named.
 
 Cost: both are Python, and take about as long as torch's own reading of the pickle of ``meta.pt``,
 which is in Python too; 0.2 ms more for each archive. Of tensors only checksums are computed, in
@@ -50,6 +52,14 @@ _MOST_NAMES = 64
 """Most times that tensors may hold a file's values again, as tied ones do, before they repeat."""
 
 
+def check_sizes(found: Any) -> tuple[int, ...]:
+    """Sizes, strides or offsets of up to 64 dims, which is torch's limit, else a ValueError."""
+    fits = type(found) is tuple and len(found) <= 64
+    if not fits or not all(type(each) is int and 0 <= each < 1 << 63 for each in found):
+        raise ValueError(f"{repr(found)} in place of sizes")
+    return cast(tuple[int, ...], found)
+
+
 class KeyCheck:
     """Refuses keys of dictionaries, and members of sets, whose hashes somebody can choose.
 
@@ -80,11 +90,12 @@ class KeyCheck:
 class Record:
     """Stands for an object of another class, and keeps the arguments and state it was made of."""
 
-    __slots__ = ("arguments", "state")
+    __slots__ = ("arguments", "entries", "state")
     name: ClassVar[str] = ""  # of the class, with its module
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments: tuple[Any, ...] = arguments
+        self.entries: dict[Any, Any] = {}  # of an ordered dictionary
         self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
@@ -103,6 +114,24 @@ class _Records(pickle._Unpickler):
         super().__init__(io.BytesIO(stored))
         self._known: dict[str, type[Record]] = {}
         self._check_keys = KeyCheck()
+        self._room = _MOST_REPEATED + 16 * len(stored)  # honest ones have one a byte
+
+    def count(self, value: Any) -> None:
+        """Raise ValueError if what is counted has too many values, each as often as it is named."""
+        left = [value]
+        while left and self._room >= 0:
+            each = left.pop()
+            if type(each) is dict:
+                each = [*each, *each.values()]
+            elif isinstance(each, Record):
+                each = [each.arguments, each.entries, each.state]
+            if type(each) in (list, tuple):
+                self._room -= len(each)
+                left += each if self._room >= 0 else ()
+            elif type(each) is str:
+                self._room -= len(each) // 16  # as long as others are in memory, or printed
+        if self._room < 0:
+            raise ValueError("too many values: it names the same, or itself, again and again")
 
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
@@ -113,6 +142,7 @@ class _Records(pickle._Unpickler):
 
     def _load_call(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
+        self.count(arguments)
         self._check_call(called, arguments)
         self.stack.append(called(*arguments))
 
@@ -122,8 +152,9 @@ class _Records(pickle._Unpickler):
 
     def _set(self, items: list[Any]) -> None:
         self._check_keys(each for each in items[::2] if not isinstance(each, self._other_keys))
-        if type(self.stack[-1]) is dict:  # not a record
-            self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        made = self.stack[-1]
+        entries = made if type(made) is dict else made.entries
+        entries.update(zip(items[::2], items[1::2], strict=True))
 
 
 _Records.dispatch = {
@@ -207,10 +238,12 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             size = file.tell()
             file.seek(max(0, size - 42))
             tail, place = file.read(), struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)
+            file.seek(0)  # torch takes what begins otherwise for a format of old
             # Nothing is packed, there twice (by name, by place, or as a second archive), or
             # elsewhere or by another name to a reader in C.
             if (
-                tail[20:24] != b"PK\x05\x06"
+                file.read(4) != b"PK\x03\x04"
+                or tail[20:24] != b"PK\x05\x06"
                 or (tail[:4] == place[:4] and tail[:20] != place)
                 or any(each.filename != each.orig_filename for each in records)
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
@@ -223,7 +256,8 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             sizes = {each.filename: each.file_size for each in records}
             # torch finds one in capitals too
             (name,) = (each for each in sizes if each.lower().endswith("/data.pkl"))
-            _DryRun(archive.read(name), name[: -len("data.pkl")], sizes).load()
+            run = _DryRun(archive.read(name), name[: -len("data.pkl")], sizes)
+            run.count(run.load())
             if sums and (damaged := archive.testzip()):
                 raise ValueError(f"{damaged} is not what was written")
     except Exception as error:  # what is made up can lead to any
@@ -254,9 +288,9 @@ class _DryRun(_Records):
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage, of no more values than its file has bytes: a mapped one may say more."""
-        *_, key, _, values = pid
-        held = self._sizes.get(f"{self._folder}data/{key}", 0)
-        if values > held:
+        _, _, key, _, values = pid
+        held = self._sizes.get(f"{self._folder}data/{key}", 0) if type(key) is str else -1
+        if not 0 <= values <= held:
             raise ValueError(f"a storage of {values:,} values in {held:,} bytes")
         return Record(pid)
 
@@ -294,8 +328,9 @@ class _DryRun(_Records):
                 if each and not (type(each) is dict and _OF_TENSORS.isdisjoint(each)):
                     raise ValueError(f"it gives a tensor other attributes: {repr(each)}")
         if name.startswith("_rebuild_tensor"):
-            *_, key, _, held = first.arguments[0]  # of the storage, whose bytes are there
-            values = math.prod(arguments[2])
+            _, _, key, _, held = first.arguments[0]  # of the storage, whose bytes are there
+            values = math.prod(check_sizes(arguments[2]))
+            check_sizes(arguments[3])  # strides
             before = max(self._named[key] - _MOST_NAMES * held, 0)
             self._named[key] += values
             again = max(self._named[key] - _MOST_NAMES * held, 0) - before

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.pickle_checks import NamedRecords, Record
+from lightning_wlb.checkpoints.pickle_checks import NamedRecords, Record, check_sizes
 from lightning_wlb.file_checks import check_regular, read_bytes
 
 _T = TypeVar("_T")
@@ -52,8 +52,6 @@ _RECORDS = {
     *("pathlib.PosixPath", "pathlib.WindowsPath"),
     *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
 }
-_MOST_DIMS = 64
-"""Most dims of a tensor, which is torch's own limit."""
 _MOST_EMPTY = 1000
 """Most chunks of a tensor without values: no bytes of a file bound how many it names."""
 
@@ -206,9 +204,7 @@ def _record(found: Any, name: str) -> Record:
 
 def _size(found: Any) -> torch.Size:
     (values,) = _record(found, "Size").arguments
-    if len(values) > _MOST_DIMS or not all(type(each) is int and each >= 0 for each in values):
-        raise ValueError(f"{repr(values)} in place of sizes")
-    return torch.Size(values)
+    return torch.Size(check_sizes(values))
 
 
 def _plain(found: Any, kind: type[_T]) -> _T:

@@ -1,7 +1,9 @@
 """Small checkpoints, and what a stranger may do to them."""
 
+import io
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -98,3 +100,30 @@ def write(path: Path, step: int, time: float, **rest: object) -> Path:
             path, sharded.collect(torch.nn.Linear(1, 1), [], {"global_step": step, **rest}, {})
         )
     return path
+
+
+def written(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def archive(content: bytes, compression: int = zipfile.ZIP_STORED, value: Any = 0) -> io.BytesIO:
+    """What torch writes of a value, with another pickle in it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(written(value)) as old, zipfile.ZipFile(made, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+    made.seek(0)
+    return made
+
+
+class Called:
+    """Calls something when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call

@@ -17,29 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_wlb.checkpoints import safe_metadata
 from lightning_wlb.checkpoints.manifest import Damaged
-from lightning_wlb.checkpoints.pickle_checks import NamedRecords, load_plain, load_state
+from lightning_wlb.checkpoints.pickle_checks import (
+    NamedRecords,
+    check_archive,
+    load_plain,
+    load_state,
+)
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
-from tests.checkpoints.small_checkpoints import list_anew, load, save
+from tests.checkpoints.small_checkpoints import Called, archive, list_anew, load, save, written
 
 pytestmark = pytest.mark.timeout(60)  # some of these would never end
 HUGE = 1 << 30
-
-
-def written(value: Any) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream
-
-
-def archive(content: bytes, compression: int = zipfile.ZIP_STORED, value: Any = 0) -> io.BytesIO:
-    """What torch writes of a value, with another pickle in it."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(written(value)) as old, zipfile.ZipFile(made, "w", compression) as new:
-        for name in old.namelist():
-            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
-    made.seek(0)
-    return made
+AGAIN = "names the same, or itself, again and again"
 
 
 def text(value: str) -> bytes:
@@ -78,27 +67,21 @@ ASKING = {
 
 @pytest.mark.parametrize("asking", ASKING.values(), ids=ASKING.keys())
 def test_nothing_is_made_by_a_number(asking: bytes) -> None:
-    with pytest.raises(pickle.UnpicklingError, match=r"it calls|too many of its keys are tuples"):
+    with pytest.raises(pickle.UnpicklingError, match=r"it calls|too many of its keys|again"):
         load_plain(archive(b"\x80\x02" + asking + b"."))
 
 
-def test_a_tensor_has_no_more_values_than_its_file() -> None:
-    plain, noted = (torch.zeros(1).expand(100_000, 100_000) for _ in range(2))
-    noted.note = "a tensor with attributes is made by another call"  # type: ignore[attr-defined]
-    for tensor in (plain, noted):
-        with pytest.raises(pickle.UnpicklingError, match=r"a tensor of \(100000, 100000\) in 1 "):
-            load_plain(written({"best_score": tensor}))
-    load_plain(written(torch.zeros(1 << 21)))
-
-
-def test_nor_do_all_tensors_of_a_file_together() -> None:
-    small = {str(number): torch.zeros(1).expand(1 << 12) for number in range(300)}
-    tied = torch.zeros(1 << 15)
-    shared = {str(number): tied.view(-1) for number in range(200)}
-    for many, where in ((small, "in 1 "), (shared, "in 32,768 ")):
-        with pytest.raises(pickle.UnpicklingError, match=rf"{where}values, and .* are repeated"):
-            load_plain(written(many))
-    load_plain(written([dict(list(small.items())[:200]), dict(list(shared.items())[:64])]))
+@pytest.mark.parametrize("sizes", [(1,) * 65, (1 << 63,), (-1,)])
+def test_dims_are_few_and_of_64_bits(sizes: tuple[int, ...]) -> None:
+    """The product of many long numbers takes quadratic time."""
+    with zipfile.ZipFile(written(torch.ones(1))) as stored:
+        made = stored.read("archive/data.pkl")
+    for place in (b"q\x06", b"q\x07"):  # the sizes, the strides
+        begin, found, end = made.partition(b"K\x01\x85" + place)
+        lying = archive(begin + pickle.dumps(sizes, 2)[2:-1] + end, value=torch.ones(1))
+        with pytest.raises(pickle.UnpicklingError, match=r"\(.*\) in place of sizes"):
+            load_plain(lying)
+        assert found
 
 
 def test_a_storage_has_no_more_values_than_its_file() -> None:
@@ -110,6 +93,9 @@ def test_a_storage_has_no_more_values_than_its_file() -> None:
     lying = archive(begin + number(HUGE) + b"t" + end, value=tensor)
     with pytest.raises(pickle.UnpicklingError, match="a storage of 1,073,741,824 values in 4 byte"):
         load_plain(lying)
+    key_of_tuples = archive(begin.replace(text("0"), NESTED) + b"K\x00t" + end, value=tensor)
+    with pytest.raises(pickle.UnpicklingError, match="a storage of 0 values in -1 bytes"):
+        load_plain(key_of_tuples)
 
 
 def test_nor_by_a_state_or_by_a_call_that_takes_sizes_alone() -> None:
@@ -174,6 +160,18 @@ def test_an_archive_is_what_it_seems_to_every_reader(spoiled: str) -> None:
         load_plain(stream)
 
 
+def test_a_file_of_another_format_is_no_archive_by_its_directory() -> None:
+    """torch decides by the first four bytes, and others look at the end."""
+    made = io.BytesIO()
+    torch.save({"a": Called(DeviceMesh, "cpu", [0])}, made, _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(made, "a") as zipped:
+        zipped.writestr("archive/data.pkl", b"\x80\x02N.")
+        zipped.filelist.append(zipfile.ZipInfo("archive/version"))
+        zipped.filelist[-1].header_offset = zipped.filelist[-1].CRC = 0
+    with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
+        check_archive(made)
+
+
 class Trusted:
     """A class that the user has told torch to trust."""
 
@@ -210,16 +208,6 @@ def test_what_a_checkpoint_holds_is_read_as_torch_reads_it() -> None:
         load_plain(written(Trusted()))
 
 
-class Called:
-    """Calls something when it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self._call
-
-
 def test_classes_that_torch_trusts_by_itself_are_not_called(tmp_path, monkeypatch) -> None:
     """A mesh begins a process group while it is read, and waits for ranks that read nothing."""
     monkeypatch.setattr(DeviceMesh, "__init__", lambda *_: pytest.fail("a mesh was made"))
@@ -236,6 +224,7 @@ def test_classes_that_torch_trusts_by_itself_are_not_called(tmp_path, monkeypatc
         load(folder)
 
 
+COPIES = b"cown\nOne\nh\x00R"  # of what is remembered as 0
 MEMO = b"r" + struct.pack("<I", 30_000_000)
 MODULUS = sys.hash_info.modulus  # its multiples have the hash 0
 
@@ -252,6 +241,7 @@ def collisions(count: int, protocol: int = 2) -> bytes:
         (b"\x80\x04cbuiltins\nlist\n.", "it names builtins.list"),
         (b"\x80\x04ctorch\nfloat32\n}b.", "__setstate__"),
         (b"\x80\x04cown\nOne\n}b.", "missing 1 required"),
+        (b"\x80\x02](cown\nOne\n(" + b"N" * 999 + b"tq\x00R" + COPIES * 5000 + b"e.", AGAIN),
         (collisions(300, 4), r"\d+ cannot be a key"),
         (b"\x80\x02}]K\x00s.", "cannot be a key"),
         (pickle.dumps({(each, each): 0 for each in range(4000)}), "too many .* are tuples"),
