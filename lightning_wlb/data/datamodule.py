@@ -35,6 +35,7 @@ from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.trainer_guards import (
     keep_hooks,
+    refuse_half_update,
     refuse_prediction,
     refuse_without_position,
 )
@@ -272,6 +273,8 @@ class WLBDataModule(L.LightningDataModule):
         (Lightning would not restore an empty dictionary, and leave a run that goes back to its
         beginning where it was, as after a search for a learning rate.)
         """
+        if self.trainer is not None:
+            refuse_half_update(self.trainer, self.trainer.global_step - self._consumed.since)
         return {"planner": self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -361,7 +364,7 @@ class ConsumedState:
     def __init__(self) -> None:
         self._consumed: dict[str, Any] | None = None
         self._pending: dict[str, Any] | None = None
-        self._pending_since = 0
+        self.since = 0  #: optimizer steps that had been taken when the last batch was begun
 
     def begin(self, batch: StepBatch, global_step: int) -> None:
         """A batch is about to be trained on, when ``global_step`` steps have been taken.
@@ -379,13 +382,11 @@ class ConsumedState:
                 f"Step {due} of the documents is due, but the loader gives step {found}: documents"
                 f" would be repeated or lost. {mend}"
             )
-        self._pending, self._pending_since = batch.state, global_step
+        self._pending, self.since = batch.state, global_step
 
     def current(self, global_step: int) -> dict[str, Any] | None:
         """The state once ``global_step`` steps have been taken; None: the run's beginning."""
-        if self._pending is not None and global_step > self._pending_since:
-            return self._pending
-        return self._consumed
+        return self._pending if self._pending and global_step > self.since else self._consumed
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Forget the batches that were begun, and continue from ``state``."""

@@ -111,6 +111,16 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
         )
 
 
+def refuse_half_update(trainer: L.Trainer, steps: int) -> None:
+    """Refuse a save inside a batch with which some optimizers alone have taken ``steps``."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if batches.started > batches.processed and 0 < steps < (all_of := len(trainer.optimizers)):
+        raise MisconfigurationException(
+            f"A checkpoint was asked for when {steps} of {all_of} optimizers had taken their step"
+            " (manual optimisation): nothing is saved. Save in on_train_batch_end."
+        )
+
+
 def refuse_prediction() -> NoReturn:
     """Raise MisconfigurationException: there is no ``trainer.predict``."""
     raise MisconfigurationException(

@@ -2,8 +2,10 @@
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -85,6 +87,27 @@ class AddsUp(LanguageModule):
             self.optimizers().zero_grad()
 
 
+class Two(LanguageModule):
+    """Takes the steps of two optimizers with each batch, and fails between those of the second."""
+
+    automatic_optimization = False
+    fails = True
+
+    def configure_optimizers(self):
+        weights = list(self.parameters())
+        return SGD(weights[::2], lr=0.1), SGD(weights[1::2], lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.step(batch)
+        self.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if self.fails and batch.plan.step == 1:
+            raise ZeroDivisionError
+        second.step()
+
+
 def test_accelerate_is_not_given_a_loader_of_steps():
     """It takes a batch ahead, so that the position of the user's loader would be a step ahead."""
     accelerate = pytest.importorskip("accelerate")
@@ -105,6 +128,24 @@ def test_gradients_of_several_batches_are_not_added_up_by_hand(tmp_path):
     data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
     with pytest.raises(MisconfigurationException, match=r"Step 0 .* Take an optimizer step for"):
         trainer(tmp_path, max_epochs=2).fit(AddsUp(config(), seed=3), data)
+
+
+def test_half_of_an_update_is_not_saved(tmp_path):
+    """The position would be behind a batch of which one optimizer had not taken its step."""
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_on_exception=True)
+    options = {"callbacks": [keeper], "enable_checkpointing": True, "max_steps": 4}
+    data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
+    with pytest.raises(MisconfigurationException, match="when 1 of 2 optimizers") as caught:
+        trainer(tmp_path, **options).fit(Two(config(), seed=3), data)
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
+    whole, resumed = Two(config(), seed=3), Two(config(), seed=3)
+    whole.fails = resumed.fails = False
+    for each, path in ((whole, None), (resumed, tmp_path / "step=2.ckpt")):
+        data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
+        trainer(tmp_path, max_steps=4).fit(each, data, ckpt_path=path)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):
