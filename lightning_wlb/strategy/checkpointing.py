@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
 from lightning_wlb.distributed.process_groups import saving_group
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
+from lightning_wlb.supervision.progress import OPTIMISING, PROGRESS
 from lightning_wlb.supervision.signals import NOTICES, SAVE_FAILED
 
 END_SECONDS = 30.0
@@ -64,7 +66,8 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
-        self._begun = self._training = self._resumes = False
+        self._begun = self._resumes = False
+        self._thread: int | None = None  # that trains now
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
         self._jobs = BackgroundSaves()
@@ -125,6 +128,16 @@ class Checkpointer:
 
     # Saving
 
+    def refuse_half_steps(self) -> None:
+        """Refuse a save by a signal's handler inside an optimizer's step, or by another thread."""
+        own = self._thread
+        if own is not None and (threading.get_ident() != own or PROGRESS.part == OPTIMISING):
+            raise MisconfigurationException(
+                "A checkpoint that another thread asks for, or a signal's handler in the middle of"
+                " an optimizer's step, could hold half of a step: it is not saved. Let them set a"
+                " flag, and save in a callback's on_train_batch_end."
+            )
+
     def save(
         self,
         path: Path,
@@ -156,7 +169,7 @@ class Checkpointer:
             checkpoint[resuming.JOB] = job
         interrupted = module.trainer.interrupted
         # A requeue ends the job, and with it the threads.
-        wait = not self._training or interrupted or resuming.requeue_number(path) is not None
+        wait = self._thread is None or interrupted or resuming.requeue_number(path) is not None
         if self.async_save and self._stager is None:
             self._stager = Stager(module.device)
         stager = None if wait else self._stager
@@ -212,7 +225,7 @@ class Checkpointer:
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
         self._resumes = _count_as_unbroken(trainer)
-        self._begun, self._training, NOTICES.save_failed = True, True, False
+        self._begun, self._thread, NOTICES.save_failed = True, threading.get_ident(), False
         self._read_to_evaluate = False
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint):
@@ -222,7 +235,7 @@ class Checkpointer:
 
     def train_ends(self, seconds: float | None = None, *, interrupted: bool = False) -> None:
         """Wait for saves in the background, at most ``seconds``; None: as long as they take."""
-        self._training = False
+        self._thread = None
         while self._keepers:
             each = self._keepers.pop()
             each._fs = each._fs.files
@@ -323,12 +336,13 @@ def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     """Record in place that an epoch which ``max_steps`` or a Timer cut short is not over.
 
     Otherwise a resumed run would count the rest of it as another epoch, and end by ``max_epochs``
-    one epoch too soon.
+    one epoch too soon. A run may also stop as an epoch begins.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
-    inside = batches["current"]["ready"] and not batches["is_last_batch"]
-    if inside and epochs["current"]["processed"] == epochs["current"]["started"]:
+    current = epochs["current"]  # ready beyond started: none is open, and another begins
+    inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
+    if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
         for each in epochs.values():
             each["processed"] = each["completed"] = each["started"] - 1
 
@@ -350,10 +364,13 @@ def _count_as_unbroken(trainer: pl.Trainer) -> bool:
         return False
     total = steps.batch_progress.total
     total.ready = total.started = total.processed
-    over = steps.batch_progress.is_last_batch
-    if over and epochs.current.processed == epochs.current.started:
+    over = epochs.current.processed == epochs.current.started
+    if loop.restarted_mid_epoch and steps.restarted_on_last:
+        # In a validation. If none is due, as where a stop has brought it, Lightning would train on.
+        over = not steps._should_check_val_fx(loop._data_fetcher)
+    if over and steps.batch_progress.is_last_batch:
         for count in (epochs.total, epochs.current):
-            count.ready, count.completed = count.started, count.processed
+            count.ready = count.completed = count.processed = count.started
         steps.reset()  # counts the step that was saved
         loop.reset_restart_stage()
         steps.reset_restart_stage()

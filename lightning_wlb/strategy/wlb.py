@@ -345,7 +345,9 @@ class WLBStrategy(ParallelStrategy):
     # Checkpoints: all ranks write one, after the shards that it fills have been made
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects the weights itself."""
+        """Empty: :meth:`save_checkpoint` collects the weights itself, where it may."""
+        if self.processes.faults.alone is None:  # the first that a save asks for
+            self.checkpoints.refuse_half_steps()
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -380,8 +382,7 @@ class WLBStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""
-        unsaved = self.processes.faults.alone or self.checkpoints.refusal
-        if self.is_global_zero and unsaved is None:
+        if self.is_global_zero and not (self.processes.faults.alone or self.checkpoints.refusal):
             self.checkpoints.remove(filepath)
 
     def on_train_start(self) -> None:

@@ -28,9 +28,9 @@ class Breaks(L.Callback):
         self.steps = steps
         self.ran: dict[int, tuple[Any, ...]] = {}
         self.validated: list[int] = []
-        if where != "stop":
+        if where.startswith("on_"):
             setattr(self, where, self._break)
-        self.stops = where == "stop"
+        self.stops = where
 
     def _break(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.steps:
@@ -41,10 +41,16 @@ class Breaks(L.Callback):
         loss = float(outputs["loss"]).hex()
         logged = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count
         self.ran[trainer.global_step] = trainer.current_epoch, batch_idx, loss, rate, logged
-        trainer.should_stop |= self.stops and trainer.global_step == self.steps
+        stops = self.stops in ("stop", "stop, no validation due")
+        trainer.should_stop |= stops and trainer.global_step == self.steps
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        begins = self.stops == "stop as an epoch begins"
+        trainer.should_stop |= begins and trainer.global_step == self.steps
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        self.validated.append(trainer.global_step)
+        due = self.stops != "stop, no validation due" or trainer.global_step != self.steps
+        self.validated += [trainer.global_step] * due
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,18 @@ CASES = {
         {"val_check_interval": 2, "check_val_every_n_epoch": None},
         (2,),
         ("stop",),
+    ),
+    "stopped in an epoch's last step, saved by the validation that this brings": Case(
+        {"save_on_train_epoch_end": False},
+        {"val_check_interval": 4, "limit_train_batches": 4},
+        (3, 6),
+        ("stop, no validation due",),
+    ),
+    "stopped as an epoch begins": Case(
+        {"every_n_train_steps": 99, "save_last": True},
+        {"val_check_interval": 2, "check_val_every_n_epoch": None},
+        (0, 3),
+        ("stop as an epoch begins",),
     ),
     "a search for a learning rate reads before the position is restored": Case(
         {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (2,), searches=True

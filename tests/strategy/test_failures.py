@@ -7,12 +7,14 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 
 from benchmarks.ranks import start_ranks
@@ -170,6 +172,60 @@ def test_parameters_of_which_some_may_have_moved_are_not_saved(tmp_path):
         assert "nothing is saved" in said
         assert "another.ckpt is not saved, since the parameters are no state" in said
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+class Asks(L.Callback):
+    """Saves in the second step from where it says, at times by a signal's handler."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == 1:
+
+            def save(*_: object) -> None:
+                trainer.save_checkpoint(Path(trainer.default_root_dir, "asked.ckpt"))
+
+            def ask(*_: object) -> None:
+                signal.raise_signal(signal.SIGUSR2)
+
+            signal.signal(signal.SIGUSR2, save)
+            if self.where == "optimizer":
+                optimizer.register_step_post_hook(ask)
+            elif self.where == "thread":
+                ThreadPoolExecutor(1).submit(save).result()
+            else:
+                ask()
+
+
+def asked_for(rank: int, folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """How a run ends by where a save is asked for, and what is saved, on the exception too."""
+    found = {}
+    for where in ("before", "thread", "optimizer"):
+        home = folder / where
+        runner = trainer(
+            WLBStrategy(),
+            1,
+            callbacks=[Asks(where), OnExceptionCheckpoint(home, "after")],
+            enable_checkpointing=True,
+            max_steps=3,
+            default_root_dir=home,
+        )
+        end = ""
+        try:
+            runner.fit(module(SMALL), data(SMALL))
+        except MisconfigurationException as error:
+            end = str(error)
+        found[where] = end, sorted(path.name for path in home.glob("*.ckpt"))
+    return found
+
+
+def test_half_of_an_optimizers_step_is_not_saved(tmp_path):
+    [found] = run_ranks(asked_for, 1, tmp_path, process_group=False)
+    assert found["before"] == ("", ["asked.ckpt"])
+    for where, saved in (("thread", ["after.ckpt"]), ("optimizer", [])):
+        assert "could hold half of a step: it is not saved. Let them set a flag" in found[where][0]
+        assert found[where][1] == saved
 
 
 class SavesEarly(L.Callback):
