@@ -234,23 +234,23 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-            file.seek(0, io.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - 42))
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - 98))
             tail, place = file.read(), struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)
+            large = tail[-42:-38] == place[:4]
+            directory = int.from_bytes(tail[-50:-42] if large else tail[-6:-2], "little")
             file.seek(0)  # torch takes what begins otherwise for a format of old
             # Nothing is packed, there twice (by name, by place, or as a second archive), or
             # elsewhere or by another name to a reader in C.
             if (
                 file.read(4) != b"PK\x03\x04"
-                or tail[20:24] != b"PK\x05\x06"
-                or (tail[:4] == place[:4] and tail[:20] != place)
+                or tail[-22:-18] != b"PK\x05\x06"
+                or (large and (tail[-42:-22] != place or tail[-98:-94] != b"PK\x06\x06"))
+                or archive.start_dir != directory  # which zipfile moves to where it is
                 or any(each.filename != each.orig_filename for each in records)
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
                 or sum(max(each.file_size, each.compress_size) for each in records) > size
                 or len({each.filename.lower() for each in records}) < len(records)
-                or min(each.header_offset for each in records) != 0
-                or archive.comment
             ):
                 raise ValueError("its archive is not as torch writes it")
             sizes = {each.filename: each.file_size for each in records}

@@ -132,7 +132,13 @@ def test_the_pickle_that_torch_takes_is_the_one_that_is_looked_at() -> None:
     elsewhere = bytearray(written(0).getvalue())
     assert elsewhere[-42:-38] == b"PK\x06\x07"
     elsewhere[-34] ^= 1
-    for spoiled in (other_name, bytes(elsewhere), written(0).getvalue() + bytes(1)):
+    moved = bytearray(archive(b"\x80\x02N.").getvalue())
+    place = struct.unpack_from("<I", moved, len(moved) - 6)[0]
+    struct.pack_into("<I", moved, len(moved) - 6, place + 16)  # of the directory, and of records
+    while moved[place : place + 4] == b"PK\x01\x02":
+        moved[place + 42] += 16
+        place += 46 + sum(struct.unpack_from("<HHH", moved, place + 28))
+    for spoiled in (other_name, bytes(elsewhere), written(0).getvalue() + bytes(1), bytes(moved)):
         with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
             load_plain(io.BytesIO(spoiled))
 
