@@ -119,11 +119,11 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
     """
     known = {*kind().to_dict(), *kind.attribute_map, *dir(kind)}
     unknown = sorted(set(fields) - known)
-    # For each of them all are read again. So many, or so long, take seconds.
-    if len(unknown) * len(str([fields[name] for name in unknown])) > 2_000_000:
+    # For each of them all fields are read again: so many of so long ones take seconds.
+    if len(unknown) * len(str(fields)) > 3_000_000:
         raise ValueError(
             f"The config of model type {kind.model_type!r} has {len(unknown):,} fields that it does"
-            f" not know, such as {unknown[0]!r:.80}: too many, or too long. Leave them out."
+            f" not know, such as {unknown[0]!r:.80}: too many for its length. Leave them out."
         )
     try:
         config = kind.from_dict(copy.deepcopy(fields))

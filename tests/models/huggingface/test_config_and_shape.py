@@ -78,9 +78,10 @@ def test_a_field_that_the_family_does_not_have_is_named() -> None:
 
 def test_fields_that_nobody_knows_are_few() -> None:
     """Each is looked at by reading all of them again."""
-    for fields in (dict.fromkeys(map(str, range(900)), 1), {"a": "b" * 1_000_000, "c": 1, "d": 1}):
-        with pytest.raises(ValueError, match=rf"{len(fields)} fields that .* too many, or too"):
-            read_config({"model_type": "llama", "transformers_version": "5.0", **fields})
+    for count, architecture in ((900, "b"), (3, "b" * 1_000_000)):
+        fields = {"model_type": "llama", "architectures": [architecture]}
+        with pytest.raises(ValueError, match=rf"{count} fields that .* too many for its length"):
+            read_config(fields | dict.fromkeys(map(str, range(count)), 1))
 
 
 def test_a_field_that_is_read_under_another_name_is_no_mistake(recwarn) -> None:
