@@ -93,8 +93,8 @@ class ChatEncoder:
         special = sorted(self._tokenizer.special_tokens_map.items())
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]
-        # Folders that were made without a look at what is left out are not gone on with.
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "calls")
+        # Folders that were made without a look at nulls and other marks are not gone on with.
+        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "nulls")
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
