@@ -13,7 +13,8 @@ older copy is removed.
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
 first opening of a Parquet file unpacks the columns and writes 4 bytes for each token and label
-(more than Parquet takes); its memory is bounded by a few million tokens, and by one document.
+(more than Parquet takes); its memory is bounded by a few million tokens where the documents of a
+row group are of like length, else by the longest of them together.
 """
 
 from __future__ import annotations

@@ -275,26 +275,35 @@ def check_written(messages: list[dict[str, Any]], words: dict[str, str], text: s
     Raises:
         ValueError: what is left out or written otherwise, with the remedy.
     """
-    _check_in_json(messages, text)
-    there = set(_PLAIN_WORD.findall(text))  # not a search for each: of 10,000 that takes hours
-    if lost := next((what for word, what in words.items() if word not in there), None):
+    places: dict[str, list[int]] = {}  # no search for each: of 10,000 that takes hours
+    for found in _PLAIN_WORD.finditer(text):
+        places.setdefault(found[0], []).append(found.start())
+    _check_in_json(messages, text, places)
+    if lost := next((what for word, what in words.items() if word not in places), None):
         raise ValueError(
             f"it leaves out {lost}. Use a template that writes it; or put it where this one"
             " writes it (into the content, or into a message of another role), or remove it."
         )
 
 
-def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
+def _check_in_json(messages: list[dict[str, Any]], text: str, places: dict[str, list[int]]) -> None:
     """Refuse content, or arguments of a call, that the template has not written as JSON does.
 
-    Both are with words (:func:`with_words`), so that it is they, and nothing like them elsewhere.
+    Both are with words (:func:`with_words`), so that it is they, and nothing like them elsewhere;
+    ``places`` are those of the words in the text.
     """
+
+    def stands(written: str) -> bool:
+        word = _PLAIN_WORD.search(written)
+        found = places.get(word[0], ()) if word else ()
+        return any(text.startswith(written, at - word.start()) for at in found if word)
+
     calls = []
     for message in messages:
         content = message.get("content")
         parts = [content, *content] if isinstance(content, list) else [content]
         for part in parts:
-            if part and isinstance(part, list | dict) and str(part) in text:
+            if part and isinstance(part, list | dict) and stands(str(part)):
                 raise ValueError(
                     f"it knows no content in parts, and would have {_WORD.sub('', str(part))[:80]}"
                     " learned. Put the text itself there, or use a template that reads parts."
@@ -307,7 +316,7 @@ def _check_in_json(messages: list[dict[str, Any]], text: str) -> None:
             wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
         else:
             wrong = {str(arguments)} - {json.dumps(arguments)}
-        if found := [written for written in wrong if arguments and written in text]:
+        if found := [written for written in wrong if arguments and stands(written)]:
             raise ValueError(
                 f"it would have the arguments of a call learned as {_WORD.sub('', found[0])[:80]}."
                 " Give them as an object if it is a text that is encoded twice, and as a text if it"

@@ -45,7 +45,6 @@ _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ",
 
 _GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
 """Classes of transformers that read a tokenizer.json as the tokenizers library does."""
-
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -259,6 +258,9 @@ def hugging_face_tokenizer(name: str) -> Any:
         except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
             config = PretrainedConfig.from_pretrained(name, local_files_only=local)
         settings = get_tokenizer_config(name, local_files_only=local)
+        for other in ("vocab", "merges", "gguf_file"):  # which would be opened, wherever they are
+            if isinstance(settings.get(other), str):
+                raise ValueError(f"tokenizer_config.json has {other}={settings[other]!r}, a file")
         # One of several tokenizers (RAG's) opens these anew, without the options.
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)

@@ -34,7 +34,7 @@ FIELDS = (
 )
 """Fields of peft's ``LoraConfig`` that may be given."""
 
-_NAME_LENGTH, _MOST_WAYS, _MOST_NAMES = 60, 10**7, 10_000
+_NAME_LENGTH, _MOST_WAYS, _MOST_NAMES, _MOST_PATTERNS = 60, 10**7, 10_000, 500
 _ADAPTER = re.compile(r"\.lora_([AB])\.default\.weight$")
 # Fields that change nothing at these values.
 _NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
@@ -83,10 +83,11 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     modules = [given.get(name) for name in ("target_modules", "exclude_modules")]
     ranks = [given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     for each in filter(None, (*modules, *ranks)):
-        # peft compares each with all others.
-        if not isinstance(each, str) and len(each) > _MOST_NAMES:
+        # peft compares each with all others; patterns it compiles anew for each, beyond 512.
+        most = _MOST_PATTERNS if isinstance(each, Mapping) else _MOST_NAMES
+        if not isinstance(each, str) and len(each) > most:
             raise ValueError(
-                f"lora: a list of {len(each):,} modules, beyond {_MOST_NAMES:,}, may take for ever"
+                f"lora: a list of {len(each):,} modules, beyond {most:,}, may take for ever"
                 " to match. Give a regular expression instead."
             )
     _check_ends(*(each for each in modules if isinstance(each, str)), *chain(*ranks))

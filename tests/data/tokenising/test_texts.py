@@ -251,6 +251,16 @@ def test_a_tokenizer_of_one_s_own_beside_a_model_is_the_file_s(tmp_path) -> None
         assert documents(encoder, LINES) == [[*model.encode(line).ids, 1] for line in LINES]
 
 
+@pytest.mark.parametrize("field", ["vocab", "merges", "gguf_file"])
+def test_no_file_elsewhere_is_a_folder_s_vocabulary(tmp_path, field) -> None:
+    """transformers opens it, a FIFO or a device too, and the record would not name it."""
+    pytest.importorskip("transformers")
+    fields = {"tokenizer_class": "GPT2Tokenizer", "vocab": {"a": 0}, "merges": []}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {field: "/dev/zero"}))
+    with pytest.raises(ValueError, match=f"json has {field}='/dev/zero', a file"):
+        TextEncoder(str(tmp_path), "text")
+
+
 def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")

@@ -280,6 +280,10 @@ def test_adapters_begin_without_effect_and_the_frozen_model_as_without_them():
         ({"target_modules": r".*layers\.[01]\..*q_proj"}, r"names nothing in layers \[2, 3\]"),
         ({"target_modules": "([a-z_.]+)+!"}, r"'\(\[a-z_\.\]\+\)\+!' may take for ever to match"),
         ({"exclude_modules": "(a|a)" * 40}, "may take for ever"),
+        (
+            {"rank_pattern": {f"a{each}": 2 for each in range(501)}},
+            "a list of 501 mod.* beyond 500",
+        ),
         ({"rank_pattern": {"a?" * 40 + "a" * 40: 2}}, "may take for ever"),
         ({"alpha_pattern": {".*" * 9: 2}}, "may take for ever"),
         ({"target_modules": ["q_proj"] * 20_000}, "a list of 20,000 modules, beyond 10,000, may"),
