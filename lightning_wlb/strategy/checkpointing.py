@@ -372,6 +372,7 @@ def _count_as_unbroken(trainer: pl.Trainer) -> bool:
         for count in (epochs.total, epochs.current):
             count.ready = count.completed = count.processed = count.started
         steps.reset()  # counts the step that was saved
+        steps.batch_progress.is_last_batch = True  # none is open: it may end before another begins
         loop.reset_restart_stage()
         steps.reset_restart_stage()
         # Not the outer loop's own setter, which holds on to it under max_steps.

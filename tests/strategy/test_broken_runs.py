@@ -107,6 +107,12 @@ CASES = {
         (0, 3),
         ("stop as an epoch begins",),
     ),
+    "over, run again, and then for more epochs": Case(
+        {"every_n_train_steps": 1, "save_last": True},
+        {"limit_train_batches": 2},
+        (-1, -1, -1, -1),
+        ("1 epoch", "1 epoch", "2 epochs", "2 epochs", "to the end"),
+    ),
     "a search for a learning rate reads before the position is restored": Case(
         {"every_n_train_steps": 1}, {"limit_val_batches": 0}, (2,), searches=True
     ),
@@ -142,6 +148,8 @@ def attempts(folder: Path, case: Case, breaks: tuple[int, ...]) -> Done:
         watch = Breaks(steps, where)
         keeper = [ModelCheckpoint(folder, "{step}", save_top_k=-1, **case.keeper)]
         given = {"max_steps": -1, "max_epochs": 3, "num_sanity_val_steps": 0, **case.options}
+        if "epoch" in where and where[0].isdigit():
+            given["max_epochs"] = int(where[0])
         search = [LearningRateFinder(num_training_steps=5)] if case.searches else []
         run = trainer(
             WLBStrategy(),
