@@ -335,7 +335,8 @@ def is_open(status: os.stat_result) -> bool:
 def strange_steps(path: str | Path) -> list[Path]:
     """The folders and links that lead to a path, itself too, which a stranger may have made.
 
-    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`). Links are
+    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`), or behind
+    another of them, whose owner puts there what that user likes. Links are
     followed one by one, and at most 40, as by the kernel: one of this user's may lead to another's.
     """
     found, trusted, links = [], {my_user(), 0, Path("/").stat().st_uid}, 0
@@ -344,7 +345,7 @@ def strange_steps(path: str | Path) -> list[Path]:
         while names and links <= 40:
             name = names.pop()
             step = at.parent if name == ".." else at / name
-            if step.lstat().st_uid not in trusted and is_open(step.parent.stat()):
+            if step.lstat().st_uid not in trusted and (found or is_open(step.parent.stat())):
                 found.append(step)
             if step.is_symlink():
                 links += 1

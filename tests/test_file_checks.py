@@ -290,6 +290,16 @@ def test_a_link_of_ones_own_may_lead_to_a_strangers(linked: str, scratch: Path) 
         assert file_checks.check_links(mine / "far") == mine / "far"
 
 
+def test_a_stranger_s_link_in_a_stranger_s_folder_is_seen(scratch: Path) -> None:
+    """That folder is open to nobody else, and led to this user's own checkpoints."""
+    (scratch / "theirs/run").symlink_to(scratch.parent / "home")
+    os.lchown(scratch / "theirs/run", 65534, 65534)
+    steps = [scratch / "theirs", scratch / "theirs/run"]
+    assert file_checks.strange_steps(scratch / "theirs/run/new") == steps
+    with pytest.raises(ValueError, match=f"by {steps[1]}, a link of user 65534"):
+        file_checks.check_links(scratch / "theirs/run/new")
+
+
 def test_ones_own_links_and_roots_are_followed(scratch: Path, monkeypatch: Any) -> None:
     """A home with a link to ``/scratch/USER``, root's links, and one's own in a sticky folder."""
     monkeypatch.setattr(file_checks, "my_user", lambda: 65534)

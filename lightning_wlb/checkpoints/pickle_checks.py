@@ -316,6 +316,10 @@ class _DryRun(_Records):
             or (not arguments[1:] and getattr(first, "name", "") == "_codecs.encode")
             or not arguments,
             "OrderedDict": not arguments,
+            # Not of a tensor without values, which may have any number of rows.
+            "set": not arguments or type(first) in (list, tuple),
+            "Counter": not arguments or type(first) is dict,
+            "Size": type(first) is tuple,
             "_rebuild_from_type_v2": "._rebuild_tensor" in getattr(first, "name", ""),
         }
         if path not in self._allowed and not (_CALLS.fullmatch(name) and bounded.get(name, True)):

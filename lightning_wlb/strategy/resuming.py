@@ -219,7 +219,9 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
         kept = state.get("best_k_models", {})
         named = [state.get(name, "") for name in _REMEMBERED]
         paths = [*named, *(kept if isinstance(kept, dict) else [kept])]
-        if found := [str(each) for each in paths if not counts(each)]:
+        if found := [
+            each if isinstance(each, str) else _shown(each) for each in paths if not counts(each)
+        ]:
             strange += found
             nothing = dict.fromkeys(_REMEMBERED, "")
             callbacks[key] = {**state, **nothing, "best_k_models": {}, "best_model_score": None}
@@ -247,7 +249,7 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
         old = not wrong and where == _VERSION and not _is_from_2_on(stored)
         if old or (wrong and kind in (dict, bool, int, str)):
             raise ValueError(
-                f"{path / REST}: {where} is {stored!r:.60}, which no Trainer of Lightning 2 saves."
+                f"{path / REST}: {where} is {_shown(stored)}, which no Trainer of Lightning 2 saves."
                 " Use another checkpoint."
             )
         for name in own if kind is dict else ():
@@ -266,6 +268,12 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
             f"{path / REST}: global_step is {rest['global_step']}, and {taken} optimizer steps were"
             " counted, as no Trainer saves it. Use another checkpoint."
         )
+
+
+def _shown(value: Any) -> str:
+    """A number or text as it is, else its kind: tensors in a list take for ever to print."""
+    plain = value is None or isinstance(value, int | float | str)
+    return f"{value!r:.60}" if plain else f"a {type(value).__name__}"
 
 
 def _is_from_2_on(version: str) -> bool:

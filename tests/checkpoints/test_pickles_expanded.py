@@ -55,6 +55,13 @@ def test_calls_copy_what_they_are_given(made: Any, given: Any) -> None:
         load_plain(written(many))
 
 
+@pytest.mark.parametrize("made", [set, Counter, torch.Size])
+def test_no_set_is_made_of_a_tensor_s_rows(made: Any) -> None:
+    """One without values may have any number of them."""
+    with pytest.raises(pickle.UnpicklingError, match="it calls .* with "):
+        load_plain(written([Called(made, torch.zeros(10, 0))]))
+
+
 def test_a_tensor_has_no_more_values_than_its_file() -> None:
     plain, noted = (torch.zeros(1).expand(100_000, 100_000) for _ in range(2))
     noted.note = "a tensor with attributes is made by another call"  # type: ignore[attr-defined]

@@ -316,8 +316,8 @@ def test_counts_of_another_type_are_named(tmp_path):
         said,
         (
             "meta.pt: loops.fit_loop.epoch_progress.current.ready is '3', which no Trainer",
-            "loops.fit_loop.epoch_loop.batch_progress.total is [1], which",
-            "loops.fit_loop.epoch_loop.batch_progress.current is {",
+            "loops.fit_loop.epoch_loop.batch_progress.total is a list, which",
+            "loops.fit_loop.epoch_loop.batch_progress.current is a dict, which",
             "loops.fit_loop.epoch_loop.batch_progress.is_last_batch is 1, which",
             "loops.fit_loop.epoch_loop.state_dict._batches_that_stepped is -1, which",
             "loops is None, which",
