@@ -339,7 +339,8 @@ def strange_steps(path: str | Path) -> list[Path]:
     another of them, whose owner puts there what that user likes. Links are
     followed one by one, and at most 40, as by the kernel: one of this user's may lead to another's.
     """
-    found, trusted, links = [], {my_user(), 0, Path("/").stat().st_uid}, 0
+    found: list[Path] = []
+    trusted, links = {my_user(), 0, Path("/").stat().st_uid}, 0
     at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
     with suppress(OSError):  # the way ends before what is not there
         while names and links <= 40:

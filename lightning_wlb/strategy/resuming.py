@@ -249,8 +249,8 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
         old = not wrong and where == _VERSION and not _is_from_2_on(stored)
         if old or (wrong and kind in (dict, bool, int, str)):
             raise ValueError(
-                f"{path / REST}: {where} is {_shown(stored)}, which no Trainer of Lightning 2 saves."
-                " Use another checkpoint."
+                f"{path / REST}: {where} is {_shown(stored)}, which no Trainer of Lightning 2"
+                " saves. Use another checkpoint."
             )
         for name in own if kind is dict else ():
             if name in stored or same_version:

@@ -58,7 +58,7 @@ def test_calls_copy_what_they_are_given(made: Any, given: Any) -> None:
 @pytest.mark.parametrize("made", [set, Counter, torch.Size])
 def test_no_set_is_made_of_a_tensor_s_rows(made: Any) -> None:
     """One without values may have any number of them."""
-    with pytest.raises(pickle.UnpicklingError, match="it calls .* with "):
+    with pytest.raises(pickle.UnpicklingError, match=r"it calls .* with "):
         load_plain(written([Called(made, torch.zeros(10, 0))]))
 
 
