@@ -112,12 +112,12 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
 
 
 def refuse_half_update(trainer: L.Trainer, steps: int) -> None:
-    """Refuse a save inside a batch with which some optimizers alone have taken ``steps``."""
+    """Refuse a save inside a batch of which optimizers have taken ``steps``: more may follow."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if batches.started > batches.processed and 0 < steps < (all_of := len(trainer.optimizers)):
+    if batches.started > batches.processed and steps > 0:
         raise MisconfigurationException(
-            f"A checkpoint was asked for when {steps} of {all_of} optimizers had taken their step"
-            " (manual optimisation): nothing is saved. Save in on_train_batch_end."
+            f"A checkpoint was asked for inside a batch, when optimizers had taken {steps} of its"
+            " steps (manual optimisation): nothing is saved. Save in on_train_batch_end."
         )
 
 

@@ -298,7 +298,9 @@ def test_no_key_has_a_hash_that_somebody_chose(key: Any) -> None:
         load_plain(written([members]))
     chosen = b"(" + pickle.dumps(99 * MODULUS, 2)[2:-1] + b"t\x85R."
     for made in (b"c__builtin__\nset\n", b"ccollections\nCounter\n"):
-        with pytest.raises(pickle.UnpicklingError, match=r"cannot be a key|it calls collections\.Counter"):
+        with pytest.raises(
+            pickle.UnpicklingError, match=r"cannot be a key|it calls collections\.Counter"
+        ):
             load_plain(archive(b"\x80\x02" + made + chosen))
 
 

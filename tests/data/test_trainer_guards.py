@@ -92,6 +92,7 @@ class Two(LanguageModule):
 
     automatic_optimization = False
     fails = True
+    times = 1  # that the first steps in each batch
 
     def configure_optimizers(self):
         weights = list(self.parameters())
@@ -102,7 +103,8 @@ class Two(LanguageModule):
         loss = self.step(batch)
         self.zero_grad()
         self.manual_backward(loss)
-        first.step()
+        for _ in range(self.times):
+            first.step()
         if self.fails and batch.plan.step == 1:
             raise ZeroDivisionError
         second.step()
@@ -130,20 +132,25 @@ def test_gradients_of_several_batches_are_not_added_up_by_hand(tmp_path):
         trainer(tmp_path, max_epochs=2).fit(AddsUp(config(), seed=3), data)
 
 
-def test_half_of_an_update_is_not_saved(tmp_path):
+@pytest.mark.parametrize("times", [1, 3])
+def test_half_of_an_update_is_not_saved(tmp_path, times, monkeypatch):
     """The position would be behind a batch of which one optimizer had not taken its step."""
-    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_on_exception=True)
-    options = {"callbacks": [keeper], "enable_checkpointing": True, "max_steps": 4}
+    monkeypatch.setattr(Two, "times", times)
+    every = times + 1  # steps a batch
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=every, save_on_exception=True)
+    options = {"callbacks": [keeper], "enable_checkpointing": True, "max_steps": 2 * every}
     data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
-    with pytest.raises(MisconfigurationException, match="when 1 of 2 optimizers") as caught:
+    with pytest.raises(
+        MisconfigurationException, match=f"had taken {times} of its steps"
+    ) as caught:
         trainer(tmp_path, **options).fit(Two(config(), seed=3), data)
     assert isinstance(caught.value.__context__, ZeroDivisionError)
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"step={every}.ckpt"]
     whole, resumed = Two(config(), seed=3), Two(config(), seed=3)
     whole.fails = resumed.fails = False
-    for each, path in ((whole, None), (resumed, tmp_path / "step=2.ckpt")):
+    for each, path in ((whole, None), (resumed, tmp_path / f"step={every}.ckpt")):
         data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
-        trainer(tmp_path, max_steps=4).fit(each, data, ckpt_path=path)
+        trainer(tmp_path, max_steps=2 * every).fit(each, data, ckpt_path=path)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
 
