@@ -52,13 +52,9 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A kernel that a user may choose.
+    """A kernel that a user may choose."""
 
-    Args:
-        load: returns the kernel behind the name that profiles give it; ImportError says why there
-            is none.
-    """
-
+    #: returns the kernel behind the name that profiles give it; ImportError says why there is none
     load: Callable[[], tuple[str, Kernel]]
     devices: tuple[str, ...]
     needs: str = ""

@@ -37,22 +37,15 @@ def with_tensors(holder: _Holder, change: Callable[[Tensor], Tensor]) -> _Holder
 
 @dataclass(frozen=True)
 class SliceMetadata:
-    """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced.
+    """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced."""
 
-    Args:
-        micro_batch: index in the replica's forward order.
-        runs: see :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`.
-        rows: see there.
-        keeps: see there.
-        cache: the step's, which ``MicroBatchTensors.with_cache`` fills in.
-        layer: global number of the running layer, which ``AttentionMetadata.for_layer`` fills in.
-    """
-
-    micro_batch: int
-    runs: tuple[Run, ...]
-    rows: int
-    keeps: bool
+    micro_batch: int  #: index in the replica's forward order
+    runs: tuple[Run, ...]  #: see :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`
+    rows: int  #: see there
+    keeps: bool  #: see there
+    #: the step's, which ``MicroBatchTensors.with_cache`` fills in
     cache: KeyValueCache | None = field(default=None, repr=False)
+    #: global number of the running layer, which ``AttentionMetadata.for_layer`` fills in
     layer: int | None = None
 
     @property
@@ -76,18 +69,10 @@ class AttentionMetadata:
     where no all-to-all is used. ``key_index`` is an index into the rows that all ranks gather, or
     for slices into the gathered ``runs``; it is None without context parallelism, where the keys
     are the local rows, or the ``runs``.
-
-    Args:
-        rows: local rows, padding included.
-        queries: local rows that hold a token; rows from there on are padding.
-        replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
-        slices: None where the micro-batch's pieces are whole.
-        sliding_window: the window of the indices: keys that no query sees with it are left out.
-        recomputed: whether backward recomputes the layer that is running.
     """
 
-    rows: int
-    queries: int
+    rows: int  #: local rows, padding included
+    queries: int  #: local rows that hold a token; rows from there on are padding
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -97,10 +82,11 @@ class AttentionMetadata:
     send_index: Tensor | None = None
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
-    replicas: int = 1
-    slices: SliceMetadata | None = None
+    replicas: int = 1  #: data-parallel replicas whose context-parallel groups share the micro-batch
+    slices: SliceMetadata | None = None  #: None where the micro-batch's pieces are whole
+    #: the window of the indices: keys that no query sees with it are left out
     sliding_window: int | None = None
-    recomputed: bool = False
+    recomputed: bool = False  #: whether backward recomputes the layer that is running
 
     @property
     def keys(self) -> int:

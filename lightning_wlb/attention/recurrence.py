@@ -49,21 +49,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class RecurrentRows:
-    """The segments of a micro-batch, and where their rows lie on the ranks that share it.
+    """The segments of a micro-batch, and where their rows lie on the ranks that share it."""
 
-    Args:
-        segments: in the order in which a recurrence computes them.
-        counts: rows of each rank that hold a token.
-        order: int64 [sum of counts], for each row in the order of segments its place among the rows
-            of all ranks, one rank after another; None where they are in order.
-        replicas: data-parallel replicas whose context-parallel groups share the micro-batch.
-        states: the step's, which ``MicroBatchTensors.with_cache`` fills in.
-    """
-
-    segments: tuple[Segment, ...]
-    counts: tuple[int, ...]
+    segments: tuple[Segment, ...]  #: in the order in which a recurrence computes them
+    counts: tuple[int, ...]  #: rows of each rank that hold a token
+    #: int64 [sum of counts], for each row in the order of segments its place among the rows of all
+    #: ranks, one rank after another; None where they are in order
     order: Tensor | None = None
-    replicas: int = 1
+    replicas: int = 1  #: data-parallel replicas whose context-parallel groups share the micro-batch
+    #: the step's, which ``MicroBatchTensors.with_cache`` fills in
     states: RecurrentStates | None = None
 
     @property
@@ -166,19 +160,12 @@ def _all_to_all(
 
 
 class SegmentRows(NamedTuple):
-    """What a recurrence over segments is given.
+    """What a recurrence over segments is given."""
 
-    Attributes:
-        inputs: [rows of all segments, ...] each.
-        tokens: of each segment.
-        before: the state before each; None: its piece begins.
-        goes_on: whether the state behind each is wanted.
-    """
-
-    inputs: Sequence[Tensor]
-    tokens: list[int]
-    before: Sequence[State | None]
-    goes_on: Sequence[bool]
+    inputs: Sequence[Tensor]  #: [rows of all segments, ...] each
+    tokens: list[int]  #: of each segment
+    before: Sequence[State | None]  #: the state before each; None: its piece begins
+    goes_on: Sequence[bool]  #: whether the state behind each is wanted
 
 
 Computed = tuple[Tensor, Sequence[State | None]]

@@ -52,12 +52,6 @@ _PICOSECONDS = 1e12
 class LatencyModel:
     """Times of a model's parts on one device of a mesh.
 
-    Args:
-        shape: sizes of the whole model.
-        reduce_dtype: dtype of sums over tensor- and context-parallel ranks; at least the profile's.
-        compiled: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU.
-        overlap: which messages travel while products run.
-
     Raises:
         ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
             nodes under a profile without network, or a tensor-parallel size that does not divide
@@ -65,11 +59,13 @@ class LatencyModel:
     """
 
     profile: Profile
-    shape: ModelShape
+    shape: ModelShape  #: sizes of the whole model
     mesh: Mesh = ONE_DEVICE
+    #: dtype of sums over tensor- and context-parallel ranks; at least the profile's
     reduce_dtype: str = "float32"
+    #: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU
     compiled: bool = False
-    overlap: Overlap = "off"
+    overlap: Overlap = "off"  #: which messages travel while products run
     #: results of :func:`.overlap.chunks_of`, by rows
     known_chunks: dict[int, int] = field(default_factory=dict, init=False, compare=False)
     _of_rows: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False)

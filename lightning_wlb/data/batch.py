@@ -45,25 +45,17 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class MicroBatchTensors:
-    """One micro-batch on one context-parallel rank of one replica; P = ``rows``.
+    """One micro-batch on one context-parallel rank of one replica; P = ``rows``."""
 
-    Args:
-        tokens: int64 [P], 0 in padding rows; None where the rank holds no embedding.
-        labels: int64 [P], :data:`IGNORE` where there is no target; None where the rank holds
-            no head.
-        positions: int64 [P], from the piece's origin; 0 in padding rows.
-        attention: which rows attend to which keys.
-        rows: P, rows of this rank, padding at the end included.
-        recompute: what backward computes again of every layer, see ``MicroBatch.recompute``.
-        recurrence: where the model's recurrences begin and go on; None where it has none.
-    """
-
-    tokens: Tensor | None
+    tokens: Tensor | None  #: int64 [P], 0 in padding rows; None where the rank holds no embedding
+    #: int64 [P], :data:`IGNORE` where there is no target; None where the rank holds no head
     labels: Tensor | None
-    positions: Tensor
-    attention: AttentionMetadata
-    rows: int
+    positions: Tensor  #: int64 [P], from the piece's origin; 0 in padding rows
+    attention: AttentionMetadata  #: which rows attend to which keys
+    rows: int  #: P, rows of this rank, padding at the end included
+    #: what backward computes again of every layer, see ``MicroBatch.recompute``
     recompute: Recompute = "none"
+    #: where the model's recurrences begin and go on; None where it has none
     recurrence: RecurrentRows | None = None
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:

@@ -29,36 +29,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningContext:
-    """What the steps of a run are planned for, beside its documents and data settings.
+    """What the steps of a run are planned for, beside its documents and data settings."""
 
-    Args:
-        shape: weighs documents by what the model computes on them.
-        rank: where this rank stands in the mesh.
-        schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
-        stages: the layers of each pipeline stage.
-        profile: predicts times and memory; None: plans go by exact work.
-        parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
-        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
-        schemes: the heterogeneous pipelines that a step may run on in place of the mesh's, each a
-            sequence of schemes on consecutive ranks.
-        chooser: chooses among ``schemes`` for each step; None: all steps run on the mesh.
-        activation_checkpointing: what micro-batches recompute; ``"auto"``: the least that fits.
-        compiled: whether blocks of the model are compiled.
-        overlap: which messages travel while layers compute.
-    """
-
-    shape: ModelShape
-    rank: Rank
-    stages: tuple[range, ...]
+    shape: ModelShape  #: weighs documents by what the model computes on them
+    rank: Rank  #: where this rank stands in the mesh
+    stages: tuple[range, ...]  #: the layers of each pipeline stage
+    #: what micro-batches recompute; ``"auto"``: the least that fits
     activation_checkpointing: ActivationCheckpointing
-    schedule: str = "1f1b"
-    profile: Profile | None = None
+    schedule: str = "1f1b"  #: a name in ``lightning_wlb.schedule.programs.SCHEDULES``
+    profile: Profile | None = None  #: predicts times and memory; None: plans go by exact work
+    #: the dtype in which a rank keeps parameters and optimizer state
     parameter_dtype: str = "float32"
-    reduce_dtype: str = "float32"
+    reduce_dtype: str = "float32"  #: the dtype in which tensor- and context-parallel ranks add up
+    #: the heterogeneous pipelines that a step may run on in place of the mesh's, each a sequence of
+    #: schemes on consecutive ranks
     schemes: tuple[tuple[Scheme, ...], ...] = ()
+    #: chooses among ``schemes`` for each step; None: all steps run on the mesh
     chooser: StepChooser | None = None
-    compiled: bool = False
-    overlap: Overlap = "off"
+    compiled: bool = False  #: whether blocks of the model are compiled
+    overlap: Overlap = "off"  #: which messages travel while layers compute
 
     @staticmethod
     def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:

@@ -35,20 +35,15 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Channel
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of one rank; None in place of a group of one rank.
+    """The process groups of one rank; None in place of a group of one rank."""
 
-    Args:
-        context: ranks that share the rows of a micro-batch.
-        tensor: ranks that share every parameter.
-        merged: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks
-            of all of these replicas that share its rows.
-        chunks: (rows of a micro-batch on a rank, tensor-parallel ranks) -> parts in which these
-            rows travel behind products; None: products wait for messages.
-    """
-
-    context: ProcessGroup | None = None
-    tensor: ProcessGroup | None = None
+    context: ProcessGroup | None = None  #: ranks that share the rows of a micro-batch
+    tensor: ProcessGroup | None = None  #: ranks that share every parameter
+    #: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks of all of
+    #: these replicas that share its rows
     merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
+    #: (rows of a micro-batch on a rank, tensor-parallel ranks) -> parts in which these rows travel
+    #: behind products; None: products wait for messages
     chunks: Callable[[int, int], int] | None = None
 
     def of_rows(self, replicas: int) -> ProcessGroup | None:
@@ -91,17 +86,13 @@ def data_context(mesh: DeviceMesh) -> DeviceMesh:
 
 @dataclass(frozen=True, eq=False)
 class MeshGroups:
-    """The process groups of one rank in a mesh.
-
-    Args:
-        channels: the group of each channel of pipeline messages; empty without a pipeline.
-        merged: groups over several replicas, made when a plan first needs them.
-        parameters: the ranks that share the parameters; it carries their gathers and sums only.
-    """
+    """The process groups of one rank in a mesh."""
 
     mesh: DeviceMesh
+    #: the group of each channel of pipeline messages; empty without a pipeline
     channels: Mapping[Channel, ProcessGroup]
-    merged: MergedGroups
+    merged: MergedGroups  #: groups over several replicas, made when a plan first needs them
+    #: the ranks that share the parameters; it carries their gathers and sums only
     parameters: ProcessGroup
 
     @property

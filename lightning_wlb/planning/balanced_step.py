@@ -44,17 +44,11 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Balance:
-    """How even a step is. An imbalance is the longest rank's work over the mean's; 1 is even.
+    """How even a step is. An imbalance is the longest rank's work over the mean's; 1 is even."""
 
-    Attributes:
-        imbalance_before: of sequences dealt in turn, as ``DistributedSampler`` does.
-        imbalance: as planned, where ranks wait for each other at the end of the step.
-        lockstep_imbalance: as planned, where ranks wait for each other in every micro-batch.
-    """
-
-    imbalance_before: float
-    imbalance: float
-    lockstep_imbalance: float
+    imbalance_before: float  #: of sequences dealt in turn, as ``DistributedSampler`` does
+    imbalance: float  #: as planned, where ranks wait for each other at the end of the step
+    lockstep_imbalance: float  #: as planned, where ranks wait for each other in every micro-batch
 
     def __str__(self) -> str:
         text = f"imbalance {self.imbalance_before:.3f} -> {self.imbalance:.3f}"
@@ -97,17 +91,11 @@ class BalancedStep:
 
 @dataclass(frozen=True)
 class Items:
-    """What is dealt as a whole: sequences, or sequences that stay together.
+    """What is dealt as a whole: sequences, or sequences that stay together."""
 
-    Args:
-        works: int64 [items], at least 1 each.
-        tokens: int64 [items].
-        members: the sequences of each item.
-    """
-
-    works: Integers
-    tokens: Integers
-    members: Sequence[Sequence[int]] = field(repr=False)
+    works: Integers  #: int64 [items], at least 1 each
+    tokens: Integers  #: int64 [items]
+    members: Sequence[Sequence[int]] = field(repr=False)  #: the sequences of each item
 
 
 def as_integers(work: NDArray[np.float64]) -> Integers:

@@ -38,16 +38,12 @@ Members = tuple[int, ...]
 
 
 class Merged(NamedTuple):
-    """The dealing of a step's pieces to replicas, of which several may share a piece.
+    """The dealing of a step's pieces to replicas, of which several may share a piece."""
 
-    Attributes:
-        shared: pieces and the replicas that share each, in the order in which they run.
-        own: the other pieces of each replica, in descending length.
-        loads: work of each replica, its parts of shared pieces with their overhead included.
-    """
-
+    #: pieces and the replicas that share each, in the order in which they run
     shared: list[tuple[Piece, Members]]
-    own: list[list[Piece]]
+    own: list[list[Piece]]  #: the other pieces of each replica, in descending length
+    #: work of each replica, its parts of shared pieces with their overhead included
     loads: list[int]
 
 
@@ -56,26 +52,18 @@ class Dealing:
     """A way to deal pieces to replicas, those of too much work or tokens to several at once.
 
     Equal pieces go by (document, origin), equal replicas and sets by number.
-
-    Args:
-        pieces: all pieces of the step.
-        replicas: number of replicas; sets that would be incomplete at the end are not used.
-        work: cost of a piece from its tokens, an integer.
-        per_capacity: 1/alpha: a piece is shared if its work times this exceeds the capacity.
-        most_tokens: tokens of the longest piece that one replica can hold, at least 1.
-        handicaps: work that each replica is taken to have already; none if empty. Unshared pieces
-            go, longest first, where they would go without it, until that gives a replica more than
-            its share.
-        sharers: most replicas that may share a piece (:func:`most_sharers`).
     """
 
-    pieces: Sequence[Piece]
-    replicas: int
-    work: Callable[[int], int]
-    per_capacity: int = 0
+    pieces: Sequence[Piece]  #: all pieces of the step
+    replicas: int  #: number of replicas; sets that would be incomplete at the end are not used
+    work: Callable[[int], int]  #: cost of a piece from its tokens, an integer
+    per_capacity: int = 0  #: 1/alpha: a piece is shared if its work times this exceeds the capacity
+    #: tokens of the longest piece that one replica can hold, at least 1
     most_tokens: int = sys.maxsize
+    #: work that each replica is taken to have already; none if empty. Unshared pieces go, longest
+    #: first, where they would go without it, until that gives a replica more than its share
     handicaps: Sequence[int] = ()
-    sharers: int = sys.maxsize
+    sharers: int = sys.maxsize  #: most replicas that may share a piece (:func:`most_sharers`)
 
     def again(self, ends: Sequence[int]) -> Dealing:
         """A new dealing that gives less work to the replicas that ended late."""

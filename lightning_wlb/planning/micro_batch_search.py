@@ -85,21 +85,13 @@ def score_of(replicas: Sequence[ReplicaPlan], scorer: PlanScorer) -> Score:
 
 @dataclass
 class MicroBatchSearch:
-    """The candidates of one replica, made and scored when asked for, once each.
+    """The candidates of one replica, made and scored when asked for, once each."""
 
-    Args:
-        pieces: the replica's own pieces, at least one.
-        nominal: number of micro-batches whose halves and multiples are tried, at least 1.
-        cap: most tokens of a micro-batch.
-        work: work of a piece or slice, forward and backward together.
-        place: where the pieces run, with the scorer by which plans are compared.
-    """
-
-    pieces: list[Piece]
-    nominal: int
-    cap: int
-    work: PassWork
-    place: Placement
+    pieces: list[Piece]  #: the replica's own pieces, at least one
+    nominal: int  #: number of micro-batches whose halves and multiples are tried, at least 1
+    cap: int  #: most tokens of a micro-batch
+    work: PassWork  #: work of a piece or slice, forward and backward together
+    place: Placement  #: where the pieces run, with the scorer by which plans are compared
     _packs: dict[Candidate, Packs] = field(default_factory=dict, init=False)
     _scores: dict[Candidate, Score] = field(default_factory=dict, init=False)
 

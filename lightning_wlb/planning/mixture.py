@@ -39,19 +39,12 @@ from lightning_wlb.planning.global_batches import (
 
 
 class StoreShare(NamedTuple):
-    """How a mixture takes documents of one store.
+    """How a mixture takes documents of one store."""
 
-    Attributes:
-        name: unique name of the store.
-        documents: how many documents the store holds.
-        weight: its proportion of the tokens, relative to the weights of the others.
-        repeat: whether it begins another pass when it runs out.
-    """
-
-    name: str
-    documents: int
-    weight: float
-    repeat: bool = True
+    name: str  #: unique name of the store
+    documents: int  #: how many documents the store holds
+    weight: float  #: its proportion of the tokens, relative to the weights of the others
+    repeat: bool = True  #: whether it begins another pass when it runs out
 
 
 class _Standing(NamedTuple):

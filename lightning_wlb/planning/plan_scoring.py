@@ -44,46 +44,30 @@ _Fitting = tuple[tuple[ReplicaTotals, ...], tuple[int, ...]]
 
 
 class PlanScore(NamedTuple):
-    """What a scorer says of some replicas.
+    """What a scorer says of some replicas."""
 
-    Attributes:
-        time: time of the slowest replica, in the scorer's unit.
-        peak: the most that a rank holds at once, in the unit of the scorer's ``limit``; an upper
-            bound of that is enough where it does not exceed the limit.
-    """
-
-    time: int
+    time: int  #: time of the slowest replica, in the scorer's unit
+    #: the most that a rank holds at once, in the unit of the scorer's ``limit``; an upper bound of
+    #: that is enough where it does not exceed the limit
     peak: int
 
 
 class Placement(NamedTuple):
-    """Where the pieces of a step are to run, and how plans are compared.
+    """Where the pieces of a step are to run, and how plans are compared."""
 
-    Attributes:
-        mesh: the ranks that the step runs on.
-        sharding: the sharding that the user asked for; see :func:`.replica_plan`.
-        scorer: compares the plans of methods that try several.
-    """
-
-    mesh: Mesh
-    sharding: str
-    scorer: PlanScorer
+    mesh: Mesh  #: the ranks that the step runs on
+    sharding: str  #: the sharding that the user asked for; see :func:`.replica_plan`
+    scorer: PlanScorer  #: compares the plans of methods that try several
 
 
 @dataclass(frozen=True)
 class WorkScorer:
-    """Scores replicas by exact work; without a device neither recomputation nor ends are known.
+    """Scores replicas by exact work; without a device neither recomputation nor ends are known."""
 
-    Args:
-        work: forward and backward work of the model.
-        mesh: its pipeline ranks and virtual stages are simulated.
-        overhead: what each action costs beside its work, in the unit of ``work``.
-        limit: tokens that a rank may have open, counted once for each of its stages.
-    """
-
-    work: Work
-    mesh: Mesh
-    overhead: int = 0
+    work: Work  #: forward and backward work of the model
+    mesh: Mesh  #: its pipeline ranks and virtual stages are simulated
+    overhead: int = 0  #: what each action costs beside its work, in the unit of ``work``
+    #: tokens that a rank may have open, counted once for each of its stages
     limit: int = sys.maxsize
     # By replica; the planner makes a new scorer for each step.
     _scores: dict[object, PlanScore] = field(default_factory=dict, init=False, compare=False)
@@ -216,15 +200,10 @@ def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
 
 @dataclass(frozen=True)
 class ProfileScorer:
-    """Scores replicas by a device profile, in ns and bytes, under the device's memory.
+    """Scores replicas by a device profile, in ns and bytes, under the device's memory."""
 
-    Args:
-        predictor: predicts steps of the model on the mesh.
-        activation_checkpointing: what all micro-batches recompute; ``"auto"``: each the least that
-            fits.
-    """
-
-    predictor: Predictor
+    predictor: Predictor  #: predicts steps of the model on the mesh
+    #: what all micro-batches recompute; ``"auto"``: each the least that fits
     activation_checkpointing: ActivationCheckpointing = "auto"
     _totals_of: dict[object, ReplicaTotals] = field(default_factory=dict, init=False, compare=False)
     _fitting_of: dict[_Fitting, list[ReplicaTotals]] = field(

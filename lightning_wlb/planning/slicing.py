@@ -137,37 +137,23 @@ class _Waiting:
 
 
 class _Part(NamedTuple):
-    """The rest of a piece, whose first tokens are in packs already.
+    """The rest of a piece, whose first tokens are in packs already."""
 
-    Attributes:
-        piece: the whole piece.
-        placed: how many of its tokens are in packs.
-        at: index of the piece in :class:`_Waiting` while none of it is placed; else -1.
-    """
-
-    piece: Piece
-    placed: int
-    at: int = -1
+    piece: Piece  #: the whole piece
+    placed: int  #: how many of its tokens are in packs
+    at: int = -1  #: index of the piece in :class:`_Waiting` while none of it is placed; else -1
 
 
 @dataclass
 class _Pack:
-    """The pack that is being filled.
+    """The pack that is being filled."""
 
-    Args:
-        room: tokens that still fit.
-        gap: work that is still missing; below 0 where it has more than its target.
-        slack: work that may be missing, or too much.
-        tight: whether it must take at least half of its cap in tokens.
-        open: index of the slice of a piece that was cut here; -1 if none was.
-    """
-
-    room: int
-    gap: int
-    slack: int
-    tight: bool
+    room: int  #: tokens that still fit
+    gap: int  #: work that is still missing; below 0 where it has more than its target
+    slack: int  #: work that may be missing, or too much
+    tight: bool  #: whether it must take at least half of its cap in tokens
     slices: list[Slice] = field(default_factory=list)
-    open: int = -1
+    open: int = -1  #: index of the slice of a piece that was cut here; -1 if none was
 
 
 class _Filling:

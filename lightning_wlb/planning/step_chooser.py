@@ -19,21 +19,13 @@ WORTH_PER_MILLE = 5
 
 
 class PlannedStep(NamedTuple):
-    """A step on other pipelines than the mesh's.
+    """A step on other pipelines than the mesh's."""
 
-    Attributes:
-        schemes: the pipelines.
-        excess: bytes by which the fullest device overflows; 0 if all fit.
-        time_ns: predicted, until the gradients have arrived where parameters are sharded.
-        replicas: the plan of each pipeline.
-        cap: most tokens of a micro-batch.
-    """
-
-    schemes: Schemes
-    excess: int
-    time_ns: int
-    replicas: tuple[ReplicaPlan, ...]
-    cap: int
+    schemes: Schemes  #: the pipelines
+    excess: int  #: bytes by which the fullest device overflows; 0 if all fit
+    time_ns: int  #: predicted, until the gradients have arrived where parameters are sharded
+    replicas: tuple[ReplicaPlan, ...]  #: the plan of each pipeline
+    cap: int  #: most tokens of a micro-batch
 
 
 class StepChooser(Protocol):

@@ -89,23 +89,18 @@ def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
 class Predictor:
     """Predicts steps of one model on one mesh of one device.
 
-    Args:
-        stages: layers of each stage, virtual ones in order.
-        schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``.
-        rest_dtype: dtype of sharded parameters and optimizer state.
-        linked: times of gathering and reducing parameters, where they are sharded over another
-            mesh; None: they are sharded over data × context of this one.
-        groups: process groups of a rank, which take memory; by default those of the mesh.
-
     Raises:
         ValueError: a schedule that cannot run so many stages per rank.
     """
 
     latency: LatencyModel
-    stages: tuple[range, ...]
-    schedule: str = "1f1b"
-    rest_dtype: str = "float32"
+    stages: tuple[range, ...]  #: layers of each stage, virtual ones in order
+    schedule: str = "1f1b"  #: a name in ``lightning_wlb.schedule.programs.SCHEDULES``
+    rest_dtype: str = "float32"  #: dtype of sharded parameters and optimizer state
+    #: times of gathering and reducing parameters, where they are sharded over another mesh; None:
+    #: they are sharded over data × context of this one
     linked: ParameterTraffic | None = None
+    #: process groups of a rank, which take memory; by default those of the mesh
     groups: int | None = None
     # Results of _rest_ns, whose arguments recur in every plan.
     _rests: dict[tuple[StageParts, int], tuple[int, int]] = field(

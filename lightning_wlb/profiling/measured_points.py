@@ -25,24 +25,18 @@ processors."""
 
 @dataclass(frozen=True)
 class Grid:
-    """Where to measure; the default is that of a CPU.
+    """Where to measure; the default is that of a CPU."""
 
-    Args:
-        queries: queries of attention segments.
-        keys_per_query: keys of attention segments over their queries.
-        pairs: most query-key pairs of a segment; points beyond have a neighbour's rate. On a CPU
-            also the most of a call with several segments.
-        rows: rows of layers and of the head.
-        repeats: repetitions of every measurement, of which the median counts.
-        held_out: micro-batches by which the finished profile is judged.
-    """
-
+    #: queries of attention segments
     queries: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+    #: keys of attention segments over their queries
     keys_per_query: tuple[float, ...] = (1.0, 1.125, 1.5, 2.0, 4.0, 16.0, 128.0)
+    #: most query-key pairs of a segment; points beyond have a neighbour's rate. On a CPU also the
+    #: most of a call with several segments
     pairs: int = 2**23
-    rows: tuple[int, ...] = (32, 128, 512, 2048, 8192)
-    repeats: int = 5
-    held_out: int = 9
+    rows: tuple[int, ...] = (32, 128, 512, 2048, 8192)  #: rows of layers and of the head
+    repeats: int = 5  #: repetitions of every measurement, of which the median counts
+    held_out: int = 9  #: micro-batches by which the finished profile is judged
 
 
 GRIDS = {

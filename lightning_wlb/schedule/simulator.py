@@ -40,22 +40,16 @@ _Key = tuple[int, str, int]
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The predicted step of one pipeline. Times are integer ns from the start of the step.
+    """The predicted step of one pipeline. Times are integer ns from the start of the step."""
 
-    Args:
-        spans: for each rank its actions with begin and end, in the order of its program.
-        changes: for each of these actions the bytes that a forward adds when it begins, or that a
-            backward frees when it ends.
-        constant_bytes: what each rank holds all the time.
-        compute_ns: when the last action of the step ends, on this or on another replica.
-        synchronisation_ns: how long the step goes on after that: gradients that are still sent, and
-            what follows them.
-    """
-
+    #: for each rank its actions with begin and end, in the order of its program
     spans: Sequence[Sequence[Span]]
+    #: for each of these actions the bytes that a forward adds when it begins, or that a backward
+    #: frees when it ends
     changes: Sequence[Sequence[int]]
-    constant_bytes: Sequence[int]
-    compute_ns: int
+    constant_bytes: Sequence[int]  #: what each rank holds all the time
+    compute_ns: int  #: when the last action of the step ends, on this or on another replica
+    #: how long the step goes on after that: gradients that are still sent, and what follows them
     synchronisation_ns: int
 
     @property

@@ -42,22 +42,18 @@ class WeightBucket(NamedTuple):
 class Weights:
     """The parameters of a whole model, as plain numbers.
 
-    Args:
-        shapes: shape of each parameter by name, in the order of first use; a tied one has one name.
-        split: tensor-parallel size -> parameter -> the dimension that is split; a parameter that is
-            not named is whole on every rank. Size 1 needs no entry.
-        tied: names of the parameters that embedding and head share.
-        frozen: names of the parameters that get no gradients.
-
     Raises:
         ValueError: a parameter is in none of embed, layers and head, so that each pipeline stage
             would train a copy of it, or layers are not numbered from 0 on.
     """
 
+    #: shape of each parameter by name, in the order of first use; a tied one has one name
     shapes: Mapping[str, tuple[int, ...]]
+    #: tensor-parallel size -> parameter -> the dimension that is split; a parameter that is not
+    #: named is whole on every rank. Size 1 needs no entry
     split: Mapping[int, Mapping[str, int]]
-    tied: frozenset[str] = frozenset()
-    frozen: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()  #: names of the parameters that embedding and head share
+    frozen: frozenset[str] = frozenset()  #: names of the parameters that get no gradients
 
     def __post_init__(self) -> None:
         for name in self.shapes:

@@ -48,20 +48,15 @@ _HARMLESS = {
 
 @dataclass
 class Running:
-    """The forward of one stage on one micro-batch.
-
-    Args:
-        groups: the process groups that share the rows and the parameters.
-        received: [1, rows, dim], the hidden state that the stage was given.
-        left: [1, rows, dim] behind the stage's last layer, where other stages follow.
-        attended: numbers of the layers that have called attention.
-    """
+    """The forward of one stage on one micro-batch."""
 
     micro_batch: MicroBatchTensors
-    groups: ProcessGroups
+    groups: ProcessGroups  #: the process groups that share the rows and the parameters
     kernel: VarlenAttention
-    received: Tensor | None = None
+    received: Tensor | None = None  #: [1, rows, dim], the hidden state that the stage was given
+    #: [1, rows, dim] behind the stage's last layer, where other stages follow
     left: Tensor | None = None
+    #: numbers of the layers that have called attention
     attended: set[int] = field(default_factory=set)
 
 

@@ -44,19 +44,12 @@ CONVOLUTION = "causal_conv1d_fn"
 
 
 class _Heads(NamedTuple):
-    """Which heads (of a convolution: channels) of the running micro-batch this rank computes.
+    """Which heads (of a convolution: channels) of the running micro-batch this rank computes."""
 
-    Attributes:
-        total: of all ranks.
-        rows: where the micro-batch's pieces lie.
-        group: the ranks that share its rows.
-        tensor: tensor-parallel ranks, where these share the heads too.
-    """
-
-    total: int
-    rows: RecurrentRows
-    group: ProcessGroup | None
-    tensor: ProcessGroup | None
+    total: int  #: of all ranks
+    rows: RecurrentRows  #: where the micro-batch's pieces lie
+    group: ProcessGroup | None  #: the ranks that share its rows
+    tensor: ProcessGroup | None  #: tensor-parallel ranks, where these share the heads too
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
         """The part of values by head that is this rank's."""

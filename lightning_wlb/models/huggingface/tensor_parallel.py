@@ -66,21 +66,16 @@ _ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
 
 @dataclass(frozen=True)
 class Split:
-    """How one parameter of a layer is split over tensor-parallel ranks.
+    """How one parameter of a layer is split over tensor-parallel ranks."""
 
-    Args:
-        style: transformers' name, or one of this module's.
-        dim: the dim that is split; None where every rank holds the whole parameter.
-        packed: whether that dim holds two matrices, and so is held as two.
-        shares: the number of key/value heads, where the parameter is split by them; else 0. Where
-            there are more ranks than heads, each holds all and reads its own.
-        once: whether it is a bias added behind a sum over ranks: each adds an equal part of it.
-    """
-
-    style: str
+    style: str  #: transformers' name, or one of this module's
+    #: the dim that is split; None where every rank holds the whole parameter
     dim: int | None = None
-    packed: bool = False
+    packed: bool = False  #: whether that dim holds two matrices, and so is held as two
+    #: the number of key/value heads, where the parameter is split by them; else 0. Where there are
+    #: more ranks than heads, each holds all and reads its own
     shares: int = 0
+    #: whether it is a bias added behind a sum over ranks: each adds an equal part of it
     once: bool = False
 
     def placement(self, size: int) -> Placement:

@@ -33,15 +33,10 @@ PACKINGS: dict[str, type[Packer]] = {
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """A packing method with its options.
+    """A packing method with its options."""
 
-    Args:
-        packer: the method.
-        options: an instance of its ``Options``.
-    """
-
-    packer: type[Packer]
-    options: PackingOptions
+    packer: type[Packer]  #: the method
+    options: PackingOptions  #: an instance of its ``Options``
 
     @property
     def method(self) -> str:

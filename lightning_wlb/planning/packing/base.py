@@ -52,25 +52,16 @@ class PackingOptions:
 
 @dataclass(frozen=True)
 class Rules:
-    """The data settings, resolved, as a packing method sees them.
+    """The data settings, resolved, as a packing method sees them."""
 
-    Args:
-        lengths: int64 [documents], tokens of each document of the store, after truncation.
-        window: C, tokens of the longest piece.
-        micro_batches: N, micro-batches of a global batch over all replicas.
-        cap: most tokens of a micro-batch.
-        work: forward and backward work of the model.
-        options: an instance of the method's :attr:`Packer.Options`.
-        cap_is_given: whether the cap is the user's, which holds whatever fits in memory.
-    """
-
+    #: int64 [documents], tokens of each document of the store, after truncation
     lengths: NDArray[np.int64]
-    window: int
-    micro_batches: int
-    cap: int
-    work: Work
-    options: Any
-    cap_is_given: bool = True
+    window: int  #: C, tokens of the longest piece
+    micro_batches: int  #: N, micro-batches of a global batch over all replicas
+    cap: int  #: most tokens of a micro-batch
+    work: Work  #: forward and backward work of the model
+    options: Any  #: an instance of the method's :attr:`Packer.Options`
+    cap_is_given: bool = True  #: whether the cap is the user's, which holds whatever fits in memory
 
     def work_scorer(self, mesh: Mesh) -> WorkScorer:
         """The scorer by exact work, for planners without a device profile."""
