@@ -48,9 +48,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(
-            name,
-            help=summary.rstrip("."),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=summary.rstrip("."), formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if only in (None, name):
             module = _module(name)

@@ -91,9 +91,7 @@ class WLBCLI(LightningCLI):
             "save_config_kwargs": {"overwrite": True},
         }
         super().__init__(
-            model_class or LanguageModule,
-            datamodule_class or WLBDataModule,
-            **(defaults | options),
+            model_class or LanguageModule, datamodule_class or WLBDataModule, **(defaults | options)
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:

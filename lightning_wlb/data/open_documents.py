@@ -82,9 +82,7 @@ def _is_sequences(source: Any) -> bool:
 
 
 def _stdlib(
-    name: str,
-    tokenizer: Literal["bytes", "bpe"] = "bytes",
-    vocab_size: int | None = None,
+    name: str, tokenizer: Literal["bytes", "bpe"] = "bytes", vocab_size: int | None = None
 ) -> StdlibDocuments:
     return StdlibDocuments(tokenizer, vocab_size)
 

@@ -68,10 +68,7 @@ class HeterogeneousStage:
     """
 
     def __init__(
-        self,
-        redistribution: Redistribution,
-        build: Callable[[], Decoder],
-        pipeline: PipelineRank,
+        self, redistribution: Redistribution, build: Callable[[], Decoder], pipeline: PipelineRank
     ) -> None:
         self.redistribution = redistribution
         schemes, number = redistribution.schemes, redistribution.rank
@@ -79,11 +76,7 @@ class HeterogeneousStage:
         scheme, device = schemes[rank.data], pipeline.device
         channels, self._of_pipeline, self._merged = _groups_of(schemes, number, device)
         self.pipeline = replace(
-            pipeline,
-            rank=rank,
-            stages=scheme.layers,
-            groups=channels,
-            ranks=_chain(scheme, rank),
+            pipeline, rank=rank, stages=scheme.layers, groups=channels, ranks=_chain(scheme, rank)
         )
         self.model = build()
         keep_stages(self.model, list(scheme.layers), rank.pipeline, len(scheme.stages))

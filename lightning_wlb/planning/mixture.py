@@ -150,7 +150,7 @@ class MixedBatches(GlobalBatches):
                 (standing.tokens / share.weight, index)
                 for index, (share, standing) in enumerate(zip(self._shares, standings, strict=True))
                 if share.repeat or standing.drawn < share.documents
-            ),
+            )
         )[1]
         share, (passes, position, drawn, tokens) = self._shares[chosen], standings[chosen]
         document = int(self._first[chosen]) + self._in_store(chosen, passes, position)

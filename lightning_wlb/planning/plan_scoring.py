@@ -283,8 +283,7 @@ class ProfileScorer:
                     for each, costs in zip(group, found, strict=True)
                 ]
         return StepTotals(
-            self.predictor,
-            list(chain.from_iterable(fitting[group, constant] for group in groups)),
+            self.predictor, list(chain.from_iterable(fitting[group, constant] for group in groups))
         )
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:

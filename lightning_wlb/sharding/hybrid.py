@@ -108,8 +108,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
     """Deal all chunks; a piece stays whole up to 1/``share`` of a rank's work."""
     tokens, total = sum(lengths), sum(costs)
     deal = _Deal(
-        room=[tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)],
-        cost=[0] * ranks,
+        room=[tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)], cost=[0] * ranks
     )
     shares: list[_Share] = []
     longs: list[_Long] = []

@@ -83,11 +83,7 @@ class HuggingFaceDecoder(Decoder):
     attention_kernel: VarlenAttention
 
     def __init__(
-        self,
-        config: Any,
-        *,
-        attention_backend: str = "auto",
-        lora: Mapping[str, Any] | None = None,
+        self, config: Any, *, attention_backend: str = "auto", lora: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         check_config(config)

@@ -39,7 +39,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "layers.*.mlp.experts.gate_up_proj_bias": "last",
         "layers.*.mlp.experts.down_proj": "colwise",
         "layers.*.mlp.experts.down_proj_bias": "once",
-    },
+    }
 }
 
 

@@ -63,11 +63,7 @@ class HydraulisPacker(Packer):
 
 
 def pack_pipeline(
-    pieces: Sequence[Piece],
-    stages: int,
-    cap: int,
-    cost: Callable[[int], int],
-    utilised: int,
+    pieces: Sequence[Piece], stages: int, cap: int, cost: Callable[[int], int], utilised: int
 ) -> MicroBatches:
     """The best greedy packing by Equation 1, over the numbers of micro-batches V of Appendix C.
 
