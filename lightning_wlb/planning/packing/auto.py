@@ -42,6 +42,7 @@ from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from lightning_wlb.plan import ReplicaPlan
+from lightning_wlb.planning import tuning
 from lightning_wlb.planning.dp_merge import Dealing, Merged, most_sharers, own_work, slice_shared
 from lightning_wlb.planning.micro_batch_search import (
     Candidate,
@@ -54,18 +55,6 @@ from lightning_wlb.planning.packing.base import MicroBatches, Packer
 from lightning_wlb.planning.plan_scoring import Placement
 from lightning_wlb.planning.replica_plans import Shared, replica_plan
 from lightning_wlb.planning.slicing import share_packs
-from lightning_wlb.planning.tuning import (
-    DEALT_AGAIN,
-    EVENED,
-    HALVES,
-    LATE_PERCENT,
-    MANY_REPLICAS,
-    SELF_SEARCHING,
-    SHARED_MULTIPLES,
-    SHARING_OVERHEAD_PERCENT,
-    SLACK_PER_MILLE,
-    UNBALANCED_PERCENT,
-)
 
 
 class AutoPacker(Packer):
@@ -98,7 +87,7 @@ class AutoPacker(Packer):
         best = found[0]
         for at, each in enumerate(found):
             # Which of them evens out best is not known before.
-            if at < EVENED or self._evened_at_best(each, place) < best.score:
+            if at < tuning.EVENED or self._evened_at_best(each, place) < best.score:
                 best = min(best, self._evened(each, place), key=lambda made: made.score)
         return best.plans
 
@@ -120,9 +109,9 @@ class AutoPacker(Packer):
 
     def _evened(self, best: _Made, place: Placement) -> _Made:
         """Deal again, with less for replicas that end late, as long as the step gets shorter."""
-        for _ in range(DEALT_AGAIN):
+        for _ in range(tuning.DEALT_AGAIN):
             ends = place.scorer.ends(best.plans)
-            if 100 * len(ends) * max(ends, default=0) <= LATE_PERCENT * sum(ends):
+            if 100 * len(ends) * max(ends, default=0) <= tuning.LATE_PERCENT * sum(ends):
                 break
             again = self._made(best.dealing.again(ends), place, best.own)
             if again.score >= best.score:
@@ -136,14 +125,14 @@ class AutoPacker(Packer):
         loads, ends = fewest.merged.loads, scorer.ends(first.plans)
         longest = max((piece.tokens for piece in fewest.pieces), default=0)
         by_memory = mesh.pipeline == 1 and any(tokens < longest for tokens in scorer.longest)
-        uneven = 100 * len(loads) * max(loads) > UNBALANCED_PERCENT * sum(loads)
+        uneven = 100 * len(loads) * max(loads) > tuning.UNBALANCED_PERCENT * sum(loads)
         late = mesh.pipeline > 1 and 100 * len(ends) * max(ends, default=0) > (
-            100 + SHARING_OVERHEAD_PERCENT
+            100 + tuning.SHARING_OVERHEAD_PERCENT
         ) * sum(ends)
         if not (by_memory or uneven or late):
             return
         seen = [fewest.merged]
-        thresholds = (0, 1) if by_memory and mesh.data > MANY_REPLICAS else (0, 1, 2, 4, 8)
+        thresholds = (0, 1) if by_memory and mesh.data > tuning.MANY_REPLICAS else (0, 1, 2, 4, 8)
         # What several replicas hold together need not be computed again.
         for most_tokens in scorer.longest if by_memory else [fewest.most_tokens]:
             for per_capacity in thresholds if by_memory or uneven else (1, 2):
@@ -163,7 +152,7 @@ class AutoPacker(Packer):
         count = max(self.rules.micro_batches, stages * place.mesh.data)
         own = self._own(merged, count, place, before)
         made = []
-        for multiple in SHARED_MULTIPLES if stages > 1 and merged.shared else (0,):
+        for multiple in tuning.SHARED_MULTIPLES if stages > 1 and merged.shared else (0,):
             shared = slice_shared(merged, multiple * count, cap, self.rules.work.total)
             plans = _plans(own, shared, place.sharding)
             made.append(_Made(score_of(plans, place.scorer), dealing, own, shared, plans))
@@ -221,7 +210,7 @@ class AutoPacker(Packer):
             excess, time = search.score(way)
             return Score(excess, time * max(loads) // loads[number] if by_load else time)
 
-        slack = SLACK_PER_MILLE if len(loads) > SELF_SEARCHING else 1000
+        slack = tuning.SLACK_PER_MILLE if len(loads) > tuning.SELF_SEARCHING else 1000
         while (latest := max(chosen, key=lateness)) not in searched:
             most = max(map(lateness, searched), default=Score(0, 0))
             if lateness(latest) <= Score(most.excess, most.time * slack // 1000):
@@ -229,7 +218,7 @@ class AutoPacker(Packer):
             search, current = chosen[latest]
             way = min((current, *found), key=search.score)
             if way == current:
-                way = search.best(HALVES.index(way.halves) if way.halves else None)
+                way = search.best(tuning.HALVES.index(way.halves) if way.halves else None)
                 found.append(way)
                 searched.add(latest)
             chosen[latest] = Chosen(search, way)
