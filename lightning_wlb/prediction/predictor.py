@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,6 @@ from lightning_wlb.prediction.parameter_traffic import ParameterTraffic
 from lightning_wlb.prediction.step import SimulatedReplicas, StepPrediction
 from lightning_wlb.prediction.step_memory import StepMemory
 from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
-from lightning_wlb.schedule.layer_split import split_stages
 from lightning_wlb.schedule.packflow import backward_orders
 from lightning_wlb.schedule.programs import check_stages, program_of
 from lightning_wlb.schedule.simulator import simulate_replicas
@@ -71,6 +71,43 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     layers = [costs[layer] for layer in shape.each_layer]
     layers[-1] += head_flops(shape, 1)
     return split_stages(layers, stages)
+
+
+def split_stages(costs: Sequence[int], stages: int) -> list[range]:
+    """The layers of each stage by number: the split whose most expensive stage is cheapest.
+
+    Of equal ones it is the split with more layers in earlier stages. It is found by dynamic
+    programming in O(stages · layers²). ``costs`` are those of the layers in any unit, the last
+    one's with the head, which over a large vocabulary costs as much as several layers.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or no stage.
+    """
+    count = len(costs)
+    if not 1 <= stages <= count:
+        raise ValueError(
+            f"{count} layers cannot be split into {stages} pipeline stages"
+            " (pipeline_parallel_size, times virtual_pipeline_size): every stage needs at least"
+            f" one layer. Use at most {count} stages, or a deeper model."
+        )
+    prefix = [0, *accumulate(costs)]
+
+    @cache
+    def best(stage: int, first: int) -> tuple[int, int]:
+        """(cost of the most expensive stage from here on, minus the layer where this one stops)."""
+        if stage == stages - 1:
+            return prefix[count] - prefix[first], -count
+        return min(
+            (max(prefix[stop] - prefix[first], best(stage + 1, stop)[0]), -stop)
+            for stop in range(first + 1, count - (stages - 1 - stage) + 1)
+        )
+
+    result, first = [], 0
+    for stage in range(stages):
+        stop = -best(stage, first)[1]
+        result.append(range(first, stop))
+        first = stop
+    return result
 
 
 def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
@@ -16,7 +20,12 @@ from lightning_wlb.mesh import Mesh
 from lightning_wlb.plan import MicroBatch, Piece, ReplicaPlan, Slice, StepPlan
 from lightning_wlb.planning import DataSettings, Planner
 from lightning_wlb.prediction.micro_batch import MODES
-from lightning_wlb.prediction.predictor import Predictor, mean_context_of, model_stages
+from lightning_wlb.prediction.predictor import (
+    Predictor,
+    mean_context_of,
+    model_stages,
+    split_stages,
+)
 
 SHAPE = ModelShape(
     dim=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn_dim=2816, vocab_size=32000
@@ -330,3 +339,23 @@ def test_layers_that_differ_are_predicted_by_kind_and_split_by_cost() -> None:
         assert first == 6 * near_ns + 2 * full_ns + overhead + embedding
         assert second == 2 * full_ns + overhead
     assert [parts.layers for parts in model.memory.rank_parts] == [(6, 2), (0, 2)]
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(ValueError, match="2 layers cannot be split into 3 pipeline stages"):
+        split_stages([1, 1], 3)
+
+
+@given(st.lists(st.integers(1, 110), min_size=1, max_size=8), st.integers(1, 8))
+def test_no_split_is_better(layers: list[int], stages: int) -> None:
+    stages = min(stages, len(layers))
+
+    def dearest(cuts: Iterable[int]) -> int:
+        edges = [0, *cuts, len(layers)]
+        return max(sum(layers[a:b]) for a, b in pairwise(edges))
+
+    found = split_stages(layers, stages)
+    assert [layer for part in found for layer in part] == list(range(len(layers)))
+    assert all(found)
+    best = min(dearest(cuts) for cuts in combinations(range(1, len(layers)), stages - 1))
+    assert dearest([part.stop for part in found[:-1]]) == best
