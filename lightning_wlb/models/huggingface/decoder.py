@@ -24,19 +24,9 @@ from lightning_wlb.attention.backends import VarlenAttention
 from lightning_wlb.data.batch import MicroBatchTensors
 from lightning_wlb.distributed.process_groups import NO_GROUPS, ProcessGroups
 from lightning_wlb.models.decoder import Decoder
+from lightning_wlb.models.huggingface import families
 from lightning_wlb.models.huggingface import lora as adapters
 from lightning_wlb.models.huggingface.attention import Running, during, recomputed
-from lightning_wlb.models.huggingface.families import (
-    CHECKED,
-    OWN_PLANS,
-    RECURRENT_PLANS,
-    check_config,
-    check_family,
-    check_no_noise,
-    check_parts,
-    longrope_window,
-    row_by_row,
-)
 from lightning_wlb.models.huggingface.model_parts import (
     FamilyEmbedding,
     FamilyHead,
@@ -86,14 +76,14 @@ class HuggingFaceDecoder(Decoder):
         self, config: Any, *, attention_backend: str = "auto", lora: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        check_config(config)
+        families.check_config(config)
         causal = build_family_model(config)
-        check_family(causal)
+        families.check_family(causal)
         prefix = causal.base_model_prefix
         base = getattr(causal, prefix)
         words_name, layers_name, norm_name = part_names(base)
-        check_no_noise(config)
-        if config.model_type not in CHECKED | FAMILIES.keys():
+        families.check_no_noise(config)
+        if config.model_type not in families.CHECKED | FAMILIES.keys():
             rank_zero_warn(
                 f"Model type {config.model_type!r} is not among the Hugging Face families whose"
                 " gradients are checked on packed rows and under tensor parallelism"
@@ -126,8 +116,8 @@ class HuggingFaceDecoder(Decoder):
         )
         parts = (self.embed, self.layers, self.head)
         known = {id(parameter) for part in parts for parameter in part.parameters()}
-        check_parts(causal, known)
-        check_parts(base, known)
+        families.check_parts(causal, known)
+        families.check_parts(base, known)
         self._without_values = {name for name, each in self.named_parameters() if each.is_meta}
         self._family = (causal, base, words)
         self._is_tied = projection.weight is words.weight
@@ -137,8 +127,8 @@ class HuggingFaceDecoder(Decoder):
             "head.norm.": f"{prefix}.{norm_name}.",
             "head.projection.": f"{projection_name}.",
         }
-        self._longrope_window = longrope_window(self.config)
-        self._across_rows = set(range(len(layers))) - row_by_row(self.config)
+        self._longrope_window = families.longrope_window(self.config)
+        self._across_rows = set(range(len(layers))) - families.row_by_row(self.config)
         by_segments(self.layers.values(), self.config.model_type)
         self._recompute()
         self._split()
@@ -317,8 +307,8 @@ class HuggingFaceDecoder(Decoder):
             name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)
         }
         # The family's: by a plan of a config.json ranks might compute another model.
-        self._plan = dict(type(self.config).base_model_tp_plan or OWN_PLANS.get(kind, {}))
-        self._plan |= RECURRENT_PLANS.get(kind, {})
+        self._plan = dict(type(self.config).base_model_tp_plan or families.OWN_PLANS.get(kind, {}))
+        self._plan |= families.RECURRENT_PLANS.get(kind, {})
         self._splits: dict[str, Split] = {}
         self._refusal: ValueError | None = None
         try:

@@ -278,8 +278,8 @@ def test_a_layer_that_does_not_attend_is_refused():
 
 
 def test_an_unlisted_family_runs_with_a_warning(monkeypatch):
-    from lightning_wlb.models.huggingface import decoder
+    from lightning_wlb.models.huggingface import families
 
-    monkeypatch.setattr(decoder, "CHECKED", frozenset())
+    monkeypatch.setattr(families, "CHECKED", frozenset())
     with pytest.warns(UserWarning, match="'llama' is not among.*under tensor parallelism"):
         assert HuggingFaceDecoder(tiny("llama")).tensor_parallel_plan(2)
