@@ -162,20 +162,13 @@ Costs = Sequence[Sequence[int | None]]
 """[piece][pipeline]: what forward and backward cost on one stage; None where it cannot run."""
 
 
-def deal_greedily(
-    costs: Costs, stages: Sequence[int], trials: int = TRIALS, seed: int = 0
-) -> list[list[int]]:
+def deal_greedily(costs: Costs, stages: Sequence[int]) -> list[list[int]]:
     """Deal pieces one by one in random order, each where the largest bound grows least.
 
     Hydraulis' Algorithm 1 does so for many random orders, which run at once here, and keeps the
     best result. Where the largest bound comes out the same for several pipelines, the paper takes
-    the first; this takes the one whose own bound is least, which keeps more options.
-
-    Args:
-        costs: what each piece costs on each pipeline.
-        stages: depth of each pipeline.
-        trials: number of random orders.
-        seed: gives the orders; the same seed gives the same answer on any machine.
+    the first; this takes the one whose own bound is least, which keeps more options. The orders,
+    and so the answer, are the same on any machine. ``stages`` has the depth of each pipeline.
 
     Returns:
         For each pipeline the indices of its pieces, ascending.
@@ -196,11 +189,11 @@ def deal_greedily(
     runs = np.array([[cost is not None for cost in each] for each in costs], dtype=bool)
     units, runs = (each.reshape(len(costs), len(stages)) for each in (units, runs))
     deeper = np.array(stages, dtype=np.int64) - 1
-    generator = np.random.default_rng(seed)
-    orders = np.array([generator.permutation(len(costs)) for _ in range(trials)])
-    trial, each = np.arange(trials), np.arange(len(stages))
-    totals, longest, bounds = (np.zeros((trials, len(stages)), np.int64) for _ in range(3))
-    homes = np.zeros((trials, len(costs)), np.int64)
+    generator = np.random.default_rng(0)
+    orders = np.array([generator.permutation(len(costs)) for _ in range(TRIALS)])
+    trial, each = np.arange(TRIALS), np.arange(len(stages))
+    totals, longest, bounds = (np.zeros((TRIALS, len(stages)), np.int64) for _ in range(3))
+    homes = np.zeros((TRIALS, len(costs)), np.int64)
     for pieces in orders.T:
         cost = units[pieces]
         grown = totals + cost + deeper * np.maximum(longest, cost)
