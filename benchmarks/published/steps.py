@@ -281,7 +281,7 @@ def held_bytes(fact: Fact) -> float:
     gathered = 2 * 2 * one + 2 * 2 * words if data > 1 else 0
     if fact.number("micro_batches") > 1 and data > 1:
         gathered += 2 * whole  # gradients of earlier micro-batches, not yet reduced
-    transient = int(model.transient_bytes(StageParts((count,)), rows, rows, mode))
+    transient = model.transient_bytes(StageParts((count,)), rows, rows, mode)
     return 4 * each * whole / data + gathered + saved + max(12 * rows * shape.vocab_size, transient)
 
 

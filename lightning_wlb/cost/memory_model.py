@@ -206,26 +206,16 @@ class MemoryModel:
         return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._wide))
 
     def transient_bytes(
-        self,
-        parts: StageParts,
-        rows: _Sizes,
-        keys: _Sizes,
-        recompute: Recompute = "none",
-        segments: _Sizes | int = 1,
-    ) -> _Sizes:
-        """Most that lives only inside one pass of a micro-batch on a stage.
+        self, parts: StageParts, rows: int, keys: int, recompute: Recompute = "none"
+    ) -> int:
+        """Most that lives only inside one pass of a micro-batch of one segment on a stage.
 
-        Args:
-            rows: one number, or int64 [micro-batches], as are ``keys``, ``segments`` and the bytes.
-            keys: that the rank's attention reads.
-            segments: of the rank's attention.
+        ``keys`` are those that the rank's attention reads.
         """
-        most: _Sizes = parts.head * self.head_transient_bytes(rows)
-        for layer, count in zip(self.shape.kinds, parts.layers, strict=True):
-            if count:
-                inside = self.layer_transient_bytes(layer, rows, keys, recompute, segments)
-                most = np.maximum(most, inside)
-        return most
+        kinds = zip(self.shape.kinds, parts.layers, strict=True)
+        layers = [layer for layer, count in kinds if count]
+        inside = (self.layer_transient_bytes(each, rows, keys, recompute, 1) for each in layers)
+        return int(max(parts.head * self.head_transient_bytes(rows), *inside, 0))
 
     def head_transient_bytes(self, rows: _Sizes) -> _Sizes:
         """A chunk's logits, their gradient for half types, and the gradient of the matrix."""
@@ -242,7 +232,11 @@ class MemoryModel:
         recompute: Recompute,
         segments: _Sizes | int,
     ) -> _Sizes:
-        """Most that lives only inside one pass of a layer; see :meth:`transient_bytes`."""
+        """Most that lives only inside one pass of a layer.
+
+        ``rows`` is one number or int64 [micro-batches], as are the ``keys`` that the rank's
+        attention reads, its ``segments`` and the bytes.
+        """
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows, kept=True)
         result += (recompute == "full") * self._attention_half(layer, rows, kept=True)
@@ -359,7 +353,7 @@ class MemoryModel:
             self.state_bytes(parts)
             + open_micro_batches * self.micro_batch_bytes(parts, rows, recompute)
             + micro_batches * self.input_bytes(parts, rows, index)
-            + int(self.transient_bytes(parts, rows, keys, recompute))
+            + self.transient_bytes(parts, rows, keys, recompute)
             + sent
         )
 

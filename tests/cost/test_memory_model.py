@@ -250,10 +250,11 @@ def test_kernels_on_cuda_add_gradients_up_beside_their_results(
     kernel: str, kv_heads: int, elements: int
 ) -> None:
     wide = replace(CONFIG, heads=4, kv_heads=kv_heads, head_dim=80).shape
+    (layer,) = wide.kinds
 
     def inside(name: str) -> int:
-        return MemoryModel(wide, kernel=name).transient_bytes(
-            StageParts((1,)), 1000, 1500, segments=3
+        return int(
+            MemoryModel(wide, kernel=name).layer_transient_bytes(layer, 1000, 1500, "none", 3)
         )
 
     assert inside(kernel) - inside("cpu") == elements
