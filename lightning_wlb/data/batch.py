@@ -190,9 +190,7 @@ def make_step_batch(
         plan: a valid plan for ``rank.mesh.data`` replicas.
         store: where the documents are; read only for this rank's own rows.
         rank: where this rank stands in the mesh.
-        state: the planner's state after this step.
-        next_digest: digest of the following step's plan, 0 if there is none in this epoch.
-        last: whether the run's bound on tokens is reached with this step.
+        state, next_digest, last: as in :class:`StepBatch`.
         sliding_window: the model's widest: keys that no query sees are not sent between ranks.
         vocab_size: the model's; None: not known.
         recurrent: whether layers of the model carry something from row to row.

@@ -32,21 +32,13 @@ class StepChooser(Protocol):
     """Chooses pipelines that a step may take, and plans it there."""
 
     def arranged(self, pieces: Sequence[Piece], packer: Packer) -> Sequence[PlannedStep]:
-        """The step on other pipelines; none where it must stay on the mesh.
-
-        Args:
-            pieces: all pieces of the step.
-            packer: the packing of the run.
-        """
+        """A step of these pieces on other pipelines; none where it must stay on the mesh."""
 
 
 def fastest(steps: Sequence[PlannedStep], on_mesh: PlanScore, limit: int) -> PlannedStep | None:
-    """The first of the fastest steps, if it is worth leaving the mesh for.
+    """The first of the fastest plans of a step on other pipelines, if worth leaving the mesh for.
 
-    Args:
-        steps: one step, planned on several choices of pipelines.
-        on_mesh: the score of the step on the mesh.
-        limit: bytes of a device that may be filled.
+    ``limit`` is the bytes of a device that may be filled.
     """
     worth = max(on_mesh.peak - limit, 0), on_mesh.time * (1000 - WORTH_PER_MILLE) // 1000
     best = min(steps, key=lambda each: (each.excess, each.time_ns), default=None)

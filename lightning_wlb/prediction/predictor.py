@@ -113,9 +113,7 @@ def split_stages(costs: Sequence[int], stages: int) -> list[range]:
 def mean_context_of(lengths: npt.NDArray[np.int64], context_window: int) -> int:
     """Tokens that a token attends to, its own included, on average over documents.
 
-    Args:
-        lengths: tokens of each document.
-        context_window: most tokens of a piece, into which longer documents are cut.
+    Documents longer than ``context_window`` are cut into pieces.
     """
     counts = piece_counts(lengths, context_window)
     pairs = sum(count * causal_pairs(tokens) for tokens, count in counts.items())

@@ -152,22 +152,16 @@ def simulate_replicas(
 
 
 class _Run:
-    """How far the ranks of a replica have come.
-
-    Attributes:
-        begins: when the actions of each rank that have run began.
-        ends: when each action ended that has run.
-        waiting: the rank that stands still until an action has ended.
-        started: stages that have run a forward.
-    """
+    """How far the ranks of a replica have come."""
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self.last_stage = max((action.stage for action in programs[-1]), default=0)
+        # When the actions that have run began, of each rank, and ended.
         self.begins: list[list[int]] = [[] for _ in programs]
         self.ends: dict[_Key, int] = {}
-        self.waiting: dict[_Key, int] = {}
-        self.started: set[int] = set()
+        self.waiting: dict[_Key, int] = {}  # the rank that stands still until an action has ended
+        self.started: set[int] = set()  # stages that have run a forward
 
     def spans(self) -> list[list[Span]]:
         """The actions of each rank with begin and end."""
