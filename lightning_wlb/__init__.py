@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from stat import S_ISLNK
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +113,15 @@ def _register(strategies: ModuleType) -> None:
 
     def keep_links(self: ModelCheckpoint, dirpath: Any, filename: Any) -> None:
         """Leave a stranger's link in ``dirpath`` for WLBStrategy to see: Lightning resolves it."""
-        from lightning_wlb.file_checks import strange_steps
+        from lightning_wlb.file_checks import follow
 
-        given = os.path.expanduser(dirpath or "")
-        strange = given and any(map(os.path.islink, strange_steps(given)))
         resolve(self, dirpath, filename)
-        self.dirpath = os.path.join(os.getcwd(), given) if strange else self.dirpath
+        given = os.path.expanduser(dirpath or "")
+        if given and "://" not in given:
+            # By the same look at each link by which it is judged: a stranger may exchange them.
+            real, strange = follow(given)
+            links = any(S_ISLNK(each.st_mode) for each in strange.values())
+            self.dirpath = os.path.join(os.getcwd(), given) if links else str(real)
 
     ModelCheckpoint._ModelCheckpoint__init_ckpt_dir = keep_links  # type: ignore[attr-defined]
 

@@ -332,37 +332,38 @@ def is_open(status: os.stat_result) -> bool:
     return bool(status.st_mode & stat.S_IWOTH) or status.st_mode & sticky_group == sticky_group
 
 
-def strange_steps(path: str | Path) -> list[Path]:
-    """The folders and links that lead to a path, itself too, which a stranger may have made.
+def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
+    """Where a path leads, and the folders and links on the way that a stranger may have made.
 
     They are neither this user's nor root's, and lie in an open folder (:func:`is_open`), or behind
-    another of them, whose owner puts there what that user likes. Links are
-    followed one by one, and at most 40, as by the kernel: one of this user's may lead to another's.
+    another of them, whose owner puts there what that user likes. Links are followed one by one, and
+    at most 40, as by the kernel: one of this user's may lead to another's. What is behind a step
+    that is not there, or may not be looked at, is left as it is.
     """
-    found: list[Path] = []
+    found: dict[Path, os.stat_result] = {}
     trusted, links = {my_user(), 0, Path("/").stat().st_uid}, 0
     at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
-    with suppress(OSError):  # the way ends before what is not there
+    with suppress(OSError):
         while names and links <= 40:
-            name = names.pop()
-            step = at.parent if name == ".." else at / name
-            if step.lstat().st_uid not in trusted and (found or is_open(step.parent.stat())):
-                found.append(step)
-            if step.is_symlink():
-                links += 1
-                names += reversed(Path(os.readlink(step)).parts)
-            else:
-                at = step
-    return found
+            step = at.parent if names[-1] == ".." else at / names[-1]
+            status = step.lstat()
+            if status.st_uid not in trusted and (found or is_open(step.parent.stat())):
+                found[step] = status
+            linked = stat.S_ISLNK(status.st_mode)
+            leads = Path(os.readlink(step)).parts if linked else ()
+            at, links = at if linked else step, links + linked
+            names[-1:] = reversed(leads)
+    return Path(os.path.normpath(at.joinpath(*reversed(names)))), found
 
 
 def check_links(path: Path) -> Path:
     """Refuse a path to which a stranger's link leads, by ValueError; returns it."""
-    for link in filter(Path.is_symlink, strange_steps(path)):
+    real, found = follow(path)
+    if link := next((each for each in found if stat.S_ISLNK(found[each].st_mode)), None):
         raise ValueError(
-            f"{path} leads to {os.path.realpath(path)} by {link}, a link of user"
-            f" {link.lstat().st_uid}, where others may put what they like. Use a folder of your"
-            " own, or, if you trust that link, give the path to which it leads."
+            f"{path} leads to {real} by {link}, a link of user {found[link].st_uid}, where others"
+            " may put what they like. Use a folder of your own, or, if you trust that link, give"
+            " the path to which it leads."
         )
     return path
 

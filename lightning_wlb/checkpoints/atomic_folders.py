@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import check_links, is_open, left_behind, my_user, strange_steps
+from lightning_wlb.file_checks import check_links, follow, is_open, left_behind, my_user
 
 POINTS = (
     "begun",  # the folder aside is made
@@ -80,7 +80,7 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     link all are.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
-    steps = [step for each in places for step in strange_steps(each)]
+    steps = [step for each in places for step in follow(each)[1]]
     if any(each.is_symlink() for each in steps):
         return list(paths)
     if not steps and not any(is_open(each.stat()) for each in places):

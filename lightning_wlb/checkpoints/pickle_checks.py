@@ -214,7 +214,9 @@ def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """
     try:
         state = load_plain(path, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # torch's reader raises any kind at odd arguments
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is damaged, or was made to hold objects of"
             f" classes, which may run code when they are read ({error}). Use another checkpoint."
@@ -241,7 +243,7 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             directory = int.from_bytes(tail[-50:-42] if large else tail[-6:-2], "little")
             file.seek(0)  # torch takes what begins otherwise for a format of old
             # Nothing is packed, there twice (by name, by place, or as a second archive), or
-            # elsewhere or by another name to a reader in C.
+            # elsewhere, a folder (which it takes for read) or by another name to a reader in C.
             if (
                 file.read(4) != b"PK\x03\x04"
                 or tail[-22:-18] != b"PK\x05\x06"
@@ -249,6 +251,8 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
                 or archive.start_dir != directory  # which zipfile moves to where it is
                 or any(each.filename != each.orig_filename for each in records)
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
+                or any(each.external_attr & 0x10 or each.is_dir() for each in records)
+                or not all(map(_is_in_one_place, records))
                 or sum(max(each.file_size, each.compress_size) for each in records) > size
                 or len({each.filename.lower() for each in records}) < len(records)
             ):
@@ -263,6 +267,12 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
     except Exception as error:  # what is made up can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     file.seek(0)
+
+
+def _is_in_one_place(record: zipfile.ZipInfo) -> bool:
+    """Whether the directory says once where a record is: readers take others of two places."""
+    block = int.from_bytes(record.extra[2:4], "little") + 4
+    return len(record.extra) in (0, block)
 
 
 class _DryRun(_Records):

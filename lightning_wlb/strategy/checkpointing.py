@@ -42,6 +42,7 @@ from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
 from lightning_wlb.distributed.process_groups import saving_group
+from lightning_wlb.file_checks import check_links
 from lightning_wlb.strategy import resuming
 from lightning_wlb.strategy.checks import local_path
 from lightning_wlb.supervision.progress import OPTIMISING, PROGRESS
@@ -124,7 +125,9 @@ class Checkpointer:
                 if saving:
                     atomic_folders.make_shared(folder, Ranks())
         if isinstance(environment, SLURMEnvironment):
-            local_path(trainer.default_root_dir)  # where the last one before a requeue goes
+            folder = local_path(trainer.default_root_dir)  # of the last one before a requeue
+            if saving:
+                check_links(folder)
 
     # Saving
 

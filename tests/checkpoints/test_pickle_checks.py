@@ -166,6 +166,27 @@ def test_an_archive_is_what_it_seems_to_every_reader(spoiled: str) -> None:
         load_plain(stream)
 
 
+@pytest.mark.parametrize("spoiled", [None, "attribute", "name", "two places"])
+def test_a_record_is_no_folder_and_in_one_place(spoiled: str | None) -> None:
+    """torch leaves its memory as it is where a folder was to be read, and takes the first place."""
+    stream = written({"a": torch.ones(1000)})
+    with zipfile.ZipFile(stream, "a") as zipped:
+        zipped._didModify = True
+        record = zipped.getinfo("archive/data/0")
+        record.external_attr = 0o600 << 16  # as zipfile writes it
+        if spoiled == "attribute":
+            record.external_attr |= 0x10
+        elif spoiled == "name":
+            zipped.writestr("archive/data/1/", b"a")
+        elif spoiled == "two places":
+            record.extra = 2 * struct.pack("<HHQ", 1, 8, 0)
+    if spoiled is None:
+        assert load_plain(stream)["a"].equal(torch.ones(1000))
+        return
+    with pytest.raises(pickle.UnpicklingError, match="not as torch writes it"):
+        load_plain(stream)
+
+
 def test_a_file_of_another_format_is_no_archive_by_its_directory() -> None:
     """torch decides by the first four bytes, and others look at the end."""
     made = io.BytesIO()

@@ -11,6 +11,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.reading import open_checkpoint
@@ -87,6 +89,41 @@ def test_no_run_goes_on_from_or_saves_to_where_a_strangers_link_leads(
         assert ModelCheckpoint(given).dirpath == kept
     tmp_path.chmod(0o755)
     assert [each.resolve() for each in found("last")] == [saved], "nobody else may put one there"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_a_link_that_is_there_for_a_moment_leads_nowhere(tmp_path, monkeypatch):
+    """What it is judged by is what it is resolved by: a stranger may exchange it in between."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o1777)
+    link, resolve = tmp_path / "open/run", os.path.realpath
+
+    def quickly(path, **options):
+        link.symlink_to(tmp_path / "mine")
+        os.chown(link, 65534, 65534, follow_symlinks=False)
+        try:
+            return resolve(path, **options)
+        finally:
+            link.unlink()
+
+    monkeypatch.setattr(os.path, "realpath", quickly)
+    assert ModelCheckpoint(link).dirpath == str(link)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_what_is_saved_at_slurms_time_limit_is_seen_before_the_first_step(tmp_path):
+    """It would be refused then, and the job not requeued."""
+    (tmp_path / "run").symlink_to(tmp_path)
+    os.chown(tmp_path / "run", 65534, 65534, follow_symlinks=False)
+    runner = trainer(WLBStrategy(), 1, default_root_dir=tmp_path / "run")
+    for mode, fn in ((0o755, TrainerFn.FITTING), (0o1777, TrainerFn.VALIDATING)):
+        tmp_path.chmod(mode)
+        runner.state.fn = fn
+        runner.strategy.checkpoints.check_folders(runner, SLURMEnvironment())
+    runner.state.fn = TrainerFn.FITTING
+    with pytest.raises(ValueError, match=f"by {tmp_path}/run, a link of user 65534, where others"):
+        runner.strategy.checkpoints.check_folders(runner, SLURMEnvironment())
 
 
 def planted(rank: int, home: Path) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ",
 
 _GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
 """Classes of transformers that read a tokenizer.json as the tokenizers library does."""
+_OPENED = "vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"
+"""Settings which name a file, wherever it lies, if they are texts."""
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -225,12 +228,7 @@ def hugging_face_tokenizer(name: str) -> Any:
     if name.endswith(".json"):
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
     try:
-        from transformers import (
-            AutoConfig,
-            AutoTokenizer,
-            PretrainedConfig,
-            PreTrainedTokenizerFast,
-        )
+        import transformers
         from transformers.models.auto.tokenization_auto import (
             TOKENIZER_MAPPING_NAMES,
             get_tokenizer_config,
@@ -254,13 +252,14 @@ def hugging_face_tokenizer(name: str) -> Any:
                 check_model(Path(config).parent)
         options = {"trust_remote_code": False, "local_files_only": local}
         try:
-            config = AutoConfig.from_pretrained(name, **options)
+            config = transformers.AutoConfig.from_pretrained(name, **options)
         except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
-            config = PretrainedConfig.from_pretrained(name, local_files_only=local)
+            config = transformers.PretrainedConfig.from_pretrained(name, local_files_only=local)
         settings = get_tokenizer_config(name, local_files_only=local)
-        for other in ("vocab", "merges", "gguf_file"):  # which would be opened, wherever they are
-            if isinstance(settings.get(other), str):
-                raise ValueError(f"tokenizer_config.json has {other}={settings[other]!r}, a file")
+        for other, value in settings.items():
+            opens = value if other == "init_inputs" else isinstance(value, str) and other in _OPENED
+            if opens or (other == "fast_tokenizer_files" and re.search(r"[/\\]", str(value))):
+                raise ValueError(f"its {other}={value!r:.80} may open files elsewhere: remove it")
         # One of several tokenizers (RAG's) opens these anew, without the options.
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)
@@ -268,7 +267,7 @@ def hugging_face_tokenizer(name: str) -> Any:
         # For some families (Qwen2) AutoTokenizer takes their own class in place of the generic one,
         # and of the tokenizer.json the vocabulary alone.
         generic = settings.get("tokenizer_class") in _GENERIC
-        opener = PreTrainedTokenizerFast if generic else AutoTokenizer
+        opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         tokenizer = opener.from_pretrained(name, config=config, **options)
         fast = tokenizer.is_fast
         file = cached_file(name, "tokenizer.json", local_files_only=local, **quiet)

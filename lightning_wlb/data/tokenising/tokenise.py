@@ -41,7 +41,7 @@ from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import TEXT_COLUMN, Part, Row, Source, checksum, rows
 from lightning_wlb.data.tokenising.texts import Document, TextEncoder
 from lightning_wlb.data.tokenising.tokenised_folder import FORMAT, Counts
-from lightning_wlb.file_checks import check_links, check_owner, is_open, own_folder, strange_steps
+from lightning_wlb.file_checks import check_links, check_owner, follow, is_open, own_folder
 
 Kind = Literal["texts", "chats"]
 Encoder = TextEncoder | ChatEncoder
@@ -199,7 +199,7 @@ def tokenise(
 
 def _check_mine(out: Path) -> None:
     """Refuse another user's folder, or link, where strangers may put one: it may hold others."""
-    if is_open(out.absolute().parent.stat()) or strange_steps(out):
+    if is_open(out.absolute().parent.stat()) or follow(out)[1]:
         for status in (out.lstat(), out.stat()):  # a link may lead elsewhere by then
             check_owner(status, out)
         check_links(out)
