@@ -24,19 +24,15 @@ from lightning_wlb.cost.profile import Profile
 from lightning_wlb.data import open_documents as opening
 from lightning_wlb.data.batch import StepBatch
 from lightning_wlb.data.loader import StepDataset, StepLoader
-from lightning_wlb.data.open_documents import (
-    Documents,
-    check_documents,
-    documents_or_number,
-    hold_out,
-)
-from lightning_wlb.data.planning_context import context_of
+from lightning_wlb.data.planning_context import PlanningStrategy, context_of
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.trainer_guards import (
     keep_hooks,
-    refuse_half_update,
+    refuse_half_states,
     refuse_prediction,
+    refuse_repeats,
+    refuse_search,
     refuse_without_position,
 )
 from lightning_wlb.planning import DataSettings
@@ -97,7 +93,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        documents: Documents,
+        documents: opening.Documents,
         *,
         context_window: int,
         micro_batches: int,
@@ -119,16 +115,17 @@ class WLBDataModule(L.LightningDataModule):
         self._positions: WeakKeyDictionary[L.Trainer, ConsumedState] | None = None
         self._opened: tuple[DocumentStore, DocumentStore | None, DocumentStore | None] | None = None
         self._described = False
+        self._begun = False  # a batch of the fit
         super().__init__()
         self.settings = DataSettings(
             context_window, micro_batches, packing, cap, long_documents, seed, shuffle, max_tokens
         )
-        check_documents("documents", documents)
+        opening.check_documents("documents", documents)
         self.documents = documents
-        self.validation_documents = documents_or_number(
+        self.validation_documents = opening.documents_or_number(
             "validation_documents", validation_documents
         )
-        self.test_documents = documents_or_number("test_documents", test_documents)
+        self.test_documents = opening.documents_or_number("test_documents", test_documents)
         self.sharding = choice("sharding", sharding, (ADAPTIVE, *SHARDINGS))
         self.plans_by_work = profile == "none"
         given = None if self.plans_by_work else profile
@@ -169,13 +166,9 @@ class WLBDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the documents; raise MisconfigurationException if the Trainer repeats batches."""
         self._stores()
-        times = getattr(self.trainer, "overfit_batches", 0)
-        if stage == TrainerFn.FITTING and times > 0:
-            raise MisconfigurationException(
-                f"Trainer(overfit_batches={times}) would repeat batches of a loader, but each"
-                " step is planned from the documents that come next. To overfit, give"
-                " WLBDataModule a few documents; to stop epochs early, use limit_train_batches."
-            )
+        self._begun = False
+        if stage == TrainerFn.FITTING and self.trainer is not None:
+            refuse_repeats(self.trainer)
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -245,6 +238,7 @@ class WLBDataModule(L.LightningDataModule):
         """Note the batch whose state becomes the run's with the next optimiser step."""
         if self.trainer is not None and self.trainer.training:
             refuse_without_position(batch)
+            self._begun = True
             self._consumed.begin(batch, self.trainer.global_step)
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:
@@ -273,16 +267,24 @@ class WLBDataModule(L.LightningDataModule):
         (Lightning would not restore an empty dictionary, and leave a run that goes back to its
         beginning where it was, as after a search for a learning rate.)
         """
-        if self.trainer is not None:
-            refuse_half_update(self.trainer, self.trainer.global_step - self._consumed.since)
+        if (trainer := self.trainer) is not None:
+            steps = trainer.global_step - self._consumed.since
+            refuse_half_states(trainer, steps, self._begun or self._has_planning_strategy)
         return {"planner": self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
         if self.trainer is not None:
+            if not (self._begun or self._has_planning_strategy):
+                refuse_search(self.trainer)
             # A search for a learning rate has begun to read elsewhere, on fit's start.
             self.trainer.fit_loop._combined_loader = None
+
+    @property
+    def _has_planning_strategy(self) -> bool:
+        """Whether the strategy itself sees to what is saved and searched before a fit trains."""
+        return self.trainer is not None and isinstance(self.trainer.strategy, PlanningStrategy)
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
@@ -321,7 +323,7 @@ class WLBDataModule(L.LightningDataModule):
                 if not isinstance(given, int):
                     other = opening.documents(given)
                 elif given:
-                    store, other = hold_out(store, given, self.settings.seed, name)
+                    store, other = opening.hold_out(store, given, self.settings.seed, name)
                 others.append(other)
             opening.warn_of_vocabularies([store, *others])
             self._opened = store, others[0], others[1]

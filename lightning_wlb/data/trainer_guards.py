@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.data.batch import StepBatch
 
@@ -111,14 +113,51 @@ def refuse_accumulation(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_half_update(trainer: L.Trainer, steps: int) -> None:
-    """Refuse a save inside a batch of which optimizers have taken ``steps``: more may follow."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if batches.started > batches.processed and steps > 0:
+def refuse_repeats(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException for a fit that would repeat batches."""
+    times: float = trainer.overfit_batches  # type: ignore[attr-defined]
+    if times > 0:
         raise MisconfigurationException(
+            f"Trainer(overfit_batches={times}) would repeat batches of a loader, but each step is"
+            " planned from the documents that come next. To overfit, give WLBDataModule a few"
+            " documents; to stop epochs early, use limit_train_batches."
+        )
+
+
+def refuse_search(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException if a search would take away what a fit goes on from."""
+    search = LearningRateFinder.on_fit_start
+    kinds = map(type, trainer.callbacks)  # type: ignore[attr-defined]
+    searches = any(getattr(kind, "on_fit_start", None) is search for kind in kinds)
+    if searches and trainer.state.fn == TrainerFn.FITTING:
+        raise MisconfigurationException(
+            "A LearningRateFinder searches as a fit begins, and Lightning then forgets the steps"
+            " and the optimizer's state of the checkpoint that the run goes on from. Leave it out"
+            ' of a run that is resumed, or use strategy="wlb".'
+        )
+
+
+def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool) -> None:
+    """Refuse a save whose state is half of a step's, or half restored.
+
+    That is one inside a batch of which optimizers have taken ``steps``, since more may follow; or
+    one on an exception before the fit has begun a batch. The exception goes on as it was.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    failed = sys.exc_info()[1] if trainer.interrupted else None
+    if batches.started > batches.processed and steps > 0:
+        reason = (
             f"A checkpoint was asked for inside a batch, when optimizers had taken {steps} of its"
             " steps (manual optimisation): nothing is saved. Save in on_train_batch_end."
         )
+    elif failed is not None and not begun and trainer.state.fn == TrainerFn.FITTING:
+        reason = "No checkpoint is saved on the exception, since training had not begun."
+    else:
+        return
+    if failed is None:
+        raise MisconfigurationException(reason)
+    rank_zero_warn(reason)
+    raise failed
 
 
 def refuse_prediction() -> NoReturn:
