@@ -106,8 +106,8 @@ class WLBDataModule(L.LightningDataModule):
         shuffle: bool = True,
         max_tokens: int | None = None,
         num_workers: int = 1,
-        validation_documents: int | Documents = 0,
-        test_documents: int | Documents = 0,
+        validation_documents: int | opening.Documents = 0,
+        test_documents: int | opening.Documents = 0,
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
