@@ -58,9 +58,12 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
                 f"{row.place()}: message {number} has no role, but {keys}. Write the chat as"
                 f" {wanted}."
             )
-        given = {name: value for name, value in message.items() if value is not None}
-        if given.get("tool_calls") == []:  # at which templates look before they count
-            del given["tool_calls"]
+        given = {
+            name: value
+            for name, value in message.items()
+            # Templates look whether there are calls or thoughts before they look which.
+            if value or (value is not None and name not in ("tool_calls", *_THOUGHTS))
+        }
         speaks = given["role"] == "assistant"
         weight = given.pop("weight", speaks)
         kinds = int | float | list | dict

@@ -26,6 +26,7 @@ assistant. The text is tokenised once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,10 @@ class ChatEncoder:
         special = sorted(self._tokenizer.special_tokens_map.items())
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]
-        # Folders that were made without a look at nulls and other marks are not gone on with.
-        self.digest = digest_of(definition, self._tokenizer.chat_template, special, "nulls")
+        # Folders that were made when templates were given empty tools are not gone on with.
+        self.digest = digest_of(
+            definition, self._tokenizer.chat_template, special, "no empty tools"
+        )
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
         """Tokens and mask of each chat; None for one in which the assistant says nothing."""
@@ -119,10 +122,33 @@ class ChatEncoder:
         how = "as the difference between the chat with and without each of its turns"
         if self._marks:
             how = "as the chat template marks it"
+        end = (
+            ""
+            if self._ends_turns()
+            else (
+                " It writes nothing behind an answer that comes last: no token that ends a turn is"
+                " learned. To have one learned use a template that always writes it."
+            )
+        )
         return (
             f"Targets are what the assistant says, {how}. Documents begin and end as the template"
-            " writes them."
+            f" writes them.{end}"
         )
+
+    def _ends_turns(self) -> bool:
+        """Whether more than white space is learned behind an answer, if a short chat shows it."""
+        answer = "zq0qz"
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        try:
+            if self._marks:
+                text, spans = self._marked(chat, None, self._template)
+            else:
+                text = self._render(chat, None)
+                spans = self._differences(chat, None, text)
+        except Exception:  # which the first chat like it says, too
+            return True
+        start, stop = spans[-1] if spans else (0, 0)
+        return bool(text[start:stop].partition(answer)[2].strip())
 
     def _rendered(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and the ranges of characters that the assistant said."""
@@ -131,18 +157,20 @@ class ChatEncoder:
         try:
             if isinstance(tools, str):  # as many rows have them, whose tools differ in their fields
                 tools = parse_json(tools) if tools.strip() else None
+            tools = tools or None  # templates look whether there are any before they count them
             check_nulls(messages, tools)
             # A tokenizer may have a template of its own for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
-            if marks_speech(template):
+            if marks := marks_speech(template):
                 text, spans = self._marked(messages, tools, template)
             else:
-                text, spans = self._differences(messages, tools)
-            if not all(learned):
-                spans = _learned(spans, learned)
+                text, spans = self._render(messages, tools), []
             *marked, words = with_words(messages, tools, template, text)
             check_written(marked[0], words, self._render(*marked))
             check_beside(row, text)
+            spans = spans if marks else self._differences(messages, tools, text)
+            if not all(learned):
+                spans = _learned(spans, learned)
         except Exception as error:  # A template raises what it likes.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
@@ -171,8 +199,8 @@ class ChatEncoder:
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
-    def _differences(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
-        text, spans = self._render(messages, tools), []
+    def _differences(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[Span]:
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -184,14 +212,24 @@ class ChatEncoder:
                 )
             before = self._render(messages[:number], tools, prompt=True)
             after = self._render(messages[: number + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
+            if not text.startswith(after):
                 raise ValueError(
                     f"with more messages it writes the first {number + 1} otherwise than alone, so"
                     " that what the assistant said cannot be found. Use a template with"
                     " {% generation %} around it."
                 )
+            if not after.startswith(before):
+                same = len(commonprefix([before, after]))
+                raise ValueError(
+                    f"its generation prompt ends in {before[same:]!r:.60}, where message {number}"
+                    f" goes on with {after[same:]!r:.60}, so that no model is ever asked for that."
+                    " Templates often write a thought into the prompt, or not, by a variable that"
+                    " can be set in their first line, as {%- set enable_thinking = false -%} (or"
+                    " true). Else give the message such a thought, or use a template with"
+                    " {% generation %}."
+                )
             spans.append((len(before), len(after)))
-        return text, spans
+        return spans
 
 
 def _check_sandbox() -> None:

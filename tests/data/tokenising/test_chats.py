@@ -224,6 +224,50 @@ def test_templates_are_rendered_in_no_sandbox_that_they_get_out_of(folder):
         ChatEncoder(str(name), "messages")
 
 
+def test_a_prompt_that_ends_in_a_thought_is_refused_with_the_way_round(folder) -> None:
+    """As DeepSeek's R1 and Gemma 4, of which a model would learn what it is never asked for."""
+    asks = "{{ '<|assistant|>' }}{% if not enable_thinking is defined %}{{ '<think>' }}{% endif %}"
+    thinks = PLAIN.replace("{{ '<|assistant|>' }}", asks)
+    assert thinks != PLAIN
+    chat = [row(messages_of([("user", "a"), ("assistant", "fox")]))]
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "thinks", thinks), "messages")
+    with pytest.raises(ValueError, match=r"ends in '<think>', where message 1 goes on with 'fox"):
+        encoder.documents(chat)
+    thinks = "{%- set enable_thinking = false -%}" + thinks
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "set", thinks), "messages")
+    plain = ChatEncoder(saved_chat_tokenizer(folder / "plain", PLAIN), "messages")
+    for one, other in zip(encoder.documents(chat)[0], plain.documents(chat)[0], strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_template_that_ends_no_turn_is_said_so(folder, template) -> None:
+    """As GLM's, and Apertus's, which writes the end once another message follows."""
+    for ends in (True, False):
+        given = template if ends else template.replace("'</s>'", "'</s>' if not loop.last else ''")
+        assert ends == (given == template)
+        encoder = ChatEncoder(saved_chat_tokenizer(folder / "ends", given), "messages")
+        assert ("no token that ends a turn is learned" in encoder.describe()) == (not ends)
+
+
+@pytest.mark.parametrize("empty", [[], "[]", {}, "", None])
+def test_empty_tools_and_calls_and_thoughts_are_none(folder, empty) -> None:
+    """Llama 3's template writes a preamble for functions where tools are not none."""
+    looks = "{% if tools is not none %}{{ 'You may call: ' }}{% endif %}" + PLAIN.replace(
+        "m['content']",
+        "('<think>' if m['reasoning'] is defined else '') + m['content']"
+        " + ('calls' if m['tool_calls'] is defined else '')",
+    )
+    encoder = ChatEncoder(saved_chat_tokenizer(folder / "looks", looks), "messages")
+    plain = messages_of([("user", "a"), ("assistant", "b")])
+    none = None if empty == "[]" else empty
+    given = [plain[0], plain[1] | {"tool_calls": none, "reasoning": none}]
+    (wanted,) = encoder.documents([row(plain)])
+    (found,) = encoder.documents([Row({"messages": given, "tools": empty}, Path("a.txt"), 0, 1)])
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other)
+
+
 MACRO = (
     "{% macro turn(m) %}"
     + MARKED.partition("{% for m in messages %}")[2].partition("{% endfor %}")[0]

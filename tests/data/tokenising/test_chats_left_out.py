@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 FORGETS = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last else '') }}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('!' if loop.last else '') }}"
     "{% endfor %}"
 )
 
@@ -233,19 +233,6 @@ def test_many_parts_take_time_in_proportion(folder) -> None:
         chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
         assert encoder.documents([row(chat)])[0].mask.any()
     assert len(searches) < 10
-
-
-def test_no_calls_are_no_calls(folder) -> None:
-    """Templates refuse a message of several calls, and so of none, or write no content then."""
-    counts = PLAIN.replace(
-        "m['content'] +",
-        "((m['content'] if m['tool_calls'] | length == 1 else '') if m['tool_calls'] is defined"
-        " else m['content']) +",
-    )
-    encoder = ChatEncoder(saved_chat_tokenizer(folder / "no_calls", counts), "messages")
-    chat = messages_of([("user", "a"), ("assistant", "the fox")])
-    empty = encoder.documents([row([each | {"tool_calls": []} for each in chat])])[0]
-    assert empty.tokens.tolist() == encoder.documents([row(chat)])[0].tokens.tolist()
 
 
 def test_what_is_written_as_json_or_cut_is_not_left_out(folder) -> None:
