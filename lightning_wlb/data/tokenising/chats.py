@@ -147,8 +147,9 @@ class ChatEncoder:
                 spans = self._differences(chat, None, text)
         except Exception:  # which the first chat like it says, too
             return True
-        start, stop = spans[-1] if spans else (0, 0)
-        return bool(text[start:stop].partition(answer)[2].strip())
+        said = "".join(text[start:stop] for start, stop in spans)
+        _, found, end = said.partition(answer)
+        return not found or bool(end.strip())
 
     def _rendered(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and the ranges of characters that the assistant said."""

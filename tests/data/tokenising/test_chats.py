@@ -240,7 +240,10 @@ def test_a_prompt_that_ends_in_a_thought_is_refused_with_the_way_round(folder) -
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
+APART = MARKED.replace(" + '</s>'", "}}{% endgeneration %}{% generation %}{{ '</s>'")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, APART])
 def test_a_template_that_ends_no_turn_is_said_so(folder, template) -> None:
     """As GLM's, and Apertus's, which writes the end once another message follows."""
     for ends in (True, False):
