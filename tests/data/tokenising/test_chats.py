@@ -247,7 +247,9 @@ APART = MARKED.replace(" + '</s>'", "}}{% endgeneration %}{% generation %}{{ '</
 def test_a_template_that_ends_no_turn_is_said_so(folder, template) -> None:
     """As GLM's, and Apertus's, which writes the end once another message follows."""
     for ends in (True, False):
-        given = template if ends else template.replace("'</s>'", "'</s>' if not loop.last else ''")
+        given = (
+            template if ends else template.replace("'</s>'", "('</s>' if not loop.last else '')")
+        )
         assert ends == (given == template)
         encoder = ChatEncoder(saved_chat_tokenizer(folder / "ends", given), "messages")
         assert ("no token that ends a turn is learned" in encoder.describe()) == (not ends)
