@@ -25,18 +25,11 @@ from typing import Any, NoReturn
 
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
-_MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
-MOST_LAYERS, MOST_PARTS = 2_000, 100_000
-"""Most layers, heads or experts of a model."""
 _COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow)$)")
 _SPLIT = re.compile(
     r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
     r"(?![a-z])"
 )
-_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
-_SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
-"""Upper bounds of fields that size a table, and that no weight's shape contradicts."""
-_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -121,67 +114,6 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"an object has the name {twice!r} twice, and only one of them can count")
     return record
-
-
-def check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse a model's config of more layers, heads, experts or larger tables than can be built.
-
-    Few bytes can ask for any number of them, and some families make lists as long as that when
-    transformers reads a config, for a tokenizer too. Nor may it say which field stands for another.
-    """
-    if "attribute_map" in fields:
-        raise ValueError(
-            "The config has an attribute_map, by which fields would count as others than they are"
-            " called. That is for a family's class to say: take it out."
-        )
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            check_counts(value)
-        most = _SIZES.get(str(name), 0)
-        numbers = value if isinstance(value, list | tuple) else [value]
-        if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
-            raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
-        most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
-        for count in _counts(str(name), value):
-            if count > most:
-                raise ValueError(
-                    f"The config has {name}={count:,}: building more than {most:,} would take"
-                    " minutes, or all memory. Mend it, or use another."
-                )
-
-
-def _counts(name: str, value: Any) -> Iterator[int]:
-    """The numbers of parts that a field asks for, in lists within a list by any name."""
-    if type(value) is int and _COUNTS.fullmatch(name):
-        yield value
-    elif isinstance(value, str) and name.endswith("pattern"):
-        yield len(value)  # a letter for each layer
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
-
-
-def check_model(path: str | Path) -> None:
-    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does.
-
-    A folder's config is held to :func:`check_counts`, and names no other file in its place.
-    """
-    path = Path(path)
-    templates = path / "additional_chat_templates"
-    files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
-    for each in sorted(files):
-        if not each.is_dir():
-            check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
-    config = path / "config.json" if path.is_dir() else path
-    if config.name == "config.json" and config.exists():
-        fields = read_json(config)
-        fields = fields if isinstance(fields, Mapping) else {}
-        if "configuration_files" in fields:
-            raise ValueError(
-                f"{config} names other files (configuration_files) that are read in its place. Put"
-                " the one that you mean there."
-            )
-        check_counts(fields)
 
 
 def check_once(path: str | Path, seen: dict[str, str]) -> None:

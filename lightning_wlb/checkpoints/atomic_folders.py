@@ -80,8 +80,8 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     link all are.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
-    steps = [step for each in places for step in follow(each)[1]]
-    if any(each.is_symlink() for each in steps):
+    steps = [status for each in places for status in follow(each)[1].values()]
+    if any(stat.S_ISLNK(each.st_mode) for each in steps):
         return list(paths)
     if not steps and not any(is_open(each.stat()) for each in places):
         return []

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import time
 import zlib
@@ -107,6 +108,8 @@ class Manifest:
         texts = ((each, str) for each in (self.by.run, *self.by.known))
         if not all(type(each) is kind for each, kind in (*order, *texts)):
             raise TypeError("a step, a time or who saved it is of another type")
+        if not math.isfinite(self.time):
+            raise ValueError("its time is no number")
 
 
 def write(folder: Path, listed: Manifest) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,8 @@ def export(
         )
     path, stored = load_first(candidates_in(Path(checkpoint), False), StoredCheckpoint)
     given = stored.hyper_parameters
-    if "model_type" not in given.get("config", {}):
+    config = given.get("config")
+    if not (isinstance(config, Mapping) and "model_type" in config):
         raise ValueError(
             f"{checkpoint} is not of a HuggingFaceModule: its hyperparameters have no Hugging Face"
             " config. lightning_wlb.Transformer rotates neighbouring pairs of a head's values,"

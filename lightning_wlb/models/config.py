@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_wlb.argument_checks import flag, number, whole
 from lightning_wlb.cost.shape import ModelShape
-from lightning_wlb.file_checks import check_counts
+from lightning_wlb.model_folder_checks import check_counts
 
 
 @dataclass

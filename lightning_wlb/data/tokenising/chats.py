@@ -122,14 +122,13 @@ class ChatEncoder:
         how = "as the difference between the chat with and without each of its turns"
         if self._marks:
             how = "as the chat template marks it"
-        end = (
-            ""
-            if self._ends_turns()
-            else (
-                " It writes nothing behind an answer that comes last: no token that ends a turn is"
-                " learned. To have one learned use a template that always writes it."
+        end = ""
+        if not self._ends_turns():
+            end = (
+                f" It {'marks' if self._marks else 'writes'} nothing behind an answer that comes"
+                " last: no token that ends a turn is learned. To have one learned use a template"
+                " that always writes it, inside {% generation %} if that has it."
             )
-        )
         return (
             f"Targets are what the assistant says, {how}. Documents begin and end as the template"
             f" writes them.{end}"
@@ -220,14 +219,14 @@ class ChatEncoder:
                     " {% generation %} around it."
                 )
             if not after.startswith(before):
-                same = len(commonprefix([before, after]))
+                same = max(0, len(commonprefix([before, after])) - 10)
                 raise ValueError(
                     f"its generation prompt ends in {before[same:]!r:.60}, where message {number}"
                     f" goes on with {after[same:]!r:.60}, so that no model is ever asked for that."
-                    " Templates often write a thought into the prompt, or not, by a variable that"
-                    " can be set in their first line, as {%- set enable_thinking = false -%} (or"
-                    " true). Else give the message such a thought, or use a template with"
-                    " {% generation %}."
+                    " If a variable of the template decides whether a thought stands there, as"
+                    " enable_thinking, set it in its first line: {%- set enable_thinking = false"
+                    " -%} (or true). If the prompt begins a thought give the message one. Else use"
+                    " a template with {% generation %}."
                 )
             spans.append((len(before), len(after)))
         return spans

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.file_checks import check_model, printable, read_bytes, read_json
+from lightning_wlb.file_checks import printable, read_bytes, read_json
+from lightning_wlb.model_folder_checks import check_model
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that are taken for the end of a document, if a tokenizer has just one of them."""
@@ -46,8 +46,6 @@ _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ",
 
 _GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
 """Classes of transformers that read a tokenizer.json as the tokenizers library does."""
-_OPENED = "vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"
-"""Settings which name a file, wherever it lies, if they are texts."""
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -247,19 +245,16 @@ def hugging_face_tokenizer(name: str) -> Any:
         if here:
             check_model(name)
         else:  # a name on the hub, whose files lie in a cache
-            config = cached_file(name, "config.json", local_files_only=local, **quiet)
-            if config is not None:
-                check_model(Path(config).parent)
+            for each in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
+                file = cached_file(name, each, local_files_only=local, **quiet)
+                if file is not None:
+                    check_model(Path(file).parent)
         options = {"trust_remote_code": False, "local_files_only": local}
         try:
             config = transformers.AutoConfig.from_pretrained(name, **options)
         except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
             config = transformers.PretrainedConfig.from_pretrained(name, local_files_only=local)
         settings = get_tokenizer_config(name, local_files_only=local)
-        for other, value in settings.items():
-            opens = value if other == "init_inputs" else isinstance(value, str) and other in _OPENED
-            if opens or (other == "fast_tokenizer_files" and re.search(r"[/\\]", str(value))):
-                raise ValueError(f"its {other}={value!r:.80} may open files elsewhere: remove it")
         # One of several tokenizers (RAG's) opens these anew, without the options.
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)

@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, Pretrai
 
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
-from lightning_wlb.file_checks import check_counts, check_model
+from lightning_wlb.model_folder_checks import check_counts, check_model
 from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.model_parts import blank_model

@@ -34,7 +34,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lightning_wlb.file_checks import check_model, read_json
+from lightning_wlb.file_checks import read_json
+from lightning_wlb.model_folder_checks import check_model
 
 Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the one behind the last."""

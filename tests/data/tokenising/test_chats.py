@@ -231,7 +231,9 @@ def test_a_prompt_that_ends_in_a_thought_is_refused_with_the_way_round(folder) -
     assert thinks != PLAIN
     chat = [row(messages_of([("user", "a"), ("assistant", "fox")]))]
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "thinks", thinks), "messages")
-    with pytest.raises(ValueError, match=r"ends in '<think>', where message 1 goes on with 'fox"):
+    with pytest.raises(
+        ValueError, match=r"in 'ssistant\|><think>', where message 1 .* 'ssistant\|>fox"
+    ):
         encoder.documents(chat)
     thinks = "{%- set enable_thinking = false -%}" + thinks
     encoder = ChatEncoder(saved_chat_tokenizer(folder / "set", thinks), "messages")

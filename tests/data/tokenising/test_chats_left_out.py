@@ -19,8 +19,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 FORGETS = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('!' if loop.last else '') }}"
-    "{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+    "{{ '!' if loop.last else '' }}{% endfor %}"
 )
 
 

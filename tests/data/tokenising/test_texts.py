@@ -13,7 +13,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers, trainers
 from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.data.tokenising.texts import USUAL_ENDS, TextEncoder
-from tests.data.tokenising.support import LINES, saved, tokenizer
+from tests.data.tokenising.support import LINES, saved, saved_chat_tokenizer, tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXTS = st.lists(
@@ -264,9 +264,25 @@ def test_no_file_elsewhere_is_a_folder_s_vocabulary(tmp_path, field, value) -> N
     """transformers opens it, a FIFO or a device too, and the record would not name it."""
     pytest.importorskip("transformers")
     fields = {"tokenizer_class": "GPT2Tokenizer", "vocab": {"a": 0}, "merges": []}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {field: value}))
-    with pytest.raises(ValueError, match=re.escape(f"its {field}={value!r} may open files")):
-        TextEncoder(str(tmp_path), "text")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+        others = fields if name == "tokenizer_config.json" else {}
+        (tmp_path / name).write_text(json.dumps(others | {field: value}))
+        said = re.escape(f"{name} has {field}={value!r}, which may open files")
+        with pytest.raises(ValueError, match=said):
+            TextEncoder(str(tmp_path), "text")
+
+
+def test_a_map_of_special_tokens_has_nothing_else(tmp_path) -> None:
+    """What it has takes the place of settings, a path of this folder's among them."""
+    pytest.importorskip("transformers")
+    name = Path(saved_chat_tokenizer(tmp_path, None))
+    ordinary = {"eos_token": "</s>", "additional_special_tokens": ["</s>"], "image_token": "</s>"}
+    (name / "special_tokens_map.json").write_text(json.dumps(ordinary))
+    TextEncoder(str(name), "text")
+    (name / "special_tokens_map.json").write_text(json.dumps(ordinary | {"tokenizer_file": None}))
+    with pytest.raises(ValueError, match=r"map.json has tokenizer_file=None, which may"):
+        TextEncoder(str(name), "text")
 
 
 def test_tokenizers_that_are_not_there_are_answered(tmp_path) -> None:

@@ -257,7 +257,7 @@ def test_a_tokenizers_folder_is_opened_by_a_tokenizers_class_alone(
     (folder / "config.json").write_text(json.dumps(fields | config))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    refused = pytest.raises(ValueError, match=r"is no tokenizer's class|has an attribute_map")
+    refused = pytest.raises(ValueError, match=r"is no tokenizer's class|has attribute_map=")
     with mock.patch("builtins.input", return_value="y"), refused:
         hugging_face_tokenizer(str(folder))
     assert not made.exists()
@@ -268,11 +268,26 @@ def test_a_field_of_a_config_stands_for_no_other(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"has (mamba_chunk_size=4096|partial_r.*=9\.0), of"):
             read_config({"model_type": "llama"} | own)
     fields = {"model_type": "llama", "attribute_map": {"num_hidden_layers": "few"}, "few": 10**7}
-    with pytest.raises(ValueError, match="has an attribute_map"):
+    with pytest.raises(ValueError, match="has attribute_map="):
         read_config(fields)
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="has an attribute_map"):
+    with pytest.raises(ValueError, match="has attribute_map="):
         read_config(tmp_path)
+
+
+def test_no_config_fetches_another(tmp_path, monkeypatch) -> None:
+    """transformers would ask the hub for it, whatever it was told, and read it unbounded."""
+    asked = mock.Mock(side_effect=AssertionError("the hub was asked"))
+    monkeypatch.setattr("transformers.backbone_utils.hf_api", asked)
+    vision = {"model_type": "rf_detr", "backbone": "somebody/backbone"}
+    for fields in (vision, {"model_type": "llava", "vision_config": vision}):
+        with pytest.raises(ValueError, match="backbone='somebody/backbone', by which another"):
+            read_config(fields)
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
+        with pytest.raises(ValueError, match="backbone='somebody/backbone', by which another"):
+            hugging_face_tokenizer(str(tmp_path))
+    assert read_config({"model_type": "llama", "backbone": None}).model_type == "llama"
 
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**7}, {"vocab_size": 10**15}])

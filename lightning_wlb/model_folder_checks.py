@@ -1,0 +1,108 @@
+"""A model's or tokenizer's folder that somebody else may have made: what its texts may ask for.
+
+A few bytes of a config can ask for any number of layers, and settings can name any file, a FIFO or
+a device too. All that opens such a folder by transformers asks here first. Cost: its JSON files are
+read once more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_wlb.file_checks import check_regular, read_json
+
+_MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
+MOST_LAYERS, MOST_PARTS = 2_000, 100_000
+"""Most layers, heads or experts of a model."""
+_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
+_SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
+"""Upper bounds of fields that size a table, and that no weight's shape contradicts."""
+_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
+_LEADS_ELSEWHERE = {
+    "attribute_map": "by which fields would count as others than they are called",
+    "backbone": "by which another config would be fetched",
+}
+_OPENED = {"vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"}
+"""Settings of tokenizers which name a file, wherever it lies, if they are texts."""
+_TOKENS = re.compile(r".*_tokens?")
+
+
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse a model's config of more layers, heads, experts or larger tables than can be built.
+
+    Few bytes can ask for any number of them, and some families make lists as long as that when
+    transformers reads a config, for a tokenizer too. Nor may it say which field stands for another,
+    or name a config that would be fetched and read unseen.
+    """
+    for name, why in _LEADS_ELSEWHERE.items():
+        if name in fields and fields[name] is not None:
+            raise ValueError(f"The config has {name}={fields[name]!r:.80}, {why}: take it out.")
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        most = _SIZES.get(str(name), 0)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
+            raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
+        most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
+        for count in _counts(str(name), value):
+            if count > most:
+                raise ValueError(
+                    f"The config has {name}={count:,}: building more than {most:,} would take"
+                    " minutes, or all memory. Mend it, or use another."
+                )
+
+
+def _counts(name: str, value: Any) -> Iterator[int]:
+    """The numbers of parts that a field asks for, in lists within a list by any name."""
+    if type(value) is int and _COUNTS.fullmatch(name):
+        yield value
+    elif isinstance(value, str) and name.endswith("pattern"):
+        yield len(value)  # a letter for each layer
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
+
+
+def check_model(path: str | Path) -> None:
+    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does.
+
+    A folder's config is held to :func:`check_counts`. Neither it nor a tokenizer's settings name
+    files elsewhere, which transformers would open in place of the folder's.
+    """
+    path = Path(path)
+    templates = path / "additional_chat_templates"
+    files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
+    for each in sorted(files):
+        if not each.is_dir():
+            check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
+    config = path / "config.json" if path.is_dir() else path
+    if config.name == "config.json" and config.exists():
+        fields = read_json(config)
+        fields = fields if isinstance(fields, Mapping) else {}
+        if "configuration_files" in fields:
+            raise ValueError(
+                f"{config} names other files (configuration_files) that are read in its place. Put"
+                " the one that you mean there."
+            )
+        check_counts(fields)
+    for name in ("tokenizer_config.json", "special_tokens_map.json") if path.is_dir() else ():
+        if (path / name).exists():
+            _check_settings(path / name)
+
+
+def _check_settings(path: Path) -> None:
+    """Refuse a tokenizer's settings that name files, and a map of special tokens with others."""
+    fields = read_json(path)
+    for name, value in fields.items() if isinstance(fields, Mapping) else ():
+        opens = isinstance(value, str) and name in _OPENED
+        opens |= name == "fast_tokenizer_files" and re.search(r"[/\\]", str(value)) is not None
+        opens |= name == "init_inputs" and bool(value)
+        # These take the place of settings, also of those that were put right before.
+        if opens or (path.name == "special_tokens_map.json" and not _TOKENS.fullmatch(name)):
+            raise ValueError(
+                f"{path} has {name}={value!r:.80}, which may open files elsewhere: take it out."
+            )
