@@ -32,7 +32,6 @@ from lightning_wlb.data.trainer_guards import (
     refuse_half_states,
     refuse_prediction,
     refuse_repeats,
-    refuse_search,
     refuse_without_position,
 )
 from lightning_wlb.planning import DataSettings
@@ -115,7 +114,6 @@ class WLBDataModule(L.LightningDataModule):
         self._positions: WeakKeyDictionary[L.Trainer, ConsumedState] | None = None
         self._opened: tuple[DocumentStore, DocumentStore | None, DocumentStore | None] | None = None
         self._described = False
-        self._begun = False  # a batch of the fit
         super().__init__()
         self.settings = DataSettings(
             context_window, micro_batches, packing, cap, long_documents, seed, shuffle, max_tokens
@@ -166,9 +164,11 @@ class WLBDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the documents; raise MisconfigurationException if the Trainer repeats batches."""
         self._stores()
-        self._begun = False
-        if stage == TrainerFn.FITTING and self.trainer is not None:
-            refuse_repeats(self.trainer)
+        self._consumed.begun = False
+        if stage == TrainerFn.FITTING:
+            self._consumed.evaluated = False
+            if self.trainer is not None:
+                refuse_repeats(self.trainer)
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -238,7 +238,6 @@ class WLBDataModule(L.LightningDataModule):
         """Note the batch whose state becomes the run's with the next optimiser step."""
         if self.trainer is not None and self.trainer.training:
             refuse_without_position(batch)
-            self._begun = True
             self._consumed.begin(batch, self.trainer.global_step)
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:
@@ -268,23 +267,18 @@ class WLBDataModule(L.LightningDataModule):
         beginning where it was, as after a search for a learning rate.)
         """
         if (trainer := self.trainer) is not None:
-            steps = trainer.global_step - self._consumed.since
-            refuse_half_states(trainer, steps, self._begun or self._has_planning_strategy)
+            at, planned = self._consumed, isinstance(trainer.strategy, PlanningStrategy)
+            steps = trainer.global_step - at.since
+            refuse_half_states(trainer, steps, at.begun, at.evaluated, planned)
         return {"planner": self._state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
         if self.trainer is not None:
-            if not (self._begun or self._has_planning_strategy):
-                refuse_search(self.trainer)
+            self._consumed.evaluated = self.trainer.state.fn != TrainerFn.FITTING
             # A search for a learning rate has begun to read elsewhere, on fit's start.
             self.trainer.fit_loop._combined_loader = None
-
-    @property
-    def _has_planning_strategy(self) -> bool:
-        """Whether the strategy itself sees to what is saved and searched before a fit trains."""
-        return self.trainer is not None and isinstance(self.trainer.strategy, PlanningStrategy)
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
@@ -367,6 +361,8 @@ class ConsumedState:
         self._consumed: dict[str, Any] | None = None
         self._pending: dict[str, Any] | None = None
         self.since = 0  #: optimizer steps that had been taken when the last batch was begun
+        self.begun = False  #: whether the fit has begun a batch, other than of a search
+        self.evaluated = False  #: whether an evaluation has read a checkpoint since the last fit
 
     def begin(self, batch: StepBatch, global_step: int) -> None:
         """A batch is about to be trained on, when ``global_step`` steps have been taken.
@@ -384,7 +380,7 @@ class ConsumedState:
                 f"Step {due} of the documents is due, but the loader gives step {found}: documents"
                 f" would be repeated or lost. {mend}"
             )
-        self._pending, self.since = batch.state, global_step
+        self._pending, self.since, self.begun = batch.state, global_step, True
 
     def current(self, global_step: int) -> dict[str, Any] | None:
         """The state once ``global_step`` steps have been taken; None: the run's beginning."""
@@ -392,4 +388,4 @@ class ConsumedState:
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Forget the batches that were begun, and continue from ``state``."""
-        self._consumed, self._pending = state, None
+        self._consumed, self._pending, self.begun = state, None, False

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.data.batch import StepBatch
@@ -124,24 +123,18 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_search(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if a search would take away what a fit goes on from."""
-    search = LearningRateFinder.on_fit_start
-    kinds = map(type, trainer.callbacks)  # type: ignore[attr-defined]
-    searches = any(getattr(kind, "on_fit_start", None) is search for kind in kinds)
-    if searches and trainer.state.fn == TrainerFn.FITTING:
-        raise MisconfigurationException(
-            "A LearningRateFinder searches as a fit begins, and Lightning then forgets the steps"
-            " and the optimizer's state of the checkpoint that the run goes on from. Leave it out"
-            ' of a run that is resumed, or use strategy="wlb".'
-        )
+def refuse_half_states(
+    trainer: L.Trainer, steps: int, begun: bool, evaluated: bool, planned: bool
+) -> None:
+    """Refuse a save of a state that is half of a step's, half restored, or of two checkpoints.
 
+    An exception on which it was asked for goes on as it was, once the run has ended.
 
-def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool) -> None:
-    """Refuse a save whose state is half of a step's, or half restored.
-
-    That is one inside a batch of which optimizers have taken ``steps``, since more may follow; or
-    one on an exception before the fit has begun a batch. The exception goes on as it was.
+    Args:
+        steps: optimizer steps that were taken of the last batch: inside it more may follow.
+        begun: whether the fit has begun a batch.
+        evaluated: whether an evaluation has read a checkpoint since the last fit.
+        planned: whether the strategy runs step plans, which looks at all but ``steps`` itself.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     failed = sys.exc_info()[1] if trainer.interrupted else None
@@ -150,13 +143,32 @@ def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool) -> None:
             f"A checkpoint was asked for inside a batch, when optimizers had taken {steps} of its"
             " steps (manual optimisation): nothing is saved. Save in on_train_batch_end."
         )
-    elif failed is not None and not begun and trainer.state.fn == TrainerFn.FITTING:
+    elif planned:
+        return
+    elif failed is not None and not begun:
         reason = "No checkpoint is saved on the exception, since training had not begun."
+    elif trainer._checkpoint_connector._loaded_checkpoint:
+        reason = (
+            "A checkpoint was asked for before the run has the steps and the optimizer's state of"
+            " the one that it goes on from: nothing is saved. Save in on_train_start, not in"
+            " on_fit_start, and leave a LearningRateFinder out of a run that is resumed, or use"
+            ' strategy="wlb".'
+        )
+    elif evaluated:
+        reason = (
+            "The weights are those of a checkpoint that was evaluated, and the steps are the"
+            " fit's: nothing is saved. Save before the evaluation."
+        )
     else:
         return
     if failed is None:
         raise MisconfigurationException(reason)
     rank_zero_warn(reason)
+    # What Lightning leaves out where a callback's on_exception raises.
+    trainer.strategy.on_exception(failed)
+    for logger in trainer.loggers:
+        logger.finalize("failed")
+    trainer._teardown()
     raise failed
 
 

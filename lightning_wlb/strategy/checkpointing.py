@@ -67,7 +67,7 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
-        self._begun = self._resumes = False
+        self._begun = self._resumes = self._fits = self._restored = False
         self._thread: int | None = None  # that trains now
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
@@ -92,12 +92,13 @@ class Checkpointer:
         self._begun, self._handled = False, id(sys.exc_info()[1])
         call = inspect.signature(function).bind(*args, **kwargs)
         asked = call.arguments.get("ckpt_path")
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._fits = fitting = trainer.state.fn == TrainerFn.FITTING
         self._candidates = resuming.candidates(trainer, asked, fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
         start = call.arguments.get("ckpt_path") or trainer.ckpt_path
         self._start = None if start in (None, "last") else str(start)
+        self._restored = self._start is None
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
@@ -154,6 +155,13 @@ class Checkpointer:
         ``checkpoint`` is what Lightning saves, the same on all ranks; ``renamed`` has names in
         checkpoints by names of parameters in the module, where they differ.
         """
+        search = path.name.startswith(resuming.SEARCH)
+        if self._fits and not self._restored and not search:
+            raise MisconfigurationException(
+                f"{path} was asked for before the run has the state of {self._start} again, from"
+                " which it goes on: it is not saved, since the next attempt would take it for the"
+                " newest. Save in on_train_start, not in on_fit_start."
+            )
         weights_only = "optimizer_states" not in checkpoint
         if not optimizers or self._read_to_evaluate:
             # Outside of a fit: nothing to resume from, which "last" passes over.
@@ -191,9 +199,12 @@ class Checkpointer:
     def remove(self, filepath: str | Path, target: Path | None = None) -> None:
         """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0.
 
-        In its place comes a link to ``target`` if that is given, and is there then.
+        In its place comes a link to ``target`` if that is given, and is there then. An evaluation
+        removes none: OnExceptionCheckpoint would, before the fit that is to go on from it.
         """
         path = local_path(filepath)
+        if not self._fits:
+            return
         if self._jobs.busy:
             self._jobs.submit(path, partial(self._remove, path, target), leaves=target)
         else:
@@ -326,6 +337,7 @@ class Checkpointer:
                 "The learning rate may differ from an unbroken run's: Lightning leaves out the step"
                 " of ReduceLROnPlateau after the save and, by epochs, at the end of the epoch."
             )
+        self._restored = self._restored or not taken.name.startswith(resuming.SEARCH)
         self._run.knows(taken)
         self._read_to_evaluate = not fitting
         resuming.check_counts(rest, taken, trainer)

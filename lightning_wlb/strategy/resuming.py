@@ -53,8 +53,8 @@ from lightning_wlb.file_checks import check_links
 
 _T = TypeVar("_T")
 
-REQUEUE = "hpc_ckpt_*.ckpt"
-"""What Lightning calls the checkpoints that it saves before Slurm's time limit."""
+REQUEUE, SEARCH = "hpc_ckpt_*.ckpt", ".lr_find_"
+"""What Lightning calls what it saves before Slurm's time limit, and as a search begins."""
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
@@ -335,7 +335,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     with suppress(FileNotFoundError, NotADirectoryError):
         # Not by glob, to which a folder that cannot be looked into is empty: one would begin anew.
         there = sorted(each for each in folder.iterdir() if each.match(pattern)) + there
-    there = [each for each in there if not each.name.startswith(".lr_find_")]
+    there = [each for each in there if not each.name.startswith(SEARCH)]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
     strange = atomic_folders.strangers(there, folder)
     for path in there:

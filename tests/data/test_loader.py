@@ -149,7 +149,10 @@ def test_a_step_that_is_not_due_is_not_trained_on() -> None:
     """As from a loader that has begun to read before the position was restored."""
     first, second, third = list(dataset())[:3]
     consumed = ConsumedState()
+    consumed.begin(first, 0)
+    assert consumed.begun
     consumed.restore(second.state)
+    assert not consumed.begun, "it was a search's"
     for wrong in (first, second):
         with pytest.raises(MisconfigurationException, match="Step 2 of the documents is due"):
             consumed.begin(wrong, 2)

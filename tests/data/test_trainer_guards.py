@@ -1,5 +1,7 @@
 """What is refused of a Trainer, its loaders and data modules, and hooks that stay."""
 
+from unittest import mock
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -8,7 +10,9 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
 )
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -159,11 +163,15 @@ def test_half_of_an_update_is_not_saved(tmp_path, times, monkeypatch):
         assert torch.equal(one, other)
 
 
+def held_out():
+    given = {"context_window": 32, "micro_batches": 1, "num_workers": 0}
+    return WLBDataModule(documents(), validation_documents=2, **given)
+
+
 def fitted(run, path=None):
     """A module of the Trainer's fit, which goes on from a checkpoint."""
-    data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
     made = LanguageModule(config(), seed=3)
-    run.fit(made, data, ckpt_path=path)
+    run.fit(made, held_out(), ckpt_path=path)
     return made
 
 
@@ -198,8 +206,56 @@ def test_no_search_for_a_learning_rate_makes_a_resumed_run_forget_its_steps(tmp_
     fitted(first)
     assert first.global_step == 2
     first.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(MisconfigurationException, match="Leave it out of a run that is resumed"):
+    with pytest.raises(MisconfigurationException, match="leave a LearningRateFinder out of a run"):
         fitted(trainer(tmp_path, max_steps=4, callbacks=[search]), tmp_path / "a.ckpt")
+
+
+class Fails(L.Callback):
+    def __init__(self, hook):
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_fit_start", "on_train_start"])
+def test_no_evaluation_or_fit_that_fails_early_replaces_a_checkpoint(tmp_path, hook):
+    """The logger is told of the failure, although a callback raises."""
+    saved = tmp_path / "on_exception.ckpt"
+    keeper, logger = OnExceptionCheckpoint(tmp_path), mock.Mock(spec=CSVLogger(tmp_path))
+    callbacks = [keeper, Fails(hook)]
+    options = {"enable_checkpointing": True, "callbacks": callbacks, "logger": logger}
+    run = trainer(tmp_path, max_steps=4, **options)
+    fitted(first := trainer(tmp_path, max_steps=2))
+    first.save_checkpoint(saved)
+    before = saved.read_bytes()
+    made = LanguageModule(config(), seed=3)
+    with pytest.raises(ZeroDivisionError), pytest.warns(match="training had not begun"):
+        (run.validate if "validation" in hook else run.fit)(made, held_out())
+    assert saved.read_bytes() == before
+    logger.finalize.assert_called_once_with("failed")
+
+
+class SavesEarly(L.Callback):
+    def on_fit_start(self, run, module):
+        run.save_checkpoint(run.default_root_dir + "/early.ckpt")
+
+
+def test_nothing_is_saved_of_two_checkpoints(tmp_path):
+    """Neither as a fit that goes on begins, nor after another checkpoint was evaluated."""
+    run = trainer(tmp_path, max_steps=2, callbacks=[SavesEarly()])
+    made = fitted(run)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert (tmp_path / "early.ckpt").exists()
+    with pytest.raises(MisconfigurationException, match="before the run has the steps"):
+        fitted(run, tmp_path / "a.ckpt")
+    run.validate(made, held_out(), ckpt_path=tmp_path / "a.ckpt")
+    with pytest.raises(MisconfigurationException, match="of a checkpoint that was evaluated"):
+        run.save_checkpoint(tmp_path / "b.ckpt")
+    run.fit_loop.epoch_loop.max_steps = 4
+    run.callbacks.clear()
+    run.fit(made, held_out())
+    run.save_checkpoint(tmp_path / "b.ckpt")
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):

@@ -1,5 +1,6 @@
 """A run that breaks off and is resumed counts as one that nothing broke."""
 
+import shutil
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -7,7 +8,12 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -196,3 +202,43 @@ def test_steps_epochs_rates_and_validations_are_those_of_an_unbroken_run(name, r
     unbroken, broken = results[name]
     assert {epoch for epoch, *_ in unbroken[0].values()} == {0, 1, 2}
     assert broken == unbroken
+
+
+class SavesEarly(L.Callback):
+    """Saves before a fit has restored anything, as what it began with."""
+
+    def on_fit_start(self, trainer, pl_module):
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "early.ckpt"))
+
+
+def saved_early(rank: int, home: Path) -> tuple[list[str], list[str]]:
+    """What a run that goes on says of an early save, and the checkpoints after an evaluation."""
+    early = SavesEarly()
+    options = {"default_root_dir": home, "enable_checkpointing": True, "max_steps": 2}
+
+    def run(*callbacks: L.Callback) -> L.Trainer:
+        keeper = OnExceptionCheckpoint(home)
+        return trainer(WLBStrategy(), 1, callbacks=[keeper, *callbacks], **options)
+
+    first = run(early)
+    first.fit(module(SMALL), data(SMALL))
+    first.save_checkpoint(home / "on_exception.ckpt")
+    shutil.rmtree(home / "early.ckpt")
+    said = []
+    for search in ([], [LearningRateFinder(num_training_steps=5, update_attr=False)]):
+        options["max_steps"] += 2
+        try:
+            run(*search, early).fit(module(SMALL), data(SMALL), ckpt_path="last")
+        except MisconfigurationException as error:
+            said.append(str(error))
+    run().validate(module(SMALL), data(SMALL, validation_documents=2))
+    return said, sorted(each.name for each in home.glob("*.ckpt"))
+
+
+def test_nothing_is_saved_before_a_run_that_goes_on_is_restored(tmp_path):
+    """The next attempt would take it for the newest, and begin anew. No evaluation removes one."""
+    ((said, left),) = run_ranks(saved_early, 1, tmp_path)
+    assert len(said) == 2
+    for each in said:
+        assert f"before the run has the state of {tmp_path}/on_exception.ckpt again" in each
+    assert left == ["on_exception.ckpt"]
