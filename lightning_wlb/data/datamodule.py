@@ -29,6 +29,7 @@ from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.trainer_guards import (
     keep_hooks,
+    refuse_evaluated,
     refuse_half_states,
     refuse_prediction,
     refuse_repeats,
@@ -269,14 +270,17 @@ class WLBDataModule(L.LightningDataModule):
         if (trainer := self.trainer) is not None:
             at, planned = self._consumed, isinstance(trainer.strategy, PlanningStrategy)
             steps = trainer.global_step - at.since
-            refuse_half_states(trainer, steps, at.begun, at.evaluated, planned)
-        return {"planner": self._state()}
+            refuse_half_states(trainer, steps, at.begun, planned)
+        mixed = {"evaluated": True} if self._consumed.evaluated else {}
+        return {"planner": self._state(), **mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
         if self.trainer is not None:
             self._consumed.evaluated = self.trainer.state.fn != TrainerFn.FITTING
+            if state_dict.get("evaluated") and not self._consumed.evaluated:
+                refuse_evaluated()
             # A search for a learning rate has begun to read elsewhere, on fit's start.
             self.trainer.fit_loop._combined_loader = None
 

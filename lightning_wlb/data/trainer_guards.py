@@ -123,17 +123,14 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_half_states(
-    trainer: L.Trainer, steps: int, begun: bool, evaluated: bool, planned: bool
-) -> None:
-    """Refuse a save of a state that is half of a step's, half restored, or of two checkpoints.
+def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool, planned: bool) -> None:
+    """Refuse a save of a state that is half of a step's, or half restored.
 
     An exception on which it was asked for goes on as it was, once the run has ended.
 
     Args:
         steps: optimizer steps that were taken of the last batch: inside it more may follow.
         begun: whether the fit has begun a batch.
-        evaluated: whether an evaluation has read a checkpoint since the last fit.
         planned: whether the strategy runs step plans, which looks at all but ``steps`` itself.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -154,11 +151,6 @@ def refuse_half_states(
             " on_fit_start, and leave a LearningRateFinder out of a run that is resumed, or use"
             ' strategy="wlb".'
         )
-    elif evaluated:
-        reason = (
-            "The weights are those of a checkpoint that was evaluated, and the steps are the"
-            " fit's: nothing is saved. Save before the evaluation."
-        )
     else:
         return
     if failed is None:
@@ -170,6 +162,15 @@ def refuse_half_states(
         logger.finalize("failed")
     trainer._teardown()
     raise failed
+
+
+def refuse_evaluated() -> NoReturn:
+    """Raise MisconfigurationException: a checkpoint has the weights of another than its steps."""
+    raise MisconfigurationException(
+        "No fit goes on from this checkpoint: it was saved after an evaluation had read another"
+        " (trainer.test(ckpt_path=...)), and has the weights of that one and the steps of the fit"
+        " before. Go on from one that was saved in the fit; this one serves to evaluate."
+    )
 
 
 def refuse_prediction() -> NoReturn:

@@ -241,8 +241,8 @@ class SavesEarly(L.Callback):
         run.save_checkpoint(run.default_root_dir + "/early.ckpt")
 
 
-def test_nothing_is_saved_of_two_checkpoints(tmp_path):
-    """Neither as a fit that goes on begins, nor after another checkpoint was evaluated."""
+def test_no_fit_goes_on_from_half_a_checkpoint(tmp_path):
+    """Saved as a fit begins that is to be restored, or after another checkpoint was evaluated."""
     run = trainer(tmp_path, max_steps=2, callbacks=[SavesEarly()])
     made = fitted(run)
     run.save_checkpoint(tmp_path / "a.ckpt")
@@ -250,12 +250,15 @@ def test_nothing_is_saved_of_two_checkpoints(tmp_path):
     with pytest.raises(MisconfigurationException, match="before the run has the steps"):
         fitted(run, tmp_path / "a.ckpt")
     run.validate(made, held_out(), ckpt_path=tmp_path / "a.ckpt")
-    with pytest.raises(MisconfigurationException, match="of a checkpoint that was evaluated"):
-        run.save_checkpoint(tmp_path / "b.ckpt")
-    run.fit_loop.epoch_loop.max_steps = 4
+    run.save_checkpoint(tmp_path / "b.ckpt")
     run.callbacks.clear()
+    run.fit_loop.epoch_loop.max_steps = 4
+    with pytest.raises(MisconfigurationException, match="this one serves to evaluate"):
+        fitted(run, tmp_path / "b.ckpt")
+    run.validate(made, held_out(), ckpt_path=tmp_path / "b.ckpt")
     run.fit(made, held_out())
     run.save_checkpoint(tmp_path / "b.ckpt")
+    fitted(run, tmp_path / "b.ckpt")
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):
