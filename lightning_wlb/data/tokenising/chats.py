@@ -219,7 +219,8 @@ class ChatEncoder:
                     " {% generation %} around it."
                 )
             if not after.startswith(before):
-                same = max(0, len(commonprefix([before, after])) - 10)
+                shared = commonprefix([before, after])  # noqa: RUF071 characters are meant
+                same = max(0, len(shared) - 10)
                 raise ValueError(
                     f"its generation prompt ends in {before[same:]!r:.60}, where message {number}"
                     f" goes on with {after[same:]!r:.60}, so that no model is ever asked for that."
