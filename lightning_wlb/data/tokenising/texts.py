@@ -245,10 +245,10 @@ def hugging_face_tokenizer(name: str) -> Any:
         if here:
             check_model(name)
         else:  # a name on the hub, whose files lie in a cache
-            for each in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
-                file = cached_file(name, each, local_files_only=local, **quiet)
-                if file is not None:
-                    check_model(Path(file).parent)
+            names = "config.json", "tokenizer_config.json", "special_tokens_map.json"
+            files = [cached_file(name, each, local_files_only=local, **quiet) for each in names]
+            for folder in {Path(file).parent for file in files if file is not None}:
+                check_model(folder)
         options = {"trust_remote_code": False, "local_files_only": local}
         try:
             config = transformers.AutoConfig.from_pretrained(name, **options)
