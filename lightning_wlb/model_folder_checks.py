@@ -17,10 +17,12 @@ from lightning_wlb.file_checks import check_regular, read_json
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model."""
-_COUNTS = re.compile(r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace")
+_COUNTS = re.compile(
+    r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace|.*_(iter|iteration|cycle)s"
+)
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
 """Upper bounds of fields that size a table, and that no weight's shape contradicts."""
-_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace")
+_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace|_iter|_cycle")
 _LEADS_ELSEWHERE = {
     "attribute_map": "by which fields would count as others than they are called",
     "backbone": "by which another config would be fetched",

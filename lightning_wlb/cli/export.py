@@ -21,7 +21,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_wlb.checkpoints import manifest
-from lightning_wlb.file_checks import check_regular, printable, read_json
+from lightning_wlb.file_checks import check_regular, printable, read_bytes, read_json
+from lightning_wlb.model_folder_checks import check_model
+
+TEMPLATE = "chat_template.jinja"
 
 if TYPE_CHECKING:
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
@@ -130,7 +133,15 @@ def export(
     source = _tokenizer_of(tokenizer, given)
     if source is not None:
         _refuse_overlap("model that training started from or tokenizer", source, folder)
-    copied = [source / name for name in files_beside(source)] if source is not None else []
+    copied: list[Path] = []
+    templates: list[Path] = []
+    if source is not None:
+        check_model(source)
+        copied = [source / name for name in files_beside(source)]
+        templates = sorted(source.glob("additional_chat_templates/*.jinja"))
+    if templates:  # one file has them all: an export has no folder in it
+        templates += [each for each in copied if each.name == TEMPLATE]
+        copied = [each for each in copied if each.name != TEMPLATE]
     if tokenizer is not None and not any("token" in each.name for each in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
     aside = atomic_folders.begin(folder, manifest.EXPORT)
@@ -139,9 +150,16 @@ def export(
         for each in copied:
             check_regular(each)
             shutil.copyfile(each, aside.folder / each.name)
-            if each.name == "tokenizer_config.json":
-                fields = read_json(each)
-                if fields.pop("auto_map", None) is not None:  # names code, which would travel on
+            if each.name == "tokenizer_config.json" and isinstance(fields := read_json(each), dict):
+                changed = fields.pop("auto_map", None) is not None  # code, which would travel on
+                if templates:
+                    names = [
+                        "default" if each.name == TEMPLATE else each.stem for each in templates
+                    ]
+                    texts = [read_bytes(each).decode() for each in templates]
+                    kept = zip(names, texts, strict=True)
+                    fields["chat_template"] = [{"name": n, "template": text} for n, text in kept]
+                if changed or templates:
                     (aside.folder / each.name).write_text(json.dumps(fields, indent=2) + "\n")
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)

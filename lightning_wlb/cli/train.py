@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
+import uuid
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -24,11 +26,13 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.cli.main import TRAINING
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.file_checks import check_links, read_bytes
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 
@@ -66,6 +70,45 @@ class WordsParser(LightningArgumentParser):
         return re.sub(r"``([^`]+)``", r"\1", text)
 
 
+class RunsConfig(SaveConfigCallback):
+    """Writes what a run was configured by into its log folder, and over nobody else's file.
+
+    Without a logger that is the working folder, where a ``config.yaml`` may be the user's own, or
+    a folder in which a stranger has put a link of that name. A requeued job finds its first run's.
+    """
+
+    mark = "# What a run was configured by; the next run in this folder writes over it.\n"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask for the folder, which all ranks have to; a remote one is Lightning's to write to."""
+        self._folder = trainer.log_dir or ""
+        self.save_to_log_dir = "://" in self._folder
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file, or warn of what is there."""
+        if self.save_to_log_dir:
+            return
+        path = Path(self._folder, self.config_filename)
+        given = self.config.get("config") or []
+        try:
+            check_links(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):
+                own = read_bytes(path, links=False).startswith(self.mark.encode())
+                if not own or path.resolve() in [Path(str(each)).resolve() for each in given]:
+                    raise ValueError(f"{path} is there, and is another file.")
+            new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+            with new.open("x") as file:  # never through a link
+                file.write(self.mark + self.parser.dump(self.config, skip_none=False))
+            new.replace(path)
+        except (OSError, ValueError) as error:
+            rank_zero_warn(
+                f"What this run is configured by is not written down: {error} Use a logger, or a"
+                " default_root_dir of its own."
+            )
+
+
 class WLBCLI(LightningCLI):
     """LightningCLI whose ``trainer.strategy: wlb`` takes its arguments from the section ``wlb``.
 
@@ -87,7 +130,7 @@ class WLBCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "seed_everything_default": 0,
             "subclass_mode_model": model_class is None,
-            # A requeued job finds the file of its first run, if no logger makes a new folder.
+            "save_config_callback": RunsConfig,
             "save_config_kwargs": {"overwrite": True},
         }
         super().__init__(

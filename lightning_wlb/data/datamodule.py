@@ -133,7 +133,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        names = "on_after_batch_transfer", "state_dict", "load_state_dict"
+        names = "setup", "on_after_batch_transfer", "state_dict", "load_state_dict"
         keep_hooks(WLBDataModule, cls, names)
 
     @property
@@ -282,7 +282,10 @@ class WLBDataModule(L.LightningDataModule):
             if state_dict.get("evaluated") and not self._consumed.evaluated:
                 refuse_evaluated()
             # A search for a learning rate has begun to read elsewhere, on fit's start.
-            self.trainer.fit_loop._combined_loader = None
+            loop: Any = self.trainer.fit_loop
+            loop._combined_loader = None
+            # Else the epoch that the run goes on in may be over before it begins, without an end.
+            loop.epoch_loop.val_loop._has_run = False
 
     def _state(self) -> dict[str, Any] | None:
         return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)

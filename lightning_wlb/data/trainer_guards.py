@@ -134,7 +134,8 @@ def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool, planned: boo
         planned: whether the strategy runs step plans, which looks at all but ``steps`` itself.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    failed = sys.exc_info()[1] if trainer.interrupted else None
+    ends = any(frame.f_code.co_name == "_interrupt" for frame, _ in walk_stack(sys._getframe()))
+    failed = sys.exc_info()[1] if ends else None  # and not in a handler of the user's
     if batches.started > batches.processed and steps > 0:
         reason = (
             f"A checkpoint was asked for inside a batch, when optimizers had taken {steps} of its"

@@ -96,9 +96,12 @@ class Checkpointer:
         self._candidates = resuming.candidates(trainer, asked, fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
-        start = call.arguments.get("ckpt_path") or trainer.ckpt_path
+        connector = trainer._checkpoint_connector  # whose path may be what it has read last
+        own = connector._ckpt_path if connector._user_managed else None
+        start = call.arguments.get("ckpt_path") or own
         self._start = None if start in (None, "last") else str(start)
         self._restored = self._start is None
+        self._read_to_evaluate = self._read_to_evaluate and not fitting
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
@@ -240,7 +243,6 @@ class Checkpointer:
         """From here on saves may be written in the background."""
         self._resumes = _count_as_unbroken(trainer)
         self._begun, self._thread, NOTICES.save_failed = True, threading.get_ident(), False
-        self._read_to_evaluate = False
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint):
                 each._fs = FilesAfterSaves(each._fs, self._jobs)

@@ -73,7 +73,7 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     saved_before_limit = slurm or asked == "hpc"
     requeued = checkpoints_in(Path(trainer.default_root_dir), REQUEUE) if saved_before_limit else []
     found = [*requeued, *(path for each in _folders(trainer) for path in checkpoints_in(each))]
-    if asked is None and fitting and slurm and trainer.ckpt_path is None:
+    if asked is None and fitting and slurm and not trainer._checkpoint_connector._user_managed:
         # A job begins anew, unless it has begun before.
         if not requeued and not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
             return []

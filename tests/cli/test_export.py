@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
@@ -21,6 +21,7 @@ from lightning_wlb.models.huggingface import load_and_export
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
+from tests.data.tokenising.support import PLAIN, saved_chat_tokenizer
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
 from tests.models.huggingface.support import ByDocument, KeepDouble
@@ -209,6 +210,19 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     (out / "notes.md").write_text("mine")
     assert main(["export", checkpoint, str(out), "--force"]) == 2
     assert "is not a lightning_wlb export: it holds notes.md" in capsys.readouterr().err
+
+
+def test_a_tokenizers_further_templates_are_exported(tmp_path):
+    """Those that transformers keeps in a folder: chats with tools would be written otherwise."""
+    write(tmp_path / "llama", tiny("llama"))
+    checkpoint = one_process(tmp_path / "llama")
+    name = saved_chat_tokenizer(tmp_path / "chats", {"default": PLAIN, "tool_use": "T" + PLAIN})
+    assert (tmp_path / "chats/additional_chat_templates/tool_use.jinja").exists()
+    export(checkpoint, tmp_path / "out", tokenizer=Path(name))
+    before, after = (AutoTokenizer.from_pretrained(each) for each in (name, tmp_path / "out"))
+    assert after.chat_template == before.chat_template
+    assert set(after.chat_template) == {"default", "tool_use"}
+    manifest.check(tmp_path / "out")
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 
 from lightning_wlb.cli.main import main, parser
 from lightning_wlb.cli.request import requests_of
-from lightning_wlb.cli.train import BESIDE_THE_POINT, WLBCLI, quieten
+from lightning_wlb.cli.train import BESIDE_THE_POINT, WLBCLI, RunsConfig, quieten
 from lightning_wlb.cost.profile import Profile
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.language_module import LanguageModule
@@ -147,6 +147,32 @@ def test_the_command_trains(tmp_path, monkeypatch):
     assert run_ranks(train, 1, process_group=False) == [0]
     (metrics,) = tmp_path.rglob("metrics.csv")
     assert len(metrics.read_text().splitlines()) == 3
+
+
+def test_a_run_writes_over_no_config_of_the_users(tmp_path, monkeypatch):
+    """Without a logger the working folder is the log folder, where anybody may have put a link."""
+    monkeypatch.chdir(tmp_path)
+    own, other = tmp_path / "config.yaml", tmp_path / "thesis.txt"
+    sizes = ["--data.validation_documents=1", "--trainer.limit_val_batches=1"]
+    given = [*DATA, *QUIET, *sizes, "--trainer.accelerator=cpu", "--data.num_workers=0"]
+    given.append("--model=lightning_wlb.LanguageModule")
+
+    def run(*options: str) -> str:
+        assert main(["validate", *given, *options]) == 0
+        return own.read_text()
+
+    assert run().startswith(RunsConfig.mark)
+    assert "limit_val_batches: 1" in run("--trainer.enable_model_summary=false")
+    assert "enable_model_summary: false" in own.read_text(), "what it wrote itself"
+    for text in ("trainer:\n  max_steps: 3\n", own.read_text()):
+        own.write_text(text)
+        with pytest.warns(match="config.yaml is there, and is another file"):
+            assert run("--config", "config.yaml") == text
+    own.unlink()
+    other.write_text("mine")
+    own.symlink_to(other)
+    with pytest.warns(match="What this run is configured by is not written down"):
+        assert run() == "mine"
 
 
 def test_the_configuration_and_no_checkpoint_says_what_the_model_is(tmp_path, monkeypatch):

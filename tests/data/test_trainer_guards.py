@@ -163,9 +163,9 @@ def test_half_of_an_update_is_not_saved(tmp_path, times, monkeypatch):
         assert torch.equal(one, other)
 
 
-def held_out():
+def held_out(kind=WLBDataModule):
     given = {"context_window": 32, "micro_batches": 1, "num_workers": 0}
-    return WLBDataModule(documents(), validation_documents=2, **given)
+    return kind(documents(), validation_documents=2, **given)
 
 
 def fitted(run, path=None):
@@ -241,6 +241,11 @@ class SavesEarly(L.Callback):
         run.save_checkpoint(run.default_root_dir + "/early.ckpt")
 
 
+class OwnSetup(WLBDataModule):
+    def setup(self, stage):
+        """As Lightning's, which does nothing."""
+
+
 def test_no_fit_goes_on_from_half_a_checkpoint(tmp_path):
     """Saved as a fit begins that is to be restored, or after another checkpoint was evaluated."""
     run = trainer(tmp_path, max_steps=2, callbacks=[SavesEarly()])
@@ -256,9 +261,11 @@ def test_no_fit_goes_on_from_half_a_checkpoint(tmp_path):
     with pytest.raises(MisconfigurationException, match="this one serves to evaluate"):
         fitted(run, tmp_path / "b.ckpt")
     run.validate(made, held_out(), ckpt_path=tmp_path / "b.ckpt")
-    run.fit(made, held_out())
+    data = held_out(OwnSetup)
+    run.validate(made, data)
+    run.fit(made, data)
     run.save_checkpoint(tmp_path / "b.ckpt")
-    fitted(run, tmp_path / "b.ckpt")
+    run.fit(made, held_out(OwnSetup), ckpt_path=tmp_path / "b.ckpt")
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
+from lightning.pytorch.tuner import Tuner
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -242,3 +243,41 @@ def test_nothing_is_saved_before_a_run_that_goes_on_is_restored(tmp_path):
     for each in said:
         assert f"before the run has the state of {tmp_path}/on_exception.ckpt again" in each
     assert left == ["on_exception.ckpt"]
+
+
+class FailsOnce(L.Callback):
+    """Raises in one step, the first time that it comes."""
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == self.step:
+            self.step = None
+            raise Broken
+
+
+def one_trainer(rank: int, home: Path, strategy: str) -> tuple[int, list[str]]:
+    """Fits of one Trainer again and again: the steps taken, and what was saved."""
+    keeper = ModelCheckpoint(home, "{step}", save_top_k=-1, save_on_exception=True)
+    options = {"default_root_dir": home, "enable_checkpointing": True}
+    options |= {"callbacks": [keeper, FailsOnce(9)], "max_epochs": 3, "max_steps": -1}
+    runner = trainer(strategy, 1, **options)
+    learner, documents = module(SMALL), data(SMALL, validation_documents=2)
+    Tuner(runner).lr_find(learner, datamodule=documents, num_training=5, update_attr=False)
+    with pytest.raises(Broken):
+        runner.fit(learner, documents)
+    runner.fit(learner, documents, ckpt_path=home / "step=9.ckpt")
+    steps = runner.global_step
+    runner.validate(learner, documents, ckpt_path=home / "step=10.ckpt", verbose=False)
+    runner.fit_loop.max_epochs = 4
+    runner.fit(learner, documents)
+    return steps, sorted(each.name for each in home.glob("step*.ckpt"))
+
+
+@pytest.mark.parametrize("strategy", ["wlb", "auto"])
+def test_one_trainer_searches_fails_goes_on_evaluates_and_goes_on(tmp_path, strategy):
+    """It failed in an epoch's last step; Lightning would take that epoch for over, and the next."""
+    ((steps, saved),) = run_ranks(one_trainer, 1, tmp_path, strategy, process_group=False)
+    assert steps == 15
+    assert saved == [f"step={each}.ckpt" for each in (10, 15, 20, 5, 9)]

@@ -290,6 +290,12 @@ def test_no_config_fetches_another(tmp_path, monkeypatch) -> None:
     assert read_config({"model_type": "llama", "backbone": None}).model_type == "llama"
 
 
+@pytest.mark.parametrize("name", ["hc_sinkhorn_iters", "H_cycles", "of_iterations"])
+def test_so_are_repetitions_of_a_part(name) -> None:
+    with pytest.raises(ValueError, match=f"has {name}=1,000,000,000: building more than 2,000"):
+        read_config({"model_type": "llama", name: 10**9})
+
+
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**7}, {"vocab_size": 10**15}])
 def test_sizes_without_bounds_are_refused(fields) -> None:
     with pytest.raises(ValueError, match=r"num_hidden_layers=10,000,000: building|cannot be built"):
