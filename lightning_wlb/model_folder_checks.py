@@ -70,7 +70,7 @@ def _counts(name: str, value: Any) -> Iterator[int]:
 
 
 def check_model(path: str | Path) -> None:
-    """Refuse a model's or tokenizer's folder, or its file, as :func:`check_regular` does.
+    """Refuse a model's or tokenizer's folder, or its file, as :func:`.check_regular` does.
 
     A folder's config is held to :func:`check_counts`. Neither it nor a tokenizer's settings name
     files elsewhere, which transformers would open in place of the folder's.
