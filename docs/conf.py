@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(os|pickle|re|socket|threading|tokenizers|types)\..*"),
     (
         r"py:.*",
-        r"(L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",
+        r"(jsonargparse|L|lightning|matplotlib|nn|np|numpy|pa|pyarrow|rich|torch|torchdata|transformers)\..*",
     ),
     (r"py:exc", r"MisconfigurationException|SIGTERMException"),
     (r"py:class", r"RecurrentStates"),
