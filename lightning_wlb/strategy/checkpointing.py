@@ -67,7 +67,8 @@ class Checkpointer:
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
         self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
-        self._begun = self._resumes = self._fits = self._restored = False
+        self._begun = self._resumes = False
+        self._fits = self._restored = True
         self._thread: int | None = None  # that trains now
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
