@@ -133,7 +133,7 @@ class WLBDataModule(L.LightningDataModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        names = "setup", "on_after_batch_transfer", "state_dict", "load_state_dict"
+        names = "on_after_batch_transfer", "state_dict", "load_state_dict"
         keep_hooks(WLBDataModule, cls, names)
 
     @property
@@ -166,10 +166,8 @@ class WLBDataModule(L.LightningDataModule):
         """Open the documents; raise MisconfigurationException if the Trainer repeats batches."""
         self._stores()
         self._consumed.begun = False
-        if stage == TrainerFn.FITTING:
-            self._consumed.evaluated = False
-            if self.trainer is not None:
-                refuse_repeats(self.trainer)
+        if stage == TrainerFn.FITTING and self.trainer is not None:
+            refuse_repeats(self.trainer)
 
     def train_dataloader(self) -> StepLoader:
         """The steps of one epoch, or of the rest of the epoch that the run stands in."""
@@ -369,7 +367,7 @@ class ConsumedState:
         self._pending: dict[str, Any] | None = None
         self.since = 0  #: optimizer steps that had been taken when the last batch was begun
         self.begun = False  #: whether the fit has begun a batch, other than of a search
-        self.evaluated = False  #: whether an evaluation has read a checkpoint since the last fit
+        self.evaluated = False  #: whether an evaluation has read a checkpoint since the last batch
 
     def begin(self, batch: StepBatch, global_step: int) -> None:
         """A batch is about to be trained on, when ``global_step`` steps have been taken.
@@ -387,7 +385,8 @@ class ConsumedState:
                 f"Step {due} of the documents is due, but the loader gives step {found}: documents"
                 f" would be repeated or lost. {mend}"
             )
-        self._pending, self.since, self.begun = batch.state, global_step, True
+        self._pending, self.since = batch.state, global_step
+        self.begun, self.evaluated = True, False
 
     def current(self, global_step: int) -> dict[str, Any] | None:
         """The state once ``global_step`` steps have been taken; None: the run's beginning."""
