@@ -19,4 +19,5 @@ if __name__ == "__main__":
         wlb.WLBDataModule,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},  # of a job that Slurm starts again
+        auto_configure_optimizers=False,  # the module makes its own, by its arguments
     )

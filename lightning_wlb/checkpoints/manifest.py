@@ -104,10 +104,13 @@ class Manifest:
     time: float = field(default_factory=lambda: float(time.time()))  # of the save, since 1970
 
     def __post_init__(self) -> None:
-        order = (self.step, int), (self.time, float), (self.by.number, int), (self.save, str)
-        texts = ((each, str) for each in (self.by.run, *self.by.known))
-        if not all(type(each) is kind for each, kind in (*order, *texts)):
-            raise TypeError("a step, a time or who saved it is of another type")
+        files = self.files.values()
+        numbers = self.step, self.ranks, self.by.number, *(each.size for each in files)
+        texts = self.save, self.by.run, *self.by.known, *(each.crc32 for each in files)
+        if not all(type(each) is int for each in numbers) or type(self.time) is not float:
+            raise TypeError("a step, a size or a time is no number")
+        if not all(type(each) is str for each in texts):
+            raise TypeError("a checksum or who saved it is no text")
         if not math.isfinite(self.time):
             raise ValueError("its time is no number")
 

@@ -253,7 +253,8 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
                 or any(each.external_attr & 0x10 or each.is_dir() for each in records)
                 or not all(map(_is_in_one_place, records))
-                or sum(max(each.file_size, each.compress_size) for each in records) > size
+                or any(each.file_size != each.compress_size for each in records)
+                or sum(each.file_size for each in records) > size
                 or len({each.filename.lower() for each in records}) < len(records)
             ):
                 raise ValueError("its archive is not as torch writes it")

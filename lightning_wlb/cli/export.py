@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         help="tokenizer.json, or its folder, to copy beside the weights with the files that belong"
-        " to it (default: the one that training started from)",
+        " to it, or a file of another name, to copy alone (default: the one that training started"
+        " from)",
     )
     parser.add_argument(
         "--dtype",
@@ -68,9 +69,12 @@ def run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             report=lambda done, of: progress.update(task, completed=done, total=of),
         )
-    names = [each.name for each in copied]
-    beside = f"Copied beside them: {', '.join(names)}{f' of {copied[0].parent}' if copied else ''}"
-    if not any("token" in name for name in names):
+    folders: dict[Path, list[str]] = {}
+    for each in copied:
+        folders.setdefault(each.parent, []).append(each.name)
+    parts = [f"{', '.join(names)} of {folder}" for folder, names in folders.items()]
+    beside = f"Copied beside them: {'; '.join(parts)}"
+    if arguments.tokenizer is None and not any("token" in each.name for each in copied):
         beside = "There is no tokenizer beside them: --tokenizer FOLDER copies one."
     console.print(
         printable(f"{tensors} tensors of {path} in {arguments.folder}\n{beside}"),
@@ -94,7 +98,8 @@ def export(
         checkpoint: a folder that :class:`.WLBStrategy` wrote, or one with such folders in it, of
             which the newest undamaged one is taken; or another strategy's file.
         folder: to be written; it appears when it is whole.
-        tokenizer: a folder whose tokenizer is copied; the one of ``pretrained`` if None and there.
+        tokenizer: a folder whose tokenizer is copied, or a file that is copied as
+            ``tokenizer.json``; the tokenizer of ``pretrained`` if None and there.
         dtype: ``"bfloat16"`` or ``"float32"``; the model config's if None.
         force: replace an export that is there.
         report: called with the parts that are done, and all.
@@ -128,39 +133,24 @@ def export(
             " which no family of transformers does, so that it has no folder to be exported to."
             " Use it by LanguageModule.load_from_checkpoint (docs/guide/resuming.md)."
         )
-    from lightning_wlb.models.huggingface.load_and_export import files_beside
-
-    source = _tokenizer_of(tokenizer, given)
-    if source is not None:
-        _refuse_overlap("model that training started from or tokenizer", source, folder)
-    copied: list[Path] = []
-    templates: list[Path] = []
-    if source is not None:
-        check_model(source)
-        copied = [source / name for name in files_beside(source)]
-        templates = sorted(source.glob("additional_chat_templates/*.jinja"))
-    if templates:  # one file has them all: an export has no folder in it
-        templates += [each for each in copied if each.name == TEMPLATE]
-        copied = [each for each in copied if each.name != TEMPLATE]
-    if tokenizer is not None and not any("token" in each.name for each in copied):
-        raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
+    copied, templates = _beside(tokenizer, given.get("pretrained"))
+    for each in (*copied.values(), *templates.values()):
+        _refuse_overlap("model that training started from or tokenizer", each.parent, folder)
     aside = atomic_folders.begin(folder, manifest.EXPORT)
     try:
         tensors = _write(stored, given, aside.folder, dtype, report)
-        for each in copied:
+        for name, each in copied.items():
             check_regular(each)
-            shutil.copyfile(each, aside.folder / each.name)
-            if each.name == "tokenizer_config.json" and isinstance(fields := read_json(each), dict):
-                changed = fields.pop("auto_map", None) is not None  # code, which would travel on
-                if templates:
-                    names = [
-                        "default" if each.name == TEMPLATE else each.stem for each in templates
-                    ]
-                    texts = [read_bytes(each).decode() for each in templates]
-                    kept = zip(names, texts, strict=True)
-                    fields["chat_template"] = [{"name": n, "template": text} for n, text in kept]
-                if changed or templates:
-                    (aside.folder / each.name).write_text(json.dumps(fields, indent=2) + "\n")
+            shutil.copyfile(each, aside.folder / name)
+        settings = aside.folder / "tokenizer_config.json"
+        fields = read_json(settings) if settings.exists() else {}
+        if isinstance(fields, dict) and (templates or "auto_map" in fields):
+            fields.pop("auto_map", None)  # names code, which would travel on
+            if templates:  # one file has them all: an export has no folder in it
+                texts = {name: read_bytes(each).decode() for name, each in templates.items()}
+                named = [{"name": name, "template": text} for name, text in texts.items()]
+                fields["chat_template"] = named
+            settings.write_text(json.dumps(fields, indent=2) + "\n")
         for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}
@@ -170,7 +160,7 @@ def export(
     except BaseException:
         atomic_folders.discard(aside)
         raise
-    return path, tensors, copied
+    return path, tensors, [*copied.values(), *templates.values()]
 
 
 def _write(
@@ -202,14 +192,37 @@ def _write(
     return write_model(read, config, folder, dtype=wanted, report=report)
 
 
-def _tokenizer_of(tokenizer: str | Path | None, given: dict[str, Any]) -> Path | None:
-    """The folder to copy a tokenizer from; None where there is none on this machine."""
-    if tokenizer is not None:
-        if not Path(tokenizer).exists():
-            raise ValueError(f"--tokenizer {tokenizer}: there is no such folder or file.")
-        return Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    source = given.get("pretrained")
-    return Path(source) if source and Path(source).is_dir() else None
+def _beside(
+    tokenizer: str | Path | None, pretrained: str | None
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The files to copy, by their names in the export; chat templates by theirs, if many."""
+    from lightning_wlb.models.huggingface.load_and_export import GENERATION, files_beside
+
+    base = Path(pretrained) if pretrained and Path(pretrained).is_dir() else None
+    source = base if tokenizer is None else Path(tokenizer)
+    copied: dict[str, Path] = {}
+    if base is not None and (base / GENERATION).is_file():
+        copied[GENERATION] = base / GENERATION
+    if source is None:
+        return copied, {}
+    if not source.exists():
+        raise ValueError(f"--tokenizer {tokenizer}: there is no such folder or file.")
+    if source.is_file() and source.name not in files_beside(source.parent):
+        try:
+            read_json(source)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer {tokenizer} is no tokenizer.json: {error}.") from error
+        return copied | {"tokenizer.json": source}, {}
+    folder = source if source.is_dir() else source.parent
+    check_model(folder)
+    copied |= {name: folder / name for name in files_beside(folder)}
+    if tokenizer is not None and not any("token" in name for name in copied):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
+    others = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    templates = {each.stem: each for each in others}
+    if templates and TEMPLATE in copied:
+        templates.setdefault("default", copied.pop(TEMPLATE))
+    return copied, templates
 
 
 def _refuse_overlap(what: str, source: Path, folder: Path) -> None:

@@ -98,10 +98,14 @@ class RunsConfig(SaveConfigCallback):
                 own = read_bytes(path, links=False).startswith(self.mark.encode())
                 if not own or path.resolve() in [Path(str(each)).resolve() for each in given]:
                     raise ValueError(f"{path} is there, and is another file.")
+            text = self.mark + self.parser.dump(self.config, skip_none=False)
             new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-            with new.open("x") as file:  # never through a link
-                file.write(self.mark + self.parser.dump(self.config, skip_none=False))
-            new.replace(path)
+            try:
+                with new.open("x") as file:  # never through a link
+                    file.write(text)
+                new.replace(path)
+            finally:
+                new.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             rank_zero_warn(
                 f"What this run is configured by is not written down: {error} Use a logger, or a"
@@ -130,6 +134,8 @@ class WLBCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "seed_everything_default": 0,
             "subclass_mode_model": model_class is None,
+            # Its options would be accepted, and nothing be made of them.
+            "auto_configure_optimizers": False,
             "save_config_callback": RunsConfig,
             "save_config_kwargs": {"overwrite": True},
         }

@@ -100,7 +100,12 @@ def test_the_format_without_who_saved_it_is_read(folder):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"time": "late"}, {"step": 1.5}, {"by": []}, {"by": {"number": "1"}}, {"by": {"known": [1]}}],
+    [
+        *({"time": "late"}, {"step": 1.5}, {"ranks": None}),
+        *({"by": []}, {"by": {"number": "1"}}, {"by": {"known": [1]}}),
+        *({"files": {"one": {"size": each, "crc32": "0"}}} for each in (None, "1", [])),
+        {"files": {"one": {"size": 1, "crc32": 0}}},
+    ],
     ids=str,
 )
 def test_other_types_are_damage(changes, folder):

@@ -166,7 +166,7 @@ def test_an_archive_is_what_it_seems_to_every_reader(spoiled: str) -> None:
         load_plain(stream)
 
 
-@pytest.mark.parametrize("spoiled", [None, "attribute", "name", "two places"])
+@pytest.mark.parametrize("spoiled", [None, "attribute", "name", "two places", "two lengths"])
 def test_a_record_is_no_folder_and_in_one_place(spoiled: str | None) -> None:
     """torch leaves its memory as it is where a folder was to be read, and takes the first place."""
     stream = written({"a": torch.ones(1000)})
@@ -180,6 +180,8 @@ def test_a_record_is_no_folder_and_in_one_place(spoiled: str | None) -> None:
             zipped.writestr("archive/data/1/", b"a")
         elif spoiled == "two places":
             record.extra = 2 * struct.pack("<HHQ", 1, 8, 0)
+        elif spoiled == "two lengths":
+            record.compress_size -= 1
     if spoiled is None:
         assert load_plain(stream)["a"].equal(torch.ones(1000))
         return

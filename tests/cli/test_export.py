@@ -197,6 +197,15 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert not (out / "tokenizer.json").exists()
     assert not (tmp_path / ".partial").exists()
     manifest.check(out)
+    # A file is copied itself, and the model's own generation config stays.
+    (tokenizer / "mine.json").write_text('{"model": 1}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
+    copied = export(checkpoint, tmp_path / "mine", tokenizer=tokenizer / "mine.json")[2]
+    assert copied == [folder / "generation_config.json", tokenizer / "mine.json"]
+    for each, name in zip(copied, ("generation_config.json", "tokenizer.json"), strict=True):
+        assert (tmp_path / "mine" / name).read_text() == each.read_text()
+    with pytest.raises(ValueError, match=r"notes\.md is no tokenizer\.json"):
+        export(checkpoint, tmp_path / "mine", tokenizer=tokenizer / "notes.md", force=True)
     # Names of code in a stranger's folder do not travel on.
     names = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"auto_map": names, "eos": "é"}))
@@ -217,12 +226,19 @@ def test_a_tokenizers_further_templates_are_exported(tmp_path):
     write(tmp_path / "llama", tiny("llama"))
     checkpoint = one_process(tmp_path / "llama")
     name = saved_chat_tokenizer(tmp_path / "chats", {"default": PLAIN, "tool_use": "T" + PLAIN})
-    assert (tmp_path / "chats/additional_chat_templates/tool_use.jinja").exists()
-    export(checkpoint, tmp_path / "out", tokenizer=Path(name))
-    before, after = (AutoTokenizer.from_pretrained(each) for each in (name, tmp_path / "out"))
-    assert after.chat_template == before.chat_template
-    assert set(after.chat_template) == {"default", "tool_use"}
-    manifest.check(tmp_path / "out")
+    others = Path(name, "additional_chat_templates")
+    assert (others / "tool_use.jinja").exists()
+    for at in range(3):
+        copied = export(checkpoint, tmp_path / f"{at}", tokenizer=Path(name))[2]
+        default = "default.jinja" if at else "chat_template.jinja"
+        assert {each.name for each in copied[-2:]} == {default, "tool_use.jinja"}
+        before, after = (AutoTokenizer.from_pretrained(each) for each in (name, tmp_path / f"{at}"))
+        assert after.chat_template == before.chat_template
+        assert set(after.chat_template) == {"default", "tool_use"}
+        manifest.check(tmp_path / f"{at}")
+        # Of two by a name one counts; and a tokenizer's settings may be missing.
+        (others / "default.jinja").write_text("D" + PLAIN)
+        Path(name, "tokenizer_config.json").unlink(missing_ok=True)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

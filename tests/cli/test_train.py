@@ -8,6 +8,7 @@ import shlex
 import sys
 from functools import wraps
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,13 @@ def test_sizes_without_the_strategy_are_refused():
         cli("--trainer.strategy=auto", "--wlb.context_parallel_size=2")
 
 
+@pytest.mark.parametrize("option", ["--optimizer=SGD", "--lr_scheduler=ExponentialLR"])
+def test_an_option_of_which_nothing_is_made_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        cli(option)
+    assert option in capsys.readouterr().err
+
+
 def train(rank: int) -> int:
     """The exit code of a run of two steps."""
     return main(
@@ -173,6 +181,11 @@ def test_a_run_writes_over_no_config_of_the_users(tmp_path, monkeypatch):
     own.symlink_to(other)
     with pytest.warns(match="What this run is configured by is not written down"):
         assert run() == "mine"
+    own.unlink()
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=PermissionError("sticky")))
+    with pytest.warns(match="not written down: sticky"), pytest.raises(FileNotFoundError):
+        run()
+    assert not list(tmp_path.glob(".config*"))
 
 
 def test_the_configuration_and_no_checkpoint_says_what_the_model_is(tmp_path, monkeypatch):

@@ -268,17 +268,18 @@ class ParquetDocuments(ArrowDocuments):
         """The copy of the file's columns, which is written where there is none."""
         try:
             file_checks.check_regular(path)
-            made_of = _fingerprint(path)  # before it is opened: another may take its place then
-            with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
+            real = path.resolve()  # once: a link of a stranger's may lead elsewhere in between
+            made_of = _fingerprint(real)  # before it is opened: another may take its place then
+            with pq.ParquetFile(real, page_checksum_verification=True) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
                 # No names in it: they may be long, or have signs that no file's name has.
-                named = fingerprint([], path.parent, path.resolve(), columns.names, _CACHE_VERSION)
+                named = fingerprint([], real.parent, real, columns.names, _CACHE_VERSION)
                 prefix = f"parquet-{named}-"
                 key = prefix + made_of
 
                 def build(folder: Path) -> None:
                     _write(folder, parquet, columns, path)
-                    if _fingerprint(path) != made_of:
+                    if _fingerprint(real) != made_of:
                         raise ValueError(
                             f"{path} has changed while it was read. Begin again, once nothing"
                             " writes to it."

@@ -149,7 +149,8 @@ def tokenised_once(request: TokeniseRequest) -> Path:
         TimeoutError: another process tokenises the same and does not get on.
     """
     identity = request.identity()
-    source = Path(request.source).resolve()
+    # A link is a source of its own, since it may lead elsewhere while it is read.
+    source = Path(request.source).absolute()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
     folder = own_folder(cache_folder() / "documents") / f"{source.stem[:50]}-{key[:16]}"
     if folders.finished(folder, identity) is None:

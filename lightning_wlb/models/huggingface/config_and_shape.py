@@ -84,7 +84,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
             )
         except Exception as error:  # a file that is made up leads to many
             why = reason(error)
-            if local and not Path(config).exists():
+            if local and not Path(config).exists() and isinstance(error, OSError):
                 why = f"{closed}, and the hub's cache on this machine does not have it."
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"

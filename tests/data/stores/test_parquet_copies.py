@@ -80,6 +80,32 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch) 
     assert documents(path).read(0, 0, 2).tolist() == [7, 8]
 
 
+def test_a_link_that_leads_elsewhere_for_a_moment_gives_no_other_words(
+    tmp_path, monkeypatch
+) -> None:
+    """Else a stranger's link would put them into what is kept of the file that it leads to."""
+    paths = [
+        write_parquet(tmp_path / name, [[at]]) for at, name in enumerate(["a.parquet", "b.parquet"])
+    ]
+    link = tmp_path / "link.parquet"
+    link.symlink_to(paths[0])
+    opened = parquet.pq.ParquetFile
+
+    def lead_to(path: Path) -> None:
+        link.unlink()
+        link.symlink_to(path)
+
+    def swapped(*given: Any, **options: Any) -> Any:
+        lead_to(paths[1])
+        made = opened(*given, **options)
+        lead_to(paths[0])
+        return made
+
+    monkeypatch.setattr(parquet.pq, "ParquetFile", swapped)
+    for path in (link, paths[0]):
+        assert documents(path).read(0, 0, 1).tolist() == [0]
+
+
 def test_a_file_system_that_takes_no_copy_is_not_told_as_damage(tmp_path, monkeypatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", [[1, 2], [3]])
 

@@ -60,6 +60,9 @@ def test_texts_are_tokenised_once_until_something_changes(tmp_path, cache, monke
     assert columns(others[4]) == {
         "input_ids": [[*tokenizer(starts=True).encode("the fox is thick").ids, 1]]
     }
+    # A stranger's link, which may have led elsewhere meanwhile, has made nothing of the file's.
+    (tmp_path / "link.jsonl").symlink_to(source)
+    assert tokenised_once(TokeniseRequest(tmp_path / "link.jsonl", path)) not in others
 
 
 @pytest.mark.parametrize("damage", ["changed", "longer", "gone", "more"])
