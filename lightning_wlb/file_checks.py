@@ -26,6 +26,10 @@ from typing import Any, NoReturn
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
 _COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow)$)")
+SHARD = re.compile(r"(.*[-_.])\d+([-_]of[-_])(\d+)(\.jsonl|\.jsonl\.gz|\.parquet|\.arrow)$")
+SHARDS = r"\1*\2\3\4"
+"""With it a match of :data:`SHARD`, as ``data-00000-of-00004.arrow``, expands to a pattern."""
+_KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
 _SPLIT = re.compile(
     r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
     r"(?![a-z])"
@@ -117,23 +121,25 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_once(path: str | Path, seen: dict[str, str]) -> None:
-    """Refuse a file or folder that a link leads to again: its documents would come twice.
+    """Refuse a file or folder that is there again, as by a link: documents would come twice.
 
     ``seen`` has those that were checked before, by their paths without links.
     """
-    other = seen.setdefault(os.path.realpath(path), str(path))
-    if other != str(path):
+    real = os.path.realpath(path)
+    if real in seen:
         raise ValueError(
-            f"{path} and {other} are the same by a link, so that documents would come twice. Remove"
-            " one of them from the source."
+            f"{path} and {seen[real]} are the same by a link, or named twice, so that documents"
+            " would come twice. Remove one of them from the source."
         )
+    seen[real] = str(path)
 
 
 def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
     """Raise ValueError for documents that come twice: by copies, packed and unpacked, or by a link.
 
-    Copies are known by their names beside the original's: ``a (1).parquet``, ``a copy.jsonl``, and
-    ``a.jsonl.gz`` beside ``a.jsonl``. Without ``links`` these have been looked at.
+    Copies are known by names: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the
+    original, shards of two totals, what ``datasets`` keeps of ``map``. Without ``links`` these have
+    been looked at.
     """
     seen: dict[str, str] = {}
     for path in files if links else ():
@@ -147,6 +153,17 @@ def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
                     f"{path} and its copy beside it, {original}, would both be read, and documents"
                     " come twice. Remove or rename one of them."
                 )
+    written: dict[tuple[Path, str], tuple[str, Path]] = {}
+    for path in files:
+        shard, pattern = SHARD.match(path.name), path.with_name(SHARD.sub(SHARDS, path.name))
+        marks = {"": pattern.name if _KEPT.match(path.name) else ""}
+        for series, mark in (marks | ({shard[1]: shard[3]} if shard else {})).items():
+            first, other = written.setdefault((path.parent, series), (mark, pattern))
+            if first != mark:
+                raise ValueError(
+                    f"{other} and {pattern} are two writings, whose documents would come twice."
+                    " Give one of them, or move the other elsewhere."
+                )
 
 
 def check_one_split(files: Sequence[Path], folder: Path) -> None:
@@ -157,6 +174,28 @@ def check_one_split(files: Sequence[Path], folder: Path) -> None:
         raise ValueError(
             f"{folder} has files of several splits, such as {train[True]} and {train[False]}. Give"
             " those of one, by a folder of their own or a pattern."
+        )
+
+
+def check_none_left_out(folder: Path, *suffixes: str) -> None:
+    """Raise ValueError for files in folders below, or ``.PARQUET``: only a folder's own are taken.
+
+    Names that begin with ``.`` or ``_`` are passed over, as by Spark and pyarrow.
+    """
+    others, seen = list[Path](), dict[str, str]()
+    for at, below, names in os.walk(folder, followlinks=True):
+        known = seen.setdefault(os.path.realpath(at), at) != at  # by a link, which may lead round
+        below[:] = [name for name in below if name[0] not in "._" and not known]
+        found = [Path(at, name) for name in names if name[0] not in "._" and not known]
+        others += [each for each in found if each.suffix.lower() in suffixes]
+    others = [path for path in others if path.parent != folder or path.suffix not in suffixes]
+    if others:
+        check_one_split(others, folder)
+        files = f"*{min(others).suffix.lower()}"
+        raise ValueError(
+            f"{min(others)} would be left out: of a folder only its own {files} are taken. Give"
+            f" another folder, or a pattern: {folder / '**' / files} for all, {folder / files} for"
+            " its own. Rename what ends in other letters."
         )
 
 

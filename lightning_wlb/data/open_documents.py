@@ -25,7 +25,7 @@ from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
-from lightning_wlb.file_checks import check_no_copies, refuse_closed
+from lightning_wlb.file_checks import check_no_copies, check_none_left_out, refuse_closed
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
@@ -62,9 +62,8 @@ def _files(source: Any, *suffixes: str) -> bool:
 
 def _is_arrow(source: Any) -> bool:
     marks = (PARTIAL, "state.json", "dataset_dict.json")
-    if isinstance(source, Path) and any((source / mark).exists() for mark in marks):
-        return True
-    return _files(source, ".arrow")
+    marked = isinstance(source, Path) and any((source / mark).exists() for mark in marks)
+    return marked or _files(source, ".arrow")
 
 
 def _is_texts(source: Any) -> bool:
@@ -172,7 +171,7 @@ def _path_of(source: Any) -> Path | None:
 
 
 KINDS: list[Kind] = [
-    Kind("the name 'stdlib'", lambda source: source == "stdlib", _stdlib),
+    Kind("the name 'stdlib'", lambda s: isinstance(s, str) and s == "stdlib", _stdlib),
     Kind(
         "a Hugging Face datasets folder (save_to_disk, lightning-wlb tokenize) or .arrow files",
         _is_arrow,
@@ -197,7 +196,7 @@ KINDS: list[Kind] = [
         _mixture,
         key="mixture",
     ),
-    Kind("sequences of token numbers", _is_sequences, InMemoryDocuments),
+    Kind("a list of sequences of token numbers", _is_sequences, InMemoryDocuments),
 ]
 """What documents can be given as; a source that fits two entries is refused."""
 
@@ -228,8 +227,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
         return source
     kind, source, options = _resolved("documents", source, options)
     known = list(signature(kind.open).parameters)[1:]
-    unknown = [option for option in options if option not in known]
-    if unknown:
+    if unknown := [option for option in options if option not in known]:
         raise ValueError(
             f"documents{_shown(source)} is taken for {kind.description}, which has no option"
             f" {unknown[0]!r}. It takes {', '.join(known) or 'none'}."
@@ -268,8 +266,7 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
         )
     (key,) = named
     source = given.pop(key)
-    both = sorted(given.keys() & options.keys())
-    if both:
+    if both := sorted(given.keys() & options.keys()):
         raise ValueError(f"{name}: {', '.join(both)} given twice. Give each option once.")
     if key == PATH:
         source = _with_paths(name, source)
@@ -283,7 +280,7 @@ def _with_paths(name: str, source: Any) -> Any:
     """The source with strings turned into paths, and a glob pattern into the list of its files."""
     if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
         _check_open(source)
-        found = sorted(map(Path, glob.glob(source, recursive=True)))
+        found = sorted(set(map(Path, glob.glob(source, recursive=True))))
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         check_no_copies(found)
@@ -320,12 +317,13 @@ def _kind_of(name: str, source: Any) -> Kind:
             " such as 'folder/*.arrow'."
         )
     paths = source if isinstance(source, list) else [source]
-    missing = [path for path in paths if isinstance(path, Path) and not path.exists()]
-    if missing:
+    if missing := [path for path in paths if isinstance(path, Path) and not path.exists()]:
         raise ValueError(
             f"{name}{_shown(source)}: there is no file or folder {missing[0]}. Give the path of"
             " one, or 'stdlib'."
         )
+    if isinstance(source, Path):
+        check_none_left_out(source, ".arrow", ".parquet")
     if _is_texts(source):
         raise ValueError(
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
@@ -368,6 +366,5 @@ def hold_out(
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
     kept, chosen = document_numbers(documents)[~held_out], np.flatnonzero(held_out)
-    if isinstance(store, MixedDocuments):
-        return store.subset(kept), DocumentSubset(store, chosen)
-    return DocumentSubset(store, kept), DocumentSubset(store, chosen)
+    rest = store.subset(kept) if isinstance(store, MixedDocuments) else DocumentSubset(store, kept)
+    return rest, DocumentSubset(store, chosen)

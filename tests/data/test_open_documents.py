@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pyarrow as pa
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -46,6 +47,7 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
         ("no/such*", {}, "no file fits this pattern"),
         (["a.arrow", "b.txt"], {}, "there is no file or folder a.arrow"),
         (3, {}, "documents of type int: these are no documents that are known"),
+        (np.ones((2, 3), int), {}, "documents of type ndarray: these .*; a list of sequences of t"),
         ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, texts"),
         ({"path": "a", "texts": "b"}, {}, "a mapping of documents has one of path, texts"),
         ({"path": "a", "column": "b"}, {"column": "b"}, "column given twice"),
@@ -147,6 +149,7 @@ def test_a_pattern_leaves_no_folder_out_without_a_word(
         (tmp_path / name).mkdir()
         write_arrow(tmp_path / name / "a.arrow", pa.table({"input_ids": TOKENS}))
     assert len(documents(str(tmp_path / pattern)).lengths) == 2 * len(TOKENS)
+    assert len(documents(str(tmp_path / "**" / "**" / "*.arrow")).lengths) == 2 * len(TOKENS)
     list_folder = os.scandir
 
     def closed(path: Any = ".") -> Any:

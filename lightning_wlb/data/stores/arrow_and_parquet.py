@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from operator import gt
 from pathlib import Path
@@ -56,8 +55,6 @@ PARTIAL = "lightning_wlb.partial.json"
 _CACHE_VERSION = 2
 _TOKENS_AT_ONCE = 4_000_000
 """Tokens of a Parquet file that are unpacked at once."""
-_KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
-_SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+$")
 
 
 class ArrowDocuments(CheckedDocuments):
@@ -85,13 +82,11 @@ class ArrowDocuments(CheckedDocuments):
         vocab_size: int | None = None,
     ) -> None:
         first, *others = [source] if isinstance(source, str | Path) else source
-        named = f"{first} and {len(others)} more" if others else str(first)
-        name = f"{type(self).__name__}({named})"
+        name = f"{type(self).__name__}({first}{f' and {len(others)} more' if others else ''})"
         given = Path(source) if isinstance(source, str | Path) else [Path(each) for each in source]
         files, facts = _files(given, name, self._suffix)
         self.vocabulary = facts.get("vocabulary")
-        if vocab_size is None:
-            vocab_size = facts.get("vocab_size")
+        vocab_size = facts.get("vocab_size") if vocab_size is None else vocab_size
         self._batches: list[pa.RecordBatch] = []
         self._columns: Columns | None = None
         parts: list[Array] = []
@@ -175,51 +170,43 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     Hidden ones are passed over, as macOS leaves beside files.
 
     Raises:
-        ValueError: none, not as many as their names say, those of several splits, a link to another
-            of them, or what ``datasets`` has kept of ``map`` or ``filter`` beside its source.
+        ValueError: none, not as many as their names say, those of several splits, documents that
+            would come twice, or further files in folders below.
     """
+    file_checks.check_none_left_out(folder, suffix)
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
-    found = [match for path in files if (match := _SHARD.match(path.name))]
-    series = sorted({(match[1], int(match[2])) for match in found})
-    if len(series) > 1:
-        patterns = ", ".join(str(folder / f"{prefix}-*{suffix}") for prefix, _ in series)
-        raise ValueError(f"{name} has files of several splits. Give one of them: {patterns}.")
-    if series and len(found) != series[0][1]:
-        raise ValueError(
-            f"{name}: {len(found)} of {series[0][1]} files are there, such as {files[0].name}. Copy"
-            f" the others, or give a pattern such as {folder / f'*{suffix}'} for what is there."
-        )
-    if kept := [each for each in files if _KEPT.match(each.name)]:
-        raise ValueError(
-            f"{name} has {kept[0].name}, a cache of datasets. Give files by a pattern."
-        )
     file_checks.check_no_copies(files)
+    found = [match for path in files if (match := file_checks.SHARD.match(path.name))]
+    series = sorted({str(folder / match.expand(file_checks.SHARDS)) for match in found})
+    if len(series) > 1:
+        raise ValueError(
+            f"{name} has files of several splits. Give one of them: {', '.join(series)}."
+        )
+    if found and len(found) != (total := int(found[0][3])):
+        raise ValueError(
+            f"{name}: {len(found)} of {total} files are there, such as {files[0].name}. Copy the"
+            f" others, or give a pattern such as {folder / f'*{suffix}'} for what is there."
+        )
     file_checks.check_one_split(files, folder)
     return files
 
 
 def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path], dict[str, Any]]:
     """The files in order, and what their folder says of them: ``vocab_size``, ``documents``, ..."""
-    if isinstance(path, list):
-        return path, {}
-    if not path.is_dir():
-        return [path], {}
+    if isinstance(path, list) or not path.is_dir():
+        return path if isinstance(path, list) else [path], {}
     facts = read_json(path / FACTS)
     if not facts and (path / PARTIAL).exists():
         raise ValueError(
             f"{name}: lightning-wlb tokenize has not completed this folder ({PARTIAL} is there,"
             f" {FACTS} is not). Run the same command again: it continues."
         )
-    splits = read_json(path / "dataset_dict.json").get("splits")
-    if splits:
-        raise ValueError(
-            f"{name} has several splits. Give the folder of one: "
-            + ", ".join(
-                f"{path / str(each)}" for each in (splits if isinstance(splits, list) else [splits])
-            )
-        )
+    if splits := read_json(path / "dataset_dict.json").get("splits"):
+        splits = splits if isinstance(splits, list) else [splits]
+        folders = ", ".join(str(path / str(each)) for each in splits)
+        raise ValueError(f"{name} has several splits. Give the folder of one: {folders}")
     state = read_json(path / "state.json")
     if state.get("_indices_data_files"):
         raise ValueError(
@@ -232,21 +219,14 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
         raise ValueError(f"{name}: its state.json is damaged. Make the folder again.") from error
     if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
         raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
-    if twice := [each.name for each, times in Counter(listed).items() if times > 1]:
-        raise ValueError(
-            f"{name}: its state.json names {twice[0]} twice, whose documents would come twice. Make"
-            " the folder again."
-        )
     file_checks.check_no_copies(listed)
     return listed or _shards(path, suffix, name), facts
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """What a JSON file of a folder says, empty where there is none; ValueError if it is damaged."""
-    if not os.path.lexists(path):
-        return {}
     try:
-        content = file_checks.read_json(path)
+        content = file_checks.read_json(path) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Make the folder again.") from error
     if not isinstance(content, dict):
@@ -313,8 +293,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
-    source = parquet.schema_arrow
-    kinds = [(name, _small(source.field(name).type)) for name in columns.names]
+    kinds = [(name, _small(parquet.schema_arrow.field(name).type)) for name in columns.names]
     schema = pa.schema(kinds)
     counts, bits = _token_counts(parquet.metadata, columns.tokens), 0
     for name, kind in kinds:

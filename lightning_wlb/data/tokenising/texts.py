@@ -164,7 +164,7 @@ def _text_of(row: Row, column: str) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"{row.place()}: {column!r} holds {json.dumps(text)[:80]}, which is no text."
-            + (" These are chats: say so (--chats, chats:)." if isinstance(text, list) else "")
+            + (" These are chats: say so (--chats, chats:)." if str(text)[:2] == "[{" else "")
             + " Mend or remove the line."
         )
     check_encodable(row, text)

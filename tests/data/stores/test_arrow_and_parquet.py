@@ -272,7 +272,7 @@ def test_feather_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 of 2 files are there"):
         documents(tmp_path / "c")
     shutil.copy(tmp_path / "c/data-00000-of-00002.arrow", tmp_path / "c/test-00000-of-00001.arrow")
-    with pytest.raises(ValueError, match=r"several splits.*/data-\*\.arrow, .*/test-\*\.arrow"):
+    with pytest.raises(ValueError, match=r"several splits.*/data-\*-of-00002\.arrow, .*/test-\*-"):
         documents(tmp_path / "c")
 
 
@@ -296,7 +296,7 @@ def test_folders_that_need_a_word_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        (["a.arrow", "./a.arrow"], r"state\.json names a\.arrow twice"),
+        (["a.arrow", "./a.arrow"], r"a\.arrow are the same by a link, or named twice"),
         (["a.arrow", "link.arrow"], r"link\.arrow and .*a\.arrow are the same by a link"),
         (["a.arrow", "a copy.arrow"], r"a copy\.arrow and its copy beside it, a\.arrow"),
     ],

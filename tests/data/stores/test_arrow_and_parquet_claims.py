@@ -81,8 +81,63 @@ def test_files_of_several_splits_and_kept_results_of_map_are_refused(tmp_path):
     (tmp_path / "kept").mkdir()
     for name in ("x-train.arrow", "cache-0123456789abcdef.arrow"):
         write_arrow(tmp_path / "kept" / name, table)
-    with pytest.raises(ValueError, match=r"has cache-0123456789abcdef\.arrow, a cache of datasets"):
-        documents(tmp_path / "kept")
+    kept = r"/cache-0123456789abcdef\.arrow and .*/x-train\.arrow are two writings, whose documents"
+    for source in (tmp_path / "kept", f"{tmp_path}/kept/*.arrow", f"{tmp_path}/**/*.arrow"):
+        with pytest.raises(ValueError, match=kept):
+            documents(source)
+    assert len(documents(f"{tmp_path}/kept/cache-*.arrow")) == 1
+    write_arrow(tmp_path / "kept/cache-0123456789abcdef_00000_of_00002.arrow", table)
+    with pytest.raises(ValueError, match=r"cdef\.arrow and .*cdef_\*_of_00002\.arrow are two writ"):
+        documents(f"{tmp_path}/kept/cache-*.arrow")
+
+
+def test_shards_of_two_writings_are_refused(tmp_path):
+    """``datasets`` leaves those of another ``num_shards`` where they are."""
+    for name in ("b-0-of-1", "a-0-of-2", "a-1-of-2", "a-0-of-3", "a-1-of-3", "a-2-of-3"):
+        write_parquet(tmp_path / f"{name}.parquet", [[7] * 10])
+    for source in (tmp_path, f"{tmp_path}/a-*.parquet"):
+        with pytest.raises(
+            ValueError, match=r"/a-\*-of-2\.parquet and .*/a-\*-of-3\.parquet are two"
+        ):
+            documents(source)
+    assert len(documents(f"{tmp_path}/a-*-of-3.parquet")) == 3
+    assert len(documents(f"{tmp_path}/*-of-[12].parquet")) == 3
+    named = [tmp_path / f"a-0-of-{total}.parquet" for total in (2, 3)]
+    assert len(documents(named)) == 2
+    (tmp_path / "a-0-of-2.parquet").unlink()
+    (tmp_path / "a-1-of-2.parquet").unlink()
+    with pytest.raises(
+        ValueError, match=r"of them: .*/a-\*-of-3\.parquet, .*/b-\*-of-1\.parquet\.$"
+    ):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["more/b.parquet", "date=1/hour=2/b.parquet", "b.PARQUET"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_folder_leaves_no_files_out_without_a_word(own, name, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    write_parquet(tmp_path / name, [[7] * 10])
+    (tmp_path / "round").symlink_to(tmp_path)
+    (tmp_path / "README.md").touch()
+    if own:
+        write_parquet(tmp_path / "a.parquet", [[7] * 10])
+    said = f"{name} would be left out: .* a pattern: {tmp_path}/\\*\\*/\\*.parquet for all"
+    with pytest.raises(ValueError, match=said):
+        documents(tmp_path)
+    if own:
+        assert len(documents(f"{tmp_path}/*.parquet")) == 1
+
+
+def test_hidden_folders_and_splits_below(tmp_path):
+    for name in ("a", "_delta_log/1.checkpoint", ".cache/b"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_parquet(tmp_path / f"{name}.parquet", [[7] * 10])
+    assert len(documents(tmp_path)) == 1
+    for name in ("train/0", "test/0"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        write_parquet(tmp_path / f"in/{name}.parquet", [[7] * 10])
+    with pytest.raises(ValueError, match=r"in has files of several splits, such as .*train"):
+        documents(tmp_path / "in")
 
 
 def test_a_small_file_has_no_more_rows_than_are_believed_of_it(tmp_path):

@@ -108,6 +108,20 @@ def test_copies_and_several_splits_are_refused(folder) -> None:
     assert len(Source.open(folder).files) == 5
 
 
+def test_shards_of_two_writings_are_refused(folder) -> None:
+    names = ["c-00000-of-00001.jsonl", "c-00000-of-00002.jsonl", "c-00001-of-00002.jsonl.gz"]
+    for name in (*names, "d-0-of-1.jsonl", "e-1-of-2.txt", "e-1-of-3.txt"):
+        (folder / name).touch()
+    said = f"{folder}/c-*-of-00001.jsonl and {folder}/c-*-of-00002.jsonl are two writings, whose"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Source.open(folder)
+    (folder / names[0]).unlink()
+    assert [each.name for each in Source.open(folder).files] == [*names[1:], "d-0-of-1.jsonl"]
+    for path in folder.glob("*.jsonl*"):
+        path.unlink()
+    assert len(Source.open(folder).files) == 2
+
+
 def test_links_are_followed_and_nothing_comes_twice(folder, tmp_path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "b.txt").write_text("b")
@@ -116,7 +130,7 @@ def test_links_are_followed_and_nothing_comes_twice(folder, tmp_path) -> None:
     assert [path.name for path in Source.open(folder).files] == ["a.txt", "b.txt"]
     for to in (folder, tmp_path / "far", folder / "a.txt", tmp_path / "far" / "b.txt"):
         (folder / "z.txt").symlink_to(to)
-        with pytest.raises(ValueError, match="are the same by a link, so that documents would"):
+        with pytest.raises(ValueError, match="are the same by a link, or named twice"):
             Source.open(folder)
         (folder / "z.txt").unlink()
     (folder / "z.txt").symlink_to(folder / "nowhere")

@@ -210,6 +210,7 @@ def test_rows_without_a_text_are_named(tmp_path) -> None:
         ({"messages": []}, r"Chats want --chats"),
         ({"text": None}, "a.jsonl:2: 'text' holds null, which is no text"),
         ({"text": [{"role": "user"}]}, r"These are chats: say so \(--chats"),
+        ({"text": ["a", "b"]}, r"'text' holds \[\"a\", \"b\"\], which is no text\. Mend or remove"),
         ({"text": "ab\ud800"}, "a.jsonl:2: character 3 of the text is half of a surrogate pair"),
     ):
         with pytest.raises(ValueError, match=message):
