@@ -28,9 +28,11 @@ from lightning_wlb.data.planning_context import PlanningStrategy, context_of
 from lightning_wlb.data.stores.document_store import DocumentStore, name_of
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.trainer_guards import (
+    called_by,
     keep_hooks,
     refuse_evaluated,
     refuse_half_states,
+    refuse_other_namespace,
     refuse_prediction,
     refuse_repeats,
     refuse_without_position,
@@ -38,12 +40,6 @@ from lightning_wlb.data.trainer_guards import (
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
-
-_OTHER_NAMESPACE = (
-    "A Trainer of `pytorch_lightning` belongs to another package than `lightning` and does not know"
-    " it. Write `import lightning.pytorch as L` and use L.Trainer, L.LightningModule and"
-    " L.LightningDataModule throughout."
-)
 
 
 class WLBDataModule(L.LightningDataModule):
@@ -145,18 +141,19 @@ class WLBDataModule(L.LightningDataModule):
     def trainer(self, trainer: L.Trainer | None) -> None:
         home = type(trainer).__module__
         if home.startswith("pytorch_lightning."):
-            raise MisconfigurationException(
-                f"WLBDataModule was given to a Trainer of {home}. {_OTHER_NAMESPACE}"
-            )
-        if trainer is not None and trainer is not self._trainer:
+            refuse_other_namespace(f"WLBDataModule was given to a Trainer of {home}.")
+        if trainer is not None:  # for each run of it
             if self._positions is None:
                 self._positions = WeakKeyDictionary()
             self._consumed = self._positions.setdefault(trainer, ConsumedState())
+            self._consumed.begun = False
+            if trainer.state.fn == TrainerFn.FITTING:  # which makes new optimizers
+                self._consumed.anew = trainer.global_step > 0
         self._trainer = trainer
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> NoReturn:
         """Refuse: a Trainer that does not know this data module takes it for a loader."""
-        raise MisconfigurationException(f"WLBDataModule is not a loader. {_OTHER_NAMESPACE}")
+        refuse_other_namespace("WLBDataModule is not a loader.")
 
     def prepare_data(self) -> None:
         """Open the documents on one rank of each node first: it tokenises or copies them once."""
@@ -165,7 +162,6 @@ class WLBDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the documents; raise MisconfigurationException if the Trainer repeats batches."""
         self._stores()
-        self._consumed.begun = False
         if stage == TrainerFn.FITTING and self.trainer is not None:
             refuse_repeats(self.trainer)
 
@@ -265,20 +261,22 @@ class WLBDataModule(L.LightningDataModule):
         (Lightning would not restore an empty dictionary, and leave a run that goes back to its
         beginning where it was, as after a search for a learning rate.)
         """
+        at = self._consumed
         if (trainer := self.trainer) is not None:
-            at, planned = self._consumed, isinstance(trainer.strategy, PlanningStrategy)
+            planned = isinstance(trainer.strategy, PlanningStrategy)
             steps = trainer.global_step - at.since
-            refuse_half_states(trainer, steps, at.begun, planned)
-        mixed = {"evaluated": True} if self._consumed.evaluated else {}
+            refuse_half_states(trainer, steps, at.begun, at.anew, planned)
+        mixed = {name: True for name in ("evaluated", "anew") if getattr(at, name)}
         return {"planner": self._state(), **mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stand where :meth:`state_dict` stood, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
         if self.trainer is not None:
-            self._consumed.evaluated = self.trainer.state.fn != TrainerFn.FITTING
-            if state_dict.get("evaluated") and not self._consumed.evaluated:
+            fits, mixed = self.trainer.state.fn == TrainerFn.FITTING, "evaluated" in state_dict
+            if fits and mixed and not called_by("_lr_find"):
                 refuse_evaluated()
+            self._consumed.evaluated, self._consumed.anew = mixed or not fits, "anew" in state_dict
             # A search for a learning rate has begun to read elsewhere, on fit's start.
             loop: Any = self.trainer.fit_loop
             loop._combined_loader = None
@@ -366,7 +364,8 @@ class ConsumedState:
         self._consumed: dict[str, Any] | None = None
         self._pending: dict[str, Any] | None = None
         self.since = 0  #: optimizer steps that had been taken when the last batch was begun
-        self.begun = False  #: whether the fit has begun a batch, other than of a search
+        self.begun = False  #: whether the run has begun a batch, other than of a search
+        self.anew = False  #: whether optimizers are new since, and not restored
         self.evaluated = False  #: whether an evaluation has read a checkpoint since the last batch
 
     def begin(self, batch: StepBatch, global_step: int) -> None:
@@ -386,7 +385,7 @@ class ConsumedState:
                 f" would be repeated or lost. {mend}"
             )
         self._pending, self.since = batch.state, global_step
-        self.begun, self.evaluated = True, False
+        self.begun, self.anew, self.evaluated = True, False, False
 
     def current(self, global_step: int) -> dict[str, Any] | None:
         """The state once ``global_step`` steps have been taken; None: the run's beginning."""

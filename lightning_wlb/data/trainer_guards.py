@@ -47,6 +47,11 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
     return hook
 
 
+def called_by(name: str) -> bool:
+    """Whether a function of this name, of Lightning's, is running."""
+    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe()))
+
+
 def refuse_other_loaders(in_worker: bool = False) -> None:
     """Raise MisconfigurationException in a worker, or where a Trainer or Accelerate reads ahead.
 
@@ -83,6 +88,15 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
             " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=...))."
             " A loader of your own is for a loop without a Trainer."
         )
+
+
+def refuse_other_namespace(what: str) -> NoReturn:
+    """Raise MisconfigurationException for a Trainer of another package."""
+    raise MisconfigurationException(
+        f"{what} A Trainer of `pytorch_lightning` belongs to another package than `lightning` and"
+        " does not know it. Write `import lightning.pytorch as L` and use L.Trainer,"
+        " L.LightningModule and L.LightningDataModule throughout."
+    )
 
 
 def refuse_without_position(batch: Any) -> None:
@@ -123,23 +137,32 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_half_states(trainer: L.Trainer, steps: int, begun: bool, planned: bool) -> None:
+def refuse_half_states(
+    trainer: L.Trainer, steps: int, begun: bool, anew: bool, planned: bool
+) -> None:
     """Refuse a save of a state that is half of a step's, or half restored.
 
     An exception on which it was asked for goes on as it was, once the run has ended.
 
     Args:
         steps: optimizer steps that were taken of the last batch: inside it more may follow.
-        begun: whether the fit has begun a batch.
-        planned: whether the strategy runs step plans, which looks at all but ``steps`` itself.
+        begun: whether the run has begun a batch.
+        anew: whether optimizers were made since the last batch, and not restored.
+        planned: whether the strategy runs step plans, which looks at the rest itself.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    ends = any(frame.f_code.co_name == "_interrupt" for frame, _ in walk_stack(sys._getframe()))
-    failed = sys.exc_info()[1] if ends else None  # and not in a handler of the user's
+    # Not in a handler of the user's.
+    failed = sys.exc_info()[1] if called_by("_interrupt") else None
     if batches.started > batches.processed and steps > 0:
         reason = (
             f"A checkpoint was asked for inside a batch, when optimizers had taken {steps} of its"
             " steps (manual optimisation): nothing is saved. Save in on_train_batch_end."
+        )
+    elif anew and failed is None and not called_by("_lr_find"):
+        reason = (
+            f"After {trainer.global_step} steps a fit has begun with new optimizers, as does"
+            " Tuner.lr_find, and has trained no batch: nothing is saved, since whoever resumed from"
+            " it would lack the state of the old ones. Save before that, or give fit a ckpt_path."
         )
     elif planned:
         return

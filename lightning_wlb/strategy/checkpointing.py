@@ -40,6 +40,7 @@ from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, FilesAfterSaves, Stager
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
+from lightning_wlb.data.trainer_guards import called_by
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
 from lightning_wlb.distributed.process_groups import saving_group
 from lightning_wlb.file_checks import check_links
@@ -66,9 +67,9 @@ class Checkpointer:
         rank_zero.rank_zero_module.log.addFilter(_is_so)
         # What the run that the launcher was handed may resume from.
         self._candidates: list[Path] = []
-        self._start: str | None = None  # what it is handed as ckpt_path; None: it begins anew
-        self._begun = self._resumes = False
-        self._fits = self._restored = True
+        self._named: Any = None  # what it is handed as ckpt_path
+        self._start: str | None = None  # what it goes on from; None: it begins anew
+        self._begun, self._resumes, self._restored = True, False, True
         self._thread: int | None = None  # that trains now
         self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
         self._handled = id(None)  # the exception that a script handles by this run
@@ -92,16 +93,17 @@ class Checkpointer:
         trainer: pl.Trainer = kwargs.pop("trainer")
         self._begun, self._handled = False, id(sys.exc_info()[1])
         call = inspect.signature(function).bind(*args, **kwargs)
-        asked = call.arguments.get("ckpt_path")
-        self._fits = fitting = trainer.state.fn == TrainerFn.FITTING
-        self._candidates = resuming.candidates(trainer, asked, fitting)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._candidates = resuming.candidates(trainer, call.arguments.get("ckpt_path"), fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
         connector = trainer._checkpoint_connector  # whose path may be what it has read last
         own = connector._ckpt_path if connector._user_managed else None
-        start = call.arguments.get("ckpt_path") or own
+        self._named = start = call.arguments.get("ckpt_path") or own
+        if fitting and start in (None, "last") and not connector._user_managed:
+            start = connector._parse_ckpt_path(TrainerFn.FITTING, start, True, True)
         self._start = None if start in (None, "last") else str(start)
-        self._restored = self._start is None
+        self._restored = self._start is None or not fitting
         self._read_to_evaluate = self._read_to_evaluate and not fitting
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
@@ -159,8 +161,7 @@ class Checkpointer:
         ``checkpoint`` is what Lightning saves, the same on all ranks; ``renamed`` has names in
         checkpoints by names of parameters in the module, where they differ.
         """
-        search = path.name.startswith(resuming.SEARCH)
-        if self._fits and not self._restored and not search:
+        if not (self._restored or path.name.startswith(resuming.SEARCH)):
             raise MisconfigurationException(
                 f"{path} was asked for before the run has the state of {self._start} again, from"
                 " which it goes on: it is not saved, since the next attempt would take it for the"
@@ -203,11 +204,11 @@ class Checkpointer:
     def remove(self, filepath: str | Path, target: Path | None = None) -> None:
         """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0.
 
-        In its place comes a link to ``target`` if that is given, and is there then. An evaluation
-        removes none: OnExceptionCheckpoint would, before the fit that is to go on from it.
+        In its place comes a link to ``target`` if that is given, and is there then. Before training
+        only a search's goes: OnExceptionCheckpoint would remove what the next fit is to go on from.
         """
         path = local_path(filepath)
-        if not self._fits:
+        if not (self._begun or path.name.startswith(resuming.SEARCH)):
             return
         if self._jobs.busy:
             self._jobs.submit(path, partial(self._remove, path, target), leaves=target)
@@ -243,7 +244,8 @@ class Checkpointer:
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
         self._resumes = _count_as_unbroken(trainer)
-        self._begun, self._thread, NOTICES.save_failed = True, threading.get_ident(), False
+        self._begun = self._begun or not called_by("_lr_find")
+        self._thread, NOTICES.save_failed = threading.get_ident(), False
         for each in trainer.checkpoint_callbacks:
             if isinstance(each, ModelCheckpoint):
                 each._fs = FilesAfterSaves(each._fs, self._jobs)
@@ -325,7 +327,7 @@ class Checkpointer:
         def choose() -> list[Path]:
             if path in self._candidates[:1]:
                 return self._candidates
-            if path != Path(self._start or "").expanduser():
+            if path != Path(self._named or "").expanduser():
                 # Lightning's own choice, or its tuner's, which loads checkpoints also before this.
                 resuming.refuse_strangers(path)
             return resuming.candidates_in(path, fitting)

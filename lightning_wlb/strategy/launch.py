@@ -214,8 +214,7 @@ class Processes:
     def listen(self, trainer: pl.Trainer) -> None:
         """Take signals and exceptions of a run over from Lightning."""
         die_with_launcher()
-        if not isinstance(trainer._signal_connector, Signals):
-            trainer._signal_connector = Signals(trainer)
+        trainer._signal_connector = Signals(trainer)  # forgets what an earlier run has obeyed
         # The Trainer orders its callbacks for every run.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [each for each in callbacks if not isinstance(each, (Faults, EndOnSignal))]

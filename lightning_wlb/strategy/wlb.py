@@ -382,7 +382,7 @@ class WLBStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint once the save before it has succeeded."""
-        if self.is_global_zero and not (self.processes.faults.alone or self.checkpoints.refusal):
+        if self.is_global_zero and not self.processes.faults.alone:
             self.checkpoints.remove(filepath)
 
     def on_train_start(self) -> None:

@@ -266,6 +266,9 @@ def test_no_fit_goes_on_from_half_a_checkpoint(tmp_path):
     run.fit(made, data)
     run.save_checkpoint(tmp_path / "b.ckpt")
     run.fit(made, held_out(OwnSetup), ckpt_path=tmp_path / "b.ckpt")
+    run.callbacks += [OnExceptionCheckpoint(tmp_path), Fails("on_fit_start")]
+    with pytest.raises(ZeroDivisionError), pytest.warns(match="training had not begun"):
+        run.fit(made, data)
 
 
 def test_a_loader_of_the_users_own_serves_to_evaluate_and_in_hooks(tmp_path):

@@ -213,7 +213,7 @@ class SavesEarly(L.Callback):
 
 
 def saved_early(rank: int, home: Path) -> tuple[list[str], list[str]]:
-    """What a run that goes on says of an early save, and the checkpoints after an evaluation."""
+    """What a run that goes on says of an early save, and what a search and an evaluation leave."""
     early = SavesEarly()
     options = {"default_root_dir": home, "enable_checkpointing": True, "max_steps": 2}
 
@@ -226,20 +226,22 @@ def saved_early(rank: int, home: Path) -> tuple[list[str], list[str]]:
     first.save_checkpoint(home / "on_exception.ckpt")
     shutil.rmtree(home / "early.ckpt")
     said = []
-    for search in ([], [LearningRateFinder(num_training_steps=5, update_attr=False)]):
+    search = LearningRateFinder(num_training_steps=5, update_attr=False)
+    for path, callbacks in (("last", [early]), ("last", [search, early]), (None, [early])):
         options["max_steps"] += 2
         try:
-            run(*search, early).fit(module(SMALL), data(SMALL), ckpt_path="last")
+            run(*callbacks).fit(module(SMALL), data(SMALL), ckpt_path=path)
         except MisconfigurationException as error:
             said.append(str(error))
+    Tuner(run()).lr_find(module(SMALL), data(SMALL), num_training=3, update_attr=False)
     run().validate(module(SMALL), data(SMALL, validation_documents=2))
     return said, sorted(each.name for each in home.glob("*.ckpt"))
 
 
 def test_nothing_is_saved_before_a_run_that_goes_on_is_restored(tmp_path):
-    """The next attempt would take it for the newest, and begin anew. No evaluation removes one."""
+    """The next attempt would take it for the newest, and begin anew. Only a fit removes one."""
     ((said, left),) = run_ranks(saved_early, 1, tmp_path)
-    assert len(said) == 2
+    assert len(said) == 3
     for each in said:
         assert f"before the run has the state of {tmp_path}/on_exception.ckpt again" in each
     assert left == ["on_exception.ckpt"]

@@ -14,7 +14,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_wlb.checkpoints import atomic_folders, writing
@@ -128,12 +128,14 @@ def resumed(rank: int, folder: Path) -> list[tuple[str, int]]:
 
 
 def seen_by_one(rank: int, scratch: Path) -> list[str]:
-    """What is said where one rank does not see a folder: of "last", of new checkpoints."""
+    """What is said where one rank does not see a folder: to go on from, or of new checkpoints."""
     said = []
     for blind in (0, 1):
-        with pytest.raises(MisconfigurationException) as refused:
-            fit(scratch / ("nowhere" if rank == blind else "blocking"), 5, resume="last")
-        said.append(str(refused.value))
+        home = scratch / ("nowhere" if rank == blind else "blocking")
+        for each, path in ((None, "last"), (OnExceptionCheckpoint(home, "epoch=0-step=4"), None)):
+            with pytest.raises(MisconfigurationException) as refused:
+                fit(home, 5, each, path)
+            said.append(str(refused.value))
     watch = Watch()
     with (
         patch.object(atomic_folders, "wait_for", lambda *_: rank == 0),
@@ -148,8 +150,8 @@ def everything(rank: int, scratch: Path) -> tuple[list, dict, dict, list]:
     fit(scratch / "linked" / "anew", 2, async_save=True, save_top_k=-1, save_last="link")
     assert (scratch / "linked" / "anew" / "last.ckpt").resolve().name == "epoch=0-step=2.ckpt"
     busy = both_ways(scratch)
-    for blind, said in enumerate(seen_by_one(rank, scratch)):
-        assert f"blocking/epoch=0-step=4.ckpt, which rank {blind} cannot see" in said
+    for index, said in enumerate(seen_by_one(rank, scratch)):
+        assert f"blocking/epoch=0-step=4.ckpt, which rank {index // 2} cannot see" in said
     hashes = {each: shards(scratch / each) for each in ("blocking", "background")}
     return busy, hashes, failures(rank, scratch), resumed(rank, scratch / "background")
 

@@ -1,18 +1,22 @@
-"""What saves and goes back before the first step: a checkpoint, searches for a learning rate.
+"""What saves and goes back: a checkpoint before the first step, searches for a learning rate.
 
-On two ranks, compared with a run that does neither.
+Before the first step on two ranks, compared with a run that does neither.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import as_one_file
@@ -78,3 +82,63 @@ def test_a_save_or_a_search_before_the_first_step_changes_nothing(tmp_path: Path
     alone = trainer("auto", 1, max_steps=STEPS, callbacks=[recorder])
     alone.fit(module(SMALL), data(SMALL), ckpt_path=tmp_path / "file.ckpt")
     assert recorder.losses == pytest.approx(unbroken, rel=1e-10)
+
+
+def new_optimizers(rank: int, home: Path, strategy: str) -> None:
+    """Saves after fits, searches and evaluations of one Trainer, and of another."""
+    options = {"max_steps": 2, "default_root_dir": home}
+    run, other = trainer(strategy, 1, **options), trainer(strategy, 1, **options)
+    made, documents = module(SMALL), data(SMALL, validation_documents=2)
+
+    def search(run: L.Trainer) -> None:
+        Tuner(run).lr_find(made, documents, num_training=3, update_attr=False)
+
+    def refused() -> bool:
+        with pytest.raises(MisconfigurationException, match="After 2 steps a fit has begun with"):
+            run.save_checkpoint(home / "refused.ckpt")
+        return True
+
+    run.fit(made, documents)
+    run.save_checkpoint(home / "two.ckpt")
+    search(run)
+    assert refused()
+    run.fit(made, documents)  # there is no step left
+    assert refused()
+    run.validate(made, documents, verbose=False)
+    assert refused()
+    run.fit(made, documents, ckpt_path=home / "two.ckpt")
+    run.save_checkpoint(home / "again.ckpt")
+    run.validate(made, documents, ckpt_path=home / "two.ckpt", verbose=False)
+    search(run)
+    run.fit_loop.epoch_loop.max_steps = 3
+    run.fit(made, documents)
+    run.save_checkpoint(home / "three.ckpt")
+    run.fit_loop.epoch_loop.max_steps = 4
+    run.fit(made, documents, ckpt_path=home / "three.ckpt")
+    assert run.global_step == 4
+    other.validate(made, documents, ckpt_path=home / "two.ckpt", verbose=False)
+    search(other)
+    other.save_checkpoint(home / "evaluated.ckpt")
+    with pytest.raises(MisconfigurationException, match="this one serves to evaluate"):
+        other.fit(made, documents, ckpt_path=home / "evaluated.ckpt")
+    names = ["again.ckpt", "evaluated.ckpt", "three.ckpt", "two.ckpt"]
+    assert sorted(each.name for each in home.iterdir()) == names
+
+
+@pytest.mark.parametrize("strategy", ["wlb", "auto"])
+def test_nothing_is_saved_with_new_optimizers_before_a_batch(tmp_path: Path, strategy: str) -> None:
+    """A search makes new ones, and leaves them: whoever resumed would lack the old ones' state."""
+    run_ranks(new_optimizers, 1, tmp_path, strategy, process_group=False)
+
+
+def stopped(rank: int, home: Path) -> int:
+    stops = LambdaCallback(on_train_batch_start=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run = trainer("wlb", 1, callbacks=[stops], default_root_dir=home)
+    with pytest.raises(SIGTERMException):
+        run.fit(made := module(SMALL), documents := data(SMALL))
+    options = {"num_training": 3, "early_stop_threshold": None, "update_attr": False}
+    return len(Tuner(run).lr_find(made, documents, **options).results["lr"])
+
+
+def test_a_search_is_not_ended_by_a_signal_that_was_obeyed(tmp_path: Path) -> None:
+    assert run_ranks(stopped, 1, tmp_path, process_group=False) == [3]
