@@ -87,17 +87,23 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
         )
     elif asked not in ("last", "hpc"):
         return []
-    elif not found:
-        _tell_of_other_versions(_folders(trainer))
+    else:
+        _tell_of_others(_folders(trainer), bool(found))
     return _usable(found, fitting)
 
 
-def _tell_of_other_versions(folders: Iterable[Path]) -> None:
-    """Warn if a run finds none of its own where earlier runs of the same logger have saved."""
+def _tell_of_others(folders: Iterable[Path], found: bool) -> None:
+    """Warn of other strategies' checkpoints, and if none is ``found`` of the same logger's."""
     for folder in folders:
+        if files := sorted(each.name for each in folder.glob("[!.]*.ckpt") if os.path.isfile(each)):
+            rank_zero_warn(
+                f"{', '.join(files[:3])} in {folder}, single files of other strategies, are"
+                " passed over. Only a Trainer with such a strategy goes on from them."
+            )
+        if found or not folder.parent.name.startswith("version_"):
+            continue
         others = sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
-        saved = [each for each in others if any(map(is_checkpoint, each.glob("*")))]
-        if saved and folder.parent.name.startswith("version_"):
+        if saved := [each for each in others if any(map(is_checkpoint, each.glob("*")))]:
             rank_zero_warn(
                 f'ckpt_path="last": {folder} has no checkpoint, so nothing is resumed from. Each'
                 f" run of this logger has a folder of its own, and {len(saved)} of them have"
@@ -151,10 +157,7 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
             refused.append(str(error))
             continue
         if refused:
-            rank_zero_warn(
-                f"{' '.join(refused)} Going on from {path}, the newest checkpoint that is not"
-                " damaged."
-            )
+            rank_zero_warn(f"{' '.join(refused)} Going on from {path}, the newest undamaged one.")
         return path, loaded
     raise Damaged(
         f"None of the {len(paths)} checkpoints can be used. {' '.join(refused)} To begin anew,"
@@ -330,7 +333,6 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     Raises:
         OSError: the folder is there, and cannot be looked into.
     """
-    found: dict[Path, Path] = {}
     there = sorted(atomic_folders.old_folder(folder / "any").parent.glob(pattern))
     with suppress(FileNotFoundError, NotADirectoryError):
         # Not by glob, to which a folder that cannot be looked into is empty: one would begin anew.
@@ -338,9 +340,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     there = [each for each in there if not each.name.startswith(SEARCH)]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
     strange = atomic_folders.strangers(there, folder)
-    for path in there:
-        if path not in strange:
-            found.setdefault(path.resolve(), path)
+    found = {path.resolve(): path for path in reversed(there) if path not in strange}
     if strange:
         names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
@@ -348,7 +348,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
             " have made the folder in one that is open: they are passed over. To go on from one"
             " give its own path as ckpt_path."
         )
-    return list(found.values())
+    return [*found.values()][::-1]
 
 
 def refuse_strangers(path: Path) -> None:
@@ -383,14 +383,12 @@ def older_requeues(path: Path) -> list[Path]:
 
 def is_of_job(path: Path, job: str | None) -> bool:
     """Whether a Slurm job saved a checkpoint; True if it is too damaged to say."""
-    rest = _rest(path)
-    return rest is None or rest.get(JOB) == job
+    return (rest := _rest(path)) is None or rest.get(JOB) == job
 
 
 def can_resume(path: Path) -> bool:
     """Whether more than weights was saved; True if a checkpoint is too damaged to say."""
-    rest = _rest(path)
-    return rest is None or RESUMABLE in rest
+    return (rest := _rest(path)) is None or RESUMABLE in rest
 
 
 def _rest(path: Path) -> dict[str, Any] | None:
