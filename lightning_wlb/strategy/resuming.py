@@ -340,7 +340,9 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     there = [each for each in there if not each.name.startswith(SEARCH)]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
     strange = atomic_folders.strangers(there, folder)
-    found = {path.resolve(): path for path in reversed(there) if path not in strange}
+    found: dict[Path, Path] = {}
+    for path in (each for each in there if each not in strange):
+        found.setdefault(path.resolve(), path)
     if strange:
         names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
@@ -348,7 +350,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
             " have made the folder in one that is open: they are passed over. To go on from one"
             " give its own path as ckpt_path."
         )
-    return [*found.values()][::-1]
+    return list(found.values())
 
 
 def refuse_strangers(path: Path) -> None:
