@@ -18,10 +18,10 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
@@ -108,6 +108,23 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing under a hidden name, and rename it when all of it is written."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    try:
+        with aside.open("xb") as file:  # never through a link
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which it is
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace|_iter|_cycle")
 _LEADS_ELSEWHERE = {
     "attribute_map": "by which fields would count as others than they are called",
     "backbone": "by which another config would be fetched",
+    "transformers_weights": "by which other weights than the folder's would be meant",
 }
 _OPENED = {"vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"}
 """Settings of tokenizers which name a file, wherever it lies, if they are texts."""
@@ -43,6 +44,8 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         if name in fields and fields[name] is not None:
             raise ValueError(f"The config has {name}={fields[name]!r:.80}, {why}: take it out.")
     for name, value in fields.items():
+        if len(re.findall(r"\d", str(name))) > 15:  # such integers may all have one hash
+            raise ValueError(f"The config has a field named {name!r:.80}: take it out.")
         if isinstance(value, Mapping):
             check_counts(value)
         most = _SIZES.get(str(name), 0)

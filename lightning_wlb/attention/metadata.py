@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,7 @@ from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.sharding import RankIndices
 from lightning_wlb.sharding.sliced_indices import Run
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-_Holder = TypeVar("_Holder", bound="DataclassInstance")
+_Holder = TypeVar("_Holder", bound=Any)  # a dataclass
 
 
 def with_tensors(holder: _Holder, change: Callable[[Tensor], Tensor]) -> _Holder:

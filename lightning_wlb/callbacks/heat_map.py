@@ -31,6 +31,7 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from lightning_wlb.callbacks import imbalance
+from lightning_wlb.file_checks import written_aside
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import Schemes, rank_in
 
@@ -52,15 +53,16 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure, making the folder of the file.
+    """Write a figure, never through a link, making the folder of the file.
 
     No text goes to LaTeX, which a ``matplotlibrc`` of the working folder may ask for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_usetex(False)
-    with rc_context({"text.usetex": False}):  # labels of axes are made as they are drawn
-        figure.savefig(path, format="png")
+    # Labels of axes are made as they are drawn.
+    with rc_context({"text.usetex": False}), written_aside(path) as file:
+        figure.savefig(file, format="png")
 
 
 def text_colour(background: Iterable[float]) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import re
 import struct
@@ -202,7 +203,8 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """
     with open_regular(source) if isinstance(source, Path) else nullcontext(source) as file:
         check_archive(file, sums=True)
-        given = source if mmap else file
+        held = f"/proc/self/fd/{file.fileno()}" if mmap else ""  # and not another by this name
+        given = (held if os.path.exists(held) else source) if mmap else file
         return torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
 
 

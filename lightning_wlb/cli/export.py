@@ -69,11 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             report=lambda done, of: progress.update(task, completed=done, total=of),
         )
-    folders: dict[Path, list[str]] = {}
-    for each in copied:
-        folders.setdefault(each.parent, []).append(each.name)
-    parts = [f"{', '.join(names)} of {folder}" for folder, names in folders.items()]
-    beside = f"Copied beside them: {'; '.join(parts)}"
+    beside = f"Copied beside them: {', '.join(map(str, copied))}"
     if arguments.tokenizer is None and not any("token" in each.name for each in copied):
         beside = "There is no tokenizer beside them: --tokenizer FOLDER copies one."
     console.print(
@@ -134,8 +130,9 @@ def export(
             " Use it by LanguageModule.load_from_checkpoint (docs/guide/resuming.md)."
         )
     copied, templates = _beside(tokenizer, given.get("pretrained"))
-    for each in (*copied.values(), *templates.values()):
-        _refuse_overlap("model that training started from or tokenizer", each.parent, folder)
+    base = Path(given.get("pretrained") or checkpoint)
+    for each in (base, *(file.parent for file in (*copied.values(), *templates.values()))):
+        _refuse_overlap("model that training started from or tokenizer", each, folder)
     aside = atomic_folders.begin(folder, manifest.EXPORT)
     try:
         tensors = _write(stored, given, aside.folder, dtype, report)
@@ -196,6 +193,8 @@ def _beside(
     tokenizer: str | Path | None, pretrained: str | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """The files to copy, by their names in the export; chat templates by theirs, if many."""
+    from tokenizers import Tokenizer
+
     from lightning_wlb.models.huggingface.load_and_export import GENERATION, files_beside
 
     base = Path(pretrained) if pretrained and Path(pretrained).is_dir() else None
@@ -207,10 +206,11 @@ def _beside(
         return copied, {}
     if not source.exists():
         raise ValueError(f"--tokenizer {tokenizer}: there is no such folder or file.")
-    if source.is_file() and source.name not in files_beside(source.parent):
+    if source.is_file() and source.name != "tokenizer.json":
         try:
-            read_json(source)
-        except ValueError as error:
+            check_regular(source)
+            Tokenizer.from_file(str(source))
+        except Exception as error:  # of its reader's own class
             raise ValueError(f"--tokenizer {tokenizer} is no tokenizer.json: {error}.") from error
         return copied | {"tokenizer.json": source}, {}
     folder = source if source.is_dir() else source.parent

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from lightning_wlb.data.tokenising.tokenise import COLUMNS, Kind, TokeniseRequest, tokenise
+from lightning_wlb.file_checks import printable
 
 MOST_ON_CPU = 4096
 """Longest context window that is proposed where there is no GPU."""
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     request = TokeniseRequest(
         arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos
     )
-    print(request.describe())
+    print(printable(request.describe()))
     begin = time.perf_counter()
     try:
         made = tokenise(request, arguments.out, arguments.workers)
@@ -108,7 +109,7 @@ def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
     for number in range(counted[0], counted[-1] + 1):
         count, share = made["by_length"][number][0], made["by_length"][number][1] / tokens
         lengths = f"{1 << number:,} to {(2 << number) - 1:,}"
-        yield f"{lengths:>21}  {count:>13,}  {'█' * round(share * _BAR)} {share:.1%}"
+        yield f"{lengths:>21}  {count:>13,}  {'█' * round(min(share, 1) * _BAR)} {share:.1%}"
     yield ""
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import sys
-import uuid
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.cli.main import TRAINING
 from lightning_wlb.data.datamodule import WLBDataModule
-from lightning_wlb.file_checks import check_links, read_bytes
+from lightning_wlb.file_checks import check_links, read_bytes, written_aside
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 
@@ -98,14 +97,8 @@ class RunsConfig(SaveConfigCallback):
                 own = read_bytes(path, links=False).startswith(self.mark.encode())
                 if not own or path.resolve() in [Path(str(each)).resolve() for each in given]:
                     raise ValueError(f"{path} is there, and is another file.")
-            text = self.mark + self.parser.dump(self.config, skip_none=False)
-            new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-            try:
-                with new.open("x") as file:  # never through a link
-                    file.write(text)
-                new.replace(path)
-            finally:
-                new.unlink(missing_ok=True)
+            with written_aside(path) as file:
+                file.write((self.mark + self.parser.dump(self.config, skip_none=False)).encode())
         except (OSError, ValueError) as error:
             rank_zero_warn(
                 f"What this run is configured by is not written down: {error} Use a logger, or a"

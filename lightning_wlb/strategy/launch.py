@@ -19,10 +19,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,7 +47,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 
-from lightning_wlb.data.loader_workers import die_with, live_on_without_parent
+from lightning_wlb.data.loader_workers import die_with, live_on_without_parent, safe_path
 from lightning_wlb.strategy.checks import check_process_group, check_script, check_tasks
 from lightning_wlb.supervision.faults import Faults
 from lightning_wlb.supervision.signals import EndOnSignal, Signals, heed_requeue
@@ -121,7 +122,8 @@ class Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
             try:
-                self._call_children_scripts()
+                with safe_path() if sys.flags.safe_path else nullcontext():
+                    self._call_children_scripts()  # which leaves out -P
             finally:
                 del os.environ[_LAUNCHER]
             _Observer(os.getpid(), self.procs).start()

@@ -81,10 +81,11 @@ class Connection:
             if not data or len(self._rest) > 1 << 20:
                 return None
             *lines, self._rest = (self._rest + data).split(b"\n")
-            return [dict(json.loads(line)) for line in lines]
+            found = [json.loads(line) for line in lines]
+            return found if all(isinstance(each, dict) for each in found) else None
         except BlockingIOError:
             return []
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, RecursionError):
             return None
 
 

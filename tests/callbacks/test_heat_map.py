@@ -95,7 +95,11 @@ def test_it_draws_a_large_mesh(tmp_path: Path):
         seconds = seconds_of(generator.random((mesh.devices, columns)), mesh)
         drawing.add(step, seconds, [columns] * mesh.data, 1.5 * columns)
     path = tmp_path / "deep" / "map.png"
+    path.parent.mkdir()
+    (tmp_path / "thesis").write_text("mine")
+    path.symlink_to(tmp_path / "thesis")
     drawing.draw(path, f"mesh {mesh}")
+    assert (tmp_path / "thesis").read_text() == "mine", "never through a link"
     height, width = imread(path).shape[:2]
     assert 500 <= width <= 3200
     assert 300 <= height <= 1700

@@ -377,3 +377,17 @@ def test_tensors_of_a_file_are_held_to_its_checksums(mmap: bool, tmp_path: Path)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"one/data/0 is not what was written"):
         load_state(path, mmap=mmap)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_what_was_looked_at_is_read(mmap: bool, tmp_path: Path, monkeypatch) -> None:
+    path, read = tmp_path / "a.ckpt", torch.load
+    torch.save({"a": torch.ones(2)}, path)
+
+    def exchanged(*given: Any, **options: Any) -> Any:
+        torch.save({"a": torch.zeros(2)}, tmp_path / "b.ckpt")
+        (tmp_path / "b.ckpt").replace(path)
+        return read(*given, **options)
+
+    monkeypatch.setattr(torch, "load", exchanged)
+    assert load_state(path, mmap=mmap)["a"].equal(torch.ones(2))

@@ -22,6 +22,7 @@ from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModul
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.data.tokenising.support import PLAIN, saved_chat_tokenizer
+from tests.data.tokenising.support import tokenizer as words
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
 from tests.models.huggingface.support import ByDocument, KeepDouble
@@ -187,7 +188,10 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert not (out / "notes.md").exists()
     printed = capsys.readouterr().out
     assert f"{len(stored(folder))} tensors of {checkpoint} in {out}" in printed
-    assert f"tokenizer.json of {tokenizer}" in printed
+    assert (
+        f"Copied beside them: {folder}/generation_config.json, {tokenizer}/tokenizer.json"
+        in printed
+    )
     # A folder in use is left alone, and replaced if asked.
     assert main(["export", checkpoint, str(out)]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -198,10 +202,11 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert not (tmp_path / ".partial").exists()
     manifest.check(out)
     # A file is copied itself, and the model's own generation config stays.
-    (tokenizer / "mine.json").write_text('{"model": 1}')
+    mine = tokenizer / "tokenizer-32k.json"  # not the one beside it
+    mine.write_text(words().to_str())
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
-    copied = export(checkpoint, tmp_path / "mine", tokenizer=tokenizer / "mine.json")[2]
-    assert copied == [folder / "generation_config.json", tokenizer / "mine.json"]
+    copied = export(checkpoint, tmp_path / "mine", tokenizer=mine)[2]
+    assert copied == [folder / "generation_config.json", mine]
     for each, name in zip(copied, ("generation_config.json", "tokenizer.json"), strict=True):
         assert (tmp_path / "mine" / name).read_text() == each.read_text()
     with pytest.raises(ValueError, match=r"notes\.md is no tokenizer\.json"):

@@ -71,6 +71,12 @@ def test_what_is_next_fits_the_machine_and_the_files_at_hand(tmp_path, monkeypat
     assert "--context-window 262144 --profile h100" in command
 
 
+def test_a_picture_is_no_wider_than_it_may_be() -> None:
+    """Whatever the record of a folder that was handed over says."""
+    made = {"documents": 1, "tokens": 1, "longest": 1, "vocab_size": 9, "skipped": 0}
+    assert max(map(len, tokenize.summary(made | {"by_length": [[1, 30_000_000]]}, "texts"))) < 100
+
+
 def test_after_a_wrong_first_try_the_same_folder_is_made(tmp_path, capsys) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"content": "a"}])
     command = ["tokenize", str(source), str(tmp_path / "out"), "--tokenizer", saved(tmp_path)]

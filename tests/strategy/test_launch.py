@@ -9,6 +9,8 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -59,6 +61,22 @@ def interrupted(rank: int, folder: Path) -> dict[str, object]:
         "code": made.procs[0].wait(5),
         "mine": (os.getpid(), "LIGHTNING_WLB_LAUNCHER" in os.environ),
     }
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_other_ranks_import_nothing_from_the_working_folder_if_this_one_does_not(safe, monkeypatch):
+    """Lightning starts them by the same command, but without Python's own options."""
+    monkeypatch.setattr(module, "sys", SimpleNamespace(flags=SimpleNamespace(safe_path=safe)))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    seen: list[str | None] = []
+    made = Launcher(LightningEnvironment(), 1, 1)
+    monkeypatch.setattr(
+        made, "_call_children_scripts", lambda: seen.append(os.environ.get("PYTHONSAFEPATH"))
+    )
+    monkeypatch.setattr(module, "_Observer", mock.Mock())
+    made.launch(lambda: None)
+    assert seen == ["1" if safe else None]
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 def test_other_ranks_may_save_before_they_are_killed(tmp_path):

@@ -230,9 +230,10 @@ def test_nothing_is_said_where_all_do_the_same_between_steps(start):
         b'{"rank": 1, "token": "guessed", "place": "step 2", "text": "it rained"}\n',
         b'{"rank": 1, "token": "\\ud800"}\n',
         b"[" * 50_000 + b"\n",
+        b"[[7, 1], [2305843009213693958, 1]]\n",  # pairs, whose numbers have one hash
         b"GET / HTTP/1.1\r\n\r\n",
     ],
-    ids=["guesses", "surrogate", "nests", "browser"],
+    ids=["guesses", "surrogate", "nests", "pairs", "browser"],
 )
 def test_a_stranger_is_turned_away(start, says):
     job = start(2, stranger=says)

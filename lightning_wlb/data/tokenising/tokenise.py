@@ -330,7 +330,7 @@ def _alone(out: Path) -> Iterator[None]:
                 f"{out / LOCK} is no file, and nobody can lock it. It is a link, a folder or"
                 f" something else that came with {out}. Remove it: rm -r {out / LOCK}"
             )
-    lock, seen, since = FileLock(out / LOCK), None, 0.0
+    lock, seen, since = FileLock(out / LOCK, mode=0o600), None, 0.0
     while True:
         try:
             lock.acquire(timeout=0 if seen is None else _LOOK_SECONDS)

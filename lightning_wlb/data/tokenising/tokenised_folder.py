@@ -26,11 +26,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +45,7 @@ from lightning_wlb.data.stores.arrow_and_parquet import (
 )
 from lightning_wlb.data.tokenising.sources import Part, Source, checksum
 from lightning_wlb.data.tokenising.texts import Document
-from lightning_wlb.file_checks import check_regular
+from lightning_wlb.file_checks import check_regular, written_aside
 
 FORMAT = 2
 
@@ -60,7 +59,7 @@ _SUMMED = ("documents", "targets", "skipped")
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file whole or not at all."""
-    with _aside(path) as file:
+    with written_aside(path) as file:
         file.write(json.dumps(content).encode())
 
 
@@ -171,7 +170,7 @@ def write_shard(
     columns = [("input_ids", pa.list_(pa.int32()))]
     schema = pa.schema(columns + [("loss_mask", pa.list_(pa.bool_()))] * masked)
     counts = dict.fromkeys(_SUMMED, 0)
-    with _aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
+    with written_aside(path) as file, pa.ipc.new_stream(file, schema) as stream:
         for batch in batches:
             documents = [document for document in batch if document is not None]
             counts["documents"] += len(documents)
@@ -235,10 +234,10 @@ def _saved(path: Path) -> dict[str, Any]:
     """What a folder's record says, with counts of shards that are such; empty if there is none."""
     content = read_json(path)
     try:
-        done = dict(content.get("done", {})).items()
-        good = all(str(int(number)) == number for number, _ in done)
+        done = content.get("done", {}).items()
+        good = all(str(int(number)) == number and len(number) < 10 for number, _ in done)
         good &= all(type(counts[name]) is int for _, counts in done for name in _SUMMED)
-    except (TypeError, ValueError, KeyError):
+    except (AttributeError, TypeError, ValueError, KeyError):
         good = False
     if not good:
         raise ValueError(
@@ -287,20 +286,3 @@ def _check_tokens(tokens: pa.Array, vocab_size: int) -> None:
             f"The tokenizer made tokens from {least} to {most}, outside its vocabulary of"
             f" {vocab_size}. Its files do not belong together."
         )
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing under a hidden name, and rename it when all of it is written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    try:
-        with aside.open("xb") as file:  # never through a link
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which it is
-        raise
-    finally:
-        aside.unlink(missing_ok=True)

@@ -157,15 +157,15 @@ class Folder:
 def _files_of(index: Path) -> list[str]:
     """The files that the index of a folder with several files names."""
     try:
-        files: list[str] = sorted(set(read_json(index)["weight_map"].values()))
-        if outside := [name for name in files if os.path.basename(name) != name]:
+        named = list[str](read_json(index)["weight_map"].values())
+        if outside := [name for name in named if os.path.basename(name) != name]:
             raise ValueError(f"{outside[0]!r} is not in the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index} is no index of safetensors, which is JSON with a weight_map"
             f" ({type(error).__name__}: {error}). Copy or download the folder again."
         ) from error
-    return files
+    return sorted(set(named))
 
 
 def _name_alone(stored: str) -> str:

@@ -145,6 +145,8 @@ def test_a_record_that_counts_other_documents_than_there_are_is_refused(request_
         {" 0": {"documents": 20, "targets": 40, "skipped": 0}},
         {"0": [1]},
         {"0": {"documents": 20}},
+        {str(2**61): {"documents": 20, "targets": 40, "skipped": 0}},
+        [["0", {"documents": 20, "targets": 40, "skipped": 0}]],
         {"0": {"documents": "20", "targets": 40, "skipped": 0}},
     ],
 )

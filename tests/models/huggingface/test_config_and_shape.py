@@ -302,6 +302,18 @@ def test_sizes_without_bounds_are_refused(fields) -> None:
         shape_of(read_config({"model_type": "llama", **fields}))
 
 
+@pytest.mark.parametrize("name", ["id2label", "per_layer_config"])
+def test_texts_that_become_integers_of_one_hash_are_refused(name) -> None:
+    labels = {str(k * (2**61 - 1) + 7): "a" for k in range(3)}
+    with pytest.raises(ValueError, match="has a field named '2305843009213693958': take it out"):
+        read_config({"model_type": "llama", name: labels})
+
+
+def test_a_config_names_no_other_weights() -> None:
+    with pytest.raises(ValueError, match=r"transformers_weights='b\.safetensors', by which other"):
+        read_config({"model_type": "llama", "transformers_weights": "b.safetensors"})
+
+
 def test_a_config_is_not_read_from_a_file_that_it_names(tmp_path) -> None:
     fields = {"model_type": "qwen2", "configuration_files": ["config.4.0.0.json"]}
     (tmp_path / "config.json").write_text(json.dumps(fields))

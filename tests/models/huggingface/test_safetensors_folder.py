@@ -58,7 +58,7 @@ def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
         resolve("someone/model")
 
 
-@pytest.mark.parametrize("text", ["{broken", '{"metadata": {}}', "[]"])
+@pytest.mark.parametrize("text", ["{broken", '{"metadata": {}}', "[]", '{"weight_map": {"a": 7}}'])
 def test_an_index_that_is_none_is_refused_by_name(tmp_path, text):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
