@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise _wrong_type(name, value, wanted)
+        raise wrong_type(name, value, wanted)
     if least is not None and number < least:
         raise ValueError(f"{name}={value!r}, but it must be at least {least}. Give {wanted}.")
     return number
@@ -34,7 +34,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 def wholes(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
     """A sequence of whole numbers of at least ``least`` each."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise _wrong_type(name, value, "a sequence of whole numbers")
+        raise wrong_type(name, value, "a sequence of whole numbers")
     return tuple(whole(name, each, least) for each in value)
 
 
@@ -48,7 +48,7 @@ def number(
     if most < math.inf:
         wanted += f" to {most:g}"
     if _is_truth(value) or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise _wrong_type(name, value, wanted)
+        raise wrong_type(name, value, wanted)
     result = float(value)
     if not (math.isfinite(result) and least <= result <= most) or (above and result == least):
         raise ValueError(f"{name}={value!r} is out of range. Give {wanted}.")
@@ -58,7 +58,7 @@ def number(
 def flag(name: str, value: Any) -> bool:
     """True or False; as a condition a text like ``"false"`` would count as true."""
     if not _is_truth(value):
-        raise _wrong_type(name, value, "True or False")
+        raise wrong_type(name, value, "True or False")
     return bool(value)
 
 
@@ -70,9 +70,17 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
     return value
 
 
+def check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse options by names that ``what`` does not have, and list those that it has."""
+    if unknown := [name for name in given if name not in known]:
+        takes = ", ".join(known) or "none"
+        raise ValueError(f"{what} has no option {unknown[0]!r}. It takes {takes}.")
+
+
 def _is_truth(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
-def _wrong_type(name: str, value: Any, wanted: str) -> ValueError:
+def wrong_type(name: str, value: Any, wanted: str) -> ValueError:
+    """The error of an argument whose type is none of those that are ``wanted``."""
     return ValueError(f"{name}={value!r} is of type {type(value).__name__}. Give {wanted}.")

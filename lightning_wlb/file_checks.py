@@ -26,9 +26,10 @@ from typing import IO, Any, NoReturn
 SMALL_BYTES = 1 << 26
 """Most bytes of a file that only describes others: a manifest, a profile, an index, settings."""
 _COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow)$)")
-SHARD = re.compile(r"(.*[-_.])\d+([-_]of[-_])(\d+)(\.jsonl|\.jsonl\.gz|\.parquet|\.arrow)$")
-SHARDS = r"\1*\2\3\4"
-"""With it a match of :data:`SHARD`, as ``data-00000-of-00004.arrow``, expands to a pattern."""
+SHARD = re.compile(
+    r"(.*[-_.])(\d+)([-_]of[-_])(\d+)(-[0-9a-f]{16})?(\.jsonl|\.jsonl\.gz|\.parquet|\.arrow)$"
+)
+"""The name of one of several files, as ``data-00000-of-00004.arrow``; the hub's had a hash."""
 _KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
 _SPLIT = re.compile(
     r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
@@ -172,15 +173,23 @@ def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
                 )
     written: dict[tuple[Path, str], tuple[str, Path]] = {}
     for path in files:
-        shard, pattern = SHARD.match(path.name), path.with_name(SHARD.sub(SHARDS, path.name))
-        marks = {"": pattern.name if _KEPT.match(path.name) else ""}
-        for series, mark in (marks | ({shard[1]: shard[3]} if shard else {})).items():
-            first, other = written.setdefault((path.parent, series), (mark, pattern))
+        shard, pattern = SHARD.match(path.name), shards_of(path)
+        marks = [("", pattern.name if _KEPT.match(path.name) else "", pattern)]
+        if shard:
+            marks += [(shard[1], shard[4], pattern), (shard[1] + shard[2], path.name, path)]
+        for series, mark, shown in marks:
+            first, other = written.setdefault((path.parent, series), (mark, shown))
             if first != mark:
                 raise ValueError(
-                    f"{other} and {pattern} are two writings, whose documents would come twice."
+                    f"{other} and {shown} are two writings, whose documents would come twice."
                     " Give one of them, or move the other elsewhere."
                 )
+
+
+def shards_of(path: Path) -> Path:
+    """The pattern of a file and its further shards, as ``data-*-of-00004.arrow``."""
+    pattern = SHARD.sub(lambda m: f"{m[1]}*{m[3]}{m[4]}{'-*' if m[5] else ''}{m[6]}", path.name)
+    return path.with_name(pattern)
 
 
 def check_one_split(files: Sequence[Path], folder: Path) -> None:

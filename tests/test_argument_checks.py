@@ -117,7 +117,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (data, {"test_documents": 0.1}, "test_documents=0.1 is of type float"),
     (WLBDataModule, {"documents": "wiki", "context_window": 8, "micro_batches": 1}, "'stdlib'"),
     (WLBDataModule, {"documents": 3, "context_window": 8, "micro_batches": 1}, "documents of type"),
-    (model, {"config": {"dims": 3}}, "there is no field 'dims'. The fields are dim, layers"),
+    (
+        model,
+        {"config": {"dims": 3}},
+        "TransformerConfig has no option 'dims'. It takes dim, layers",
+    ),
     (model, {"config": "8c"}, "there is no preset '8c'. The presets are tiny"),
     (model, {"config": 3}, "config=3 is of type int. Give a TransformerConfig"),
     (model, {"learning_rate": "3e-4"}, "learning_rate='3e-4' is of type str"),
@@ -184,7 +188,7 @@ def test_a_mistake_is_answered_where_it_is_made(
         make(**options)
     assert "\n" not in str(info.value)
     assert re.search(
-        r"\b(give|choose|use|raise|the fields|the presets|shipped|pass)\b", str(info.value), re.I
+        r"\b(give|choose|use|raise|it takes|the presets|shipped|pass)\b", str(info.value), re.I
     )
 
 

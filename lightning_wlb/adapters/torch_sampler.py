@@ -74,6 +74,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.seed, self.shuffle = whole("seed", seed, 0), flag("shuffle", shuffle)
         if options.get("model") is not None:
             options["model"] = shape_of(options["model"])  # once, and not in every step
+        if options.get("work") is not None and not callable(options["work"]):
+            options["work"] = work = np.asarray(options["work"])
+            if work.shape != self.lengths.shape:
+                raise ValueError(
+                    f"work= gives {work.shape} numbers for {len(lengths)} sequences: give one each."
+                )
         self.options = options
         if len(self.lengths) < self.sequences or (self.rank or 0) >= self.ranks:
             raise ValueError(
@@ -197,12 +203,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
             order = np.random.default_rng((self.seed, epoch)).permutation(len(order))
         for number in range(first, len(order) // self.sequences):
             taken = np.sort(order[number * self.sequences :][: self.sequences])
+            work = self.options.get("work")
+            own = {"work": work[taken]} if isinstance(work, np.ndarray) else {}
             plan = plan_step(
                 self.lengths[taken],
                 ranks=self.ranks,
                 micro_batches=self.micro_batches,
                 no_empty=True,
-                **self.options,
+                **self.options | own,
             )
             if len(plan.micro_batches[0]) > self.micro_batches:
                 raise ValueError(

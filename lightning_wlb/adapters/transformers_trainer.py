@@ -20,6 +20,7 @@ for each sequence: dense masks cost as much as one sequence of the row's length.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -77,6 +78,9 @@ class BalancedTraining:
                 " or compute_loss_func, and average_tokens_across_devices=True."
             )
         each = args.train_batch_size * args.gradient_accumulation_steps
+        if left := len(dataset) % (each * args.world_size):
+            rows = f"{left} of {len(dataset)} rows make no whole step and are left out each epoch"
+            warnings.warn(f"{rows}, as by dataloader_drop_last=True.", stacklevel=2)
         sampler = _FromTrainer(
             sequence_lengths(dataset),
             sequences=each * args.world_size,

@@ -101,7 +101,7 @@ def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
     if kind == "chats":
         yield f"Of the tokens {made['targets'] / tokens:.1%} may be targets."
     if made["skipped"]:
-        why = "the assistant says nothing" if kind == "chats" else "the text is empty"
+        why = "nothing is learned" if kind == "chats" else "the text is empty"
         yield f"Skipped: {_counted(made['skipped'], 'row')} in which {why}."
     yield ""
     yield f"{'tokens':>21}  {'documents':>13}  share of tokens"

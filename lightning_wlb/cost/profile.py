@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.argument_checks import choice, number, whole
+from lightning_wlb.argument_checks import check_names, choice, number, whole
 from lightning_wlb.cost.rates import AttentionTable, LinearTable, check_positive
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.file_checks import parse_json, read_bytes
@@ -241,10 +241,7 @@ def shipped_profiles() -> list[str]:
 
 def _record(kind: Any, values: Mapping[str, Any]) -> Any:
     """A dataclass from JSON values, whose lists become tuples."""
-    known = [item.name for item in fields(kind)]
-    for name in values:
-        if name not in known:
-            raise ValueError(f"{kind.__name__} has no entry {name!r}; it has {', '.join(known)}.")
+    check_names(kind.__name__, values, [item.name for item in fields(kind)])
     return kind(**{name: _tuples(value) for name, value in values.items()})
 
 

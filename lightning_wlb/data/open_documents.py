@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lightning_wlb.argument_checks import flag, number, whole
+from lightning_wlb.argument_checks import check_names, flag, number, whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
@@ -226,12 +226,8 @@ def documents(source: Any, **options: Any) -> DocumentStore:
             )
         return source
     kind, source, options = _resolved("documents", source, options)
-    known = list(signature(kind.open).parameters)[1:]
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(
-            f"documents{_shown(source)} is taken for {kind.description}, which has no option"
-            f" {unknown[0]!r}. It takes {', '.join(known) or 'none'}."
-        )
+    taken = f"documents{_shown(source)} is taken for {kind.description}, which"
+    check_names(taken, options, list(signature(kind.open).parameters)[1:])
     return kind.open(source, **options)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_wlb.argument_checks import flag, number, whole
+from lightning_wlb.argument_checks import check_names, flag, number, whole, wrong_type
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.model_folder_checks import check_counts
 
@@ -122,17 +122,9 @@ def as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> Tra
     if isinstance(config, TransformerConfig):
         return config
     if isinstance(config, Mapping):
-        known = [field.name for field in fields(TransformerConfig)]
-        for name in config:
-            if name not in known:
-                raise ValueError(
-                    f"TransformerConfig: there is no field {name!r}. The fields are"
-                    f" {', '.join(known)}."
-                )
+        check_names("TransformerConfig", config, [each.name for each in fields(TransformerConfig)])
         return TransformerConfig(**config)
     if config is None or isinstance(config, str):
         return TransformerConfig.preset("tiny" if config is None else config)
-    raise ValueError(
-        f"config={config!r} is of type {type(config).__name__}. Give a TransformerConfig, a"
-        f" preset's name ({', '.join(PRESETS)}) or a mapping of fields."
-    )
+    presets = f"a preset's name ({', '.join(PRESETS)})"
+    raise wrong_type("config", config, f"a TransformerConfig, {presets} or a mapping of fields")

@@ -11,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import get_args
 
+from lightning_wlb.argument_checks import choice
 from lightning_wlb.plan.micro_batches import MicroBatch, Piece, Recompute, ReplicaPlan, Slice
 from lightning_wlb.plan.pipeline_scheme import Scheme, alike, check_schemes
 
@@ -155,11 +156,7 @@ def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch
     name = micro_batch.sharding  # which is printed
     if not isinstance(name, str) or not name.isprintable():
         raise ValueError(f"{where} has sharding={name!r}, which is no name.")
-    if micro_batch.recompute not in _MODES:
-        raise ValueError(
-            f"{where} has recompute={micro_batch.recompute!r}, which is not one of"
-            f" {', '.join(_MODES)}."
-        )
+    choice(f"{where} has recompute", micro_batch.recompute, _MODES)
 
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:

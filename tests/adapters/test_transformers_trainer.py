@@ -88,6 +88,24 @@ def test_a_loss_that_is_a_mean_over_each_micro_batch_is_refused(change: dict) ->
         adapter.BalancedTraining.get_train_dataloader(trainer)
 
 
+def test_rows_that_make_no_whole_step_are_told_of() -> None:
+    import lightning_wlb.adapters.transformers_trainer as adapter
+
+    sizes = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "world_size": 1}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**sizes, average_tokens_across_devices=True, seed=0, data_seed=None),
+        accelerator=SimpleNamespace(split_batches=False),
+        train_dataset=[{"input_ids": [1, 2]}] * 3,
+        model_accepts_loss_kwargs=True,
+        work=None,
+    )
+    with (
+        pytest.warns(UserWarning, match="^3 of 3 rows make no whole step"),
+        pytest.raises(AttributeError),
+    ):
+        adapter.BalancedTraining.get_train_dataloader(trainer)
+
+
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "sliding_window"])
 def test_attention_by_sequence_refuses_what_it_would_leave_out(name: str) -> None:
     import lightning_wlb.adapters.transformers_trainer as adapter

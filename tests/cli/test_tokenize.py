@@ -97,7 +97,7 @@ def test_chats_say_what_may_be_a_target(tmp_path, capsys) -> None:
     assert printed.startswith("Targets are what the assistant says, as the chat template marks it.")
     assert "1 document with 7 tokens" in printed
     assert "Of the tokens 28.6% may be targets." in printed
-    assert "Skipped: 1 row in which the assistant says nothing." in printed
+    assert "Skipped: 1 row in which nothing is learned." in printed
 
 
 @pytest.mark.parametrize(

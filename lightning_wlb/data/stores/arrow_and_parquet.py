@@ -179,12 +179,13 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
     file_checks.check_no_copies(files)
     found = [match for path in files if (match := file_checks.SHARD.match(path.name))]
-    series = sorted({str(folder / match.expand(file_checks.SHARDS)) for match in found})
+    patterns = (file_checks.shards_of(each) for each in files)
+    series = sorted({str(each) for each in patterns if "*" in each.name})
     if len(series) > 1:
         raise ValueError(
             f"{name} has files of several splits. Give one of them: {', '.join(series)}."
         )
-    if found and len(found) != (total := int(found[0][3])):
+    if found and len(found) != (total := int(found[0][4])):
         raise ValueError(
             f"{name}: {len(found)} of {total} files are there, such as {files[0].name}. Copy the"
             f" others, or give a pattern such as {folder / f'*{suffix}'} for what is there."

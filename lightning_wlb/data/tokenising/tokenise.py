@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from lightning_wlb.argument_checks import choice, whole
+from lightning_wlb.argument_checks import choice, whole, wrong_type
 from lightning_wlb.data import loader_workers
 from lightning_wlb.data.cache import cache_folder, shown
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL
@@ -87,10 +87,8 @@ class TokeniseRequest:
                 " or the folder or name of a Hugging Face tokenizer, as tokenizer=... beside them."
             )
         if not isinstance(self.eos, bool | str):
-            raise ValueError(
-                f"eos={self.eos!r} is of type {type(self.eos).__name__}. Give the end-of-document"
-                " token by its text, True for the tokenizer's own, or False for none."
-            )
+            token = "the end-of-document token by its text, True for the tokenizer's own"
+            raise wrong_type("eos", self.eos, f"{token}, or False for none")
         if self.kind == "chats" and self.eos is not True:
             raise ValueError(
                 f"eos={self.eos!r} for chats, whose end is what the chat template writes. Leave it"

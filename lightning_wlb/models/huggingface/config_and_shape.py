@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PretrainedConfig
 
+from lightning_wlb.argument_checks import wrong_type
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
 from lightning_wlb.model_folder_checks import check_counts, check_model
@@ -90,10 +91,8 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
                 f" on the hub that transformers can reach: {why}"
             ) from error
-    raise ValueError(
-        f"A config of type {type(config).__name__}. Give a folder with a config.json, that file, a"
-        " name on the hub, a transformers PretrainedConfig or a mapping of its fields."
-    )
+    wanted = "a folder with a config.json, that file, a name on the hub, a transformers"
+    raise wrong_type("config", config, f"{wanted} PretrainedConfig or a mapping of its fields")
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:

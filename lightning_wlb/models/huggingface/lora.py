@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_wlb.argument_checks import flag, number, whole
+from lightning_wlb.argument_checks import flag, number, whole, wrong_type
 from lightning_wlb.models.decoder import seed_of
 
 FIELDS = (
@@ -53,9 +53,8 @@ def base_name(name: str) -> str:
 def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The user's fields of a ``LoraConfig``; raises ValueError for those not exact on any mesh."""
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"lora={given!r}. Give fields of peft's LoraConfig, as {{'r': 16, 'lora_alpha': 32}}."
-        )
+        wanted = "fields of peft's LoraConfig, as {'r': 16, 'lora_alpha': 32}"
+        raise wrong_type("lora", given, wanted)
     unknown = sorted(set(given) - {*FIELDS, *_NEUTRAL})
     if unknown:
         raise ValueError(

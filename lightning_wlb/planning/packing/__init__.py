@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_wlb.argument_checks import choice
+from lightning_wlb.argument_checks import check_names, choice
 from lightning_wlb.planning.packing.auto import AutoPacker
 from lightning_wlb.planning.packing.base import Packer, PackingOptions
 from lightning_wlb.planning.packing.baselines import BestFitPacker, OriginalPacker
@@ -68,9 +68,5 @@ class PackingChoice:
             packer = method
         else:
             packer = PACKINGS[choice("packing", method, PACKINGS)]
-        known = [field.name for field in fields(packer.Options)]
-        for name in options:
-            if name not in known:
-                takes = f"It takes {', '.join(known)}." if known else "It takes none."
-                raise ValueError(f"packing {method!r} has no option {name!r}. {takes}")
+        check_names(f"packing {method!r}", options, [each.name for each in fields(packer.Options)])
         return PackingChoice(packer, packer.Options(**options))

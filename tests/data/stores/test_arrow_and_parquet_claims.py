@@ -91,6 +91,28 @@ def test_files_of_several_splits_and_kept_results_of_map_are_refused(tmp_path):
         documents(f"{tmp_path}/kept/cache-*.arrow")
 
 
+def test_shards_by_the_hubs_older_names_are_shards(tmp_path):
+    """Which end in a hash of each file."""
+    one, two = (f"train-0000{at}-of-00002-{'abcdef01' * 2}" for at in range(2))
+    write_parquet(tmp_path / f"{one}.parquet", [[7] * 10])
+    with pytest.raises(ValueError, match=r"1 of 2 files are there"):
+        documents(tmp_path)
+    write_parquet(tmp_path / f"{two}.parquet", [[7] * 10])
+    assert len(documents(tmp_path)) == 2
+    for other, said in (
+        (one[:-1] + "0", rf"/{one[:-1]}0\.parquet and .*/{one}\.parquet are two writings"),
+        (
+            "train-00000-of-00001-" + "0" * 16,
+            r"-of-00001-\*\.parquet and .*-of-00002-\*\.parquet are",
+        ),
+    ):
+        write_parquet(tmp_path / f"{other}.parquet", [[7] * 10])
+        for source in (tmp_path, f"{tmp_path}/*.parquet"):
+            with pytest.raises(ValueError, match=said):
+                documents(source)
+        (tmp_path / f"{other}.parquet").unlink()
+
+
 def test_shards_of_two_writings_are_refused(tmp_path):
     """``datasets`` leaves those of another ``num_shards`` where they are."""
     for name in ("b-0-of-1", "a-0-of-2", "a-1-of-2", "a-0-of-3", "a-1-of-3", "a-2-of-3"):

@@ -47,7 +47,7 @@ def test_a_config_a_mapping_a_folder_and_its_file_are_the_same(tmp_path) -> None
     [
         ({"hidden_size": 4}, "with model_type=None"),
         ({"model_type": "lama"}, "with model_type='lama', which transformers does not know"),
-        (7, "A config of type int"),
+        (7, "config=7 is of type int"),
         ({"model_type": "llama", "hidden_size": "wide"}, "'llama'.*'hidden_size'"),
         ({"model_type": "llama", "num_hidden_layers": 2001}, "num_hidden_layers=2,001"),
         ({"model_type": "ernie4_5_moe", "moe_num_experts": 10**6}, "moe_num_experts=1,000,000"),

@@ -321,7 +321,7 @@ def test_adapters_of_experts_are_refused():
 
 
 def test_a_rank_by_itself_is_refused():
-    with pytest.raises(ValueError, match=r"lora=16\. Give fields"):
+    with pytest.raises(ValueError, match=r"lora=16 is of type int\. Give fields"):
         HuggingFaceDecoder(tiny("llama"), lora=16)
 
 
