@@ -49,7 +49,8 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 
 def called_by(name: str) -> bool:
     """Whether a function of this name, of Lightning's, is running."""
-    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe()))
+    frames = (each for each, _ in walk_stack(sys._getframe()) if each.f_code.co_name == name)
+    return any(each.f_globals["__name__"].startswith("lightning.pytorch.") for each in frames)
 
 
 def refuse_other_loaders(in_worker: bool = False) -> None:

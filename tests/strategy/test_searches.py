@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_wlb.data.trainer_guards import called_by
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.checkpoints.small_checkpoints import as_one_file
 from tests.ranks import run_ranks
@@ -142,3 +143,10 @@ def stopped(rank: int, home: Path) -> int:
 
 def test_a_search_is_not_ended_by_a_signal_that_was_obeyed(tmp_path: Path) -> None:
     assert run_ranks(stopped, 1, tmp_path, process_group=False) == [3]
+
+
+def test_a_function_of_the_users_is_none_of_lightnings_by_its_name():
+    def _lr_find() -> bool:
+        return called_by("_lr_find")
+
+    assert not _lr_find()

@@ -179,8 +179,7 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
     file_checks.check_no_copies(files)
     found = [match for path in files if (match := file_checks.SHARD.match(path.name))]
-    patterns = (file_checks.shards_of(each) for each in files)
-    series = sorted({str(each) for each in patterns if "*" in each.name})
+    series = sorted({str(file_checks.shards_of(folder / each.string)) for each in found})
     if len(series) > 1:
         raise ValueError(
             f"{name} has files of several splits. Give one of them: {', '.join(series)}."
