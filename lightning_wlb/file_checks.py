@@ -17,9 +17,11 @@ import json
 import os
 import re
 import stat
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -114,7 +116,7 @@ def parse_json(text: str | bytes) -> Any:
 @contextmanager
 def written_aside(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing under a hidden name, and rename it when all of it is written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.aside")
     try:
         with aside.open("xb") as file:  # never through a link
             yield file
@@ -206,13 +208,12 @@ def check_one_split(files: Sequence[Path], folder: Path) -> None:
 def check_none_left_out(folder: Path, *suffixes: str) -> None:
     """Raise ValueError for files in folders below, or ``.PARQUET``: only a folder's own are taken.
 
-    Names that begin with ``.`` or ``_`` are passed over, as by Spark and pyarrow.
+    Names that begin with ``.`` or ``_``, and links to folders, are passed over.
     """
-    others, seen = list[Path](), dict[str, str]()
-    for at, below, names in os.walk(folder, followlinks=True):
-        known = seen.setdefault(os.path.realpath(at), at) != at  # by a link, which may lead round
-        below[:] = [name for name in below if name[0] not in "._" and not known]
-        found = [Path(at, name) for name in names if name[0] not in "._" and not known]
+    others = list[Path]()
+    for at, below, names in islice(os.walk(folder), 10_000):  # a home may be given by mistake
+        below[:] = [name for name in below if name[0] not in "._"]
+        found = [Path(at, name) for name in names if name[0] not in "._"]
         others += [each for each in found if each.suffix.lower() in suffixes]
     others = [path for path in others if path.parent != folder or path.suffix not in suffixes]
     if others:

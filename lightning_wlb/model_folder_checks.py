@@ -68,6 +68,8 @@ def _counts(name: str, value: Any) -> Iterator[int]:
     elif isinstance(value, str) and name.endswith("pattern"):
         yield len(value)  # a letter for each layer
     elif isinstance(value, list | tuple):
+        if re.search("layer|block|_ids|indices", name):  # an entry for each layer
+            yield len(value)
         for each in value:
             yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
 

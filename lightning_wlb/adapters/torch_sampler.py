@@ -74,12 +74,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.seed, self.shuffle = whole("seed", seed, 0), flag("shuffle", shuffle)
         if options.get("model") is not None:
             options["model"] = shape_of(options["model"])  # once, and not in every step
-        if options.get("work") is not None and not callable(options["work"]):
-            options["work"] = work = np.asarray(options["work"])
-            if work.shape != self.lengths.shape:
-                raise ValueError(
-                    f"work= gives {work.shape} numbers for {len(lengths)} sequences: give one each."
-                )
+        if not callable(options.get("work") or len):
+            raise ValueError("work= is a list, of which steps take other rows: give a function.")
         self.options = options
         if len(self.lengths) < self.sequences or (self.rank or 0) >= self.ranks:
             raise ValueError(
@@ -203,14 +199,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             order = np.random.default_rng((self.seed, epoch)).permutation(len(order))
         for number in range(first, len(order) // self.sequences):
             taken = np.sort(order[number * self.sequences :][: self.sequences])
-            work = self.options.get("work")
-            own = {"work": work[taken]} if isinstance(work, np.ndarray) else {}
             plan = plan_step(
                 self.lengths[taken],
                 ranks=self.ranks,
                 micro_batches=self.micro_batches,
                 no_empty=True,
-                **self.options | own,
+                **self.options,
             )
             if len(plan.micro_batches[0]) > self.micro_batches:
                 raise ValueError(

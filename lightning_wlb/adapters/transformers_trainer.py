@@ -11,8 +11,7 @@ rank runs which, and when, follows from their work. A micro-batch is one row wit
 ``Trainer`` divides the loss by the targets of the whole step, so loss and gradient do not depend on
 the plan. Resuming is its own.
 
-``SFTTrainer`` brings its own collator: give ``SFTConfig(padding_free=True, packing=False,
-max_length=None)``, and rows that are short enough as they are.
+``SFTTrainer`` has its own: give ``SFTConfig(padding_free=True, packing=False, max_length=None)``.
 
 Without flash-attention choose ``attn_implementation="wlb_packed"``, which calls torch's attention
 for each sequence: dense masks cost as much as one sequence of the row's length.

@@ -31,7 +31,7 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from lightning_wlb.callbacks import imbalance
-from lightning_wlb.file_checks import written_aside
+from lightning_wlb.file_checks import check_links, written_aside
 from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import Schemes, rank_in
 
@@ -57,6 +57,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
     No text goes to LaTeX, which a ``matplotlibrc`` of the working folder may ask for.
     """
+    check_links(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_usetex(False)

@@ -107,10 +107,9 @@ class Manifest:
         files = self.files.values()
         numbers = self.step, self.ranks, self.by.number, *(each.size for each in files)
         texts = self.save, self.by.run, *self.by.known, *(each.crc32 for each in files)
-        if not all(type(each) is int for each in numbers) or type(self.time) is not float:
-            raise TypeError("a step, a size or a time is no number")
-        if not all(type(each) is str for each in texts):
-            raise TypeError("a checksum or who saved it is no text")
+        kinds = {int: numbers, str: texts, float: [self.time]}
+        if any(type(each) is not kind for kind, values in kinds.items() for each in values):
+            raise TypeError("a step, a size, a time, a checksum or who saved it is of another type")
         if not math.isfinite(self.time):
             raise ValueError("its time is no number")
 

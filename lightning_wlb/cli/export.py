@@ -195,6 +195,7 @@ def _beside(
     """The files to copy, by their names in the export; chat templates by theirs, if many."""
     from tokenizers import Tokenizer
 
+    from lightning_wlb.data.tokenising.texts import explained
     from lightning_wlb.models.huggingface.load_and_export import GENERATION, files_beside
 
     base = Path(pretrained) if pretrained and Path(pretrained).is_dir() else None
@@ -207,19 +208,16 @@ def _beside(
     if not source.exists():
         raise ValueError(f"--tokenizer {tokenizer}: there is no such folder or file.")
     if source.is_file() and source.name != "tokenizer.json":
-        try:
-            check_regular(source)
+        check_regular(source)
+        with explained(f"--tokenizer {tokenizer} is no tokenizer.json"):
             Tokenizer.from_file(str(source))
-        except Exception as error:  # of its reader's own class
-            raise ValueError(f"--tokenizer {tokenizer} is no tokenizer.json: {error}.") from error
         return copied | {"tokenizer.json": source}, {}
     folder = source if source.is_dir() else source.parent
     check_model(folder)
     copied |= {name: folder / name for name in files_beside(folder)}
     if tokenizer is not None and not any("token" in name for name in copied):
         raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer in that folder.")
-    others = sorted(folder.glob("additional_chat_templates/*.jinja"))
-    templates = {each.stem: each for each in others}
+    templates = {t.stem: t for t in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if templates and TEMPLATE in copied:
         templates.setdefault("default", copied.pop(TEMPLATE))
     return copied, templates

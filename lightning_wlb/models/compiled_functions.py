@@ -30,6 +30,7 @@ import torch
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -153,8 +154,9 @@ class CompiledFunction:
             return self._eager(*args)
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
+        if _use_own_cache not in callback_handler.start_callbacks:  # as a reset leaves it
+            callback_handler.register_start_callback(_use_own_cache)
         if self._compiled is None:
-            _use_own_cache()
             # Else Triton's kernels are chosen by time, and another choice adds in another order.
             known = "deterministic" in torch._inductor.list_options()
             deterministic = known and torch.are_deterministic_algorithms_enabled()
@@ -174,8 +176,8 @@ class CompiledFunction:
             ) from error
 
 
-def _use_own_cache() -> None:
-    """Keep inductor's pickles and libraries where no other user can have put any.
+def _use_own_cache(_: object = None) -> None:
+    """Keep inductor's pickles and libraries where no other user has put any; for each compilation.
 
     torch's own choice is a folder of a known name among temporary files, whoever made it. A folder
     that the environment names is used if it is this user's or root's.

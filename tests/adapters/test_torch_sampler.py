@@ -85,13 +85,9 @@ def test_inside_of_a_step_the_plan_must_be_the_same() -> None:
         sampler.load_state_dict({**state, "batches": 4001, "a_step": 4})
 
 
-def test_measured_work_is_that_of_each_sequence_of_the_data_set() -> None:
-    work = np.array([9.0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5, 5])
-    sampler = BalancedBatchSampler([4] * 12, sequences=6, ranks=2, work=work, shuffle=False)
-    steps = [sorted(sorted(batch) for rank in step for batch in rank) for step in sampler.steps()]
-    assert steps == [[[0], [1, 2, 3, 4, 5]], [[6, 8, 10], [7, 9, 11]]]
-    with pytest.raises(ValueError, match=r"work= gives \(2,\) numbers for 12 sequences"):
-        BalancedBatchSampler([4] * 12, sequences=6, ranks=2, work=[1.0, 2.0])
+def test_work_by_a_list_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"work= is a list, .* give a function"):
+        BalancedBatchSampler([4] * 12, sequences=6, ranks=2, work=[1.0] * 12)
 
 
 def test_its_own_state_and_what_is_refused() -> None:

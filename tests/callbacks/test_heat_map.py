@@ -100,6 +100,13 @@ def test_it_draws_a_large_mesh(tmp_path: Path):
     path.symlink_to(tmp_path / "thesis")
     drawing.draw(path, f"mesh {mesh}")
     assert (tmp_path / "thesis").read_text() == "mine", "never through a link"
+    with (
+        mock.patch(
+            "lightning_wlb.callbacks.heat_map.check_links", side_effect=ValueError("strange")
+        ),
+        pytest.raises(ValueError, match="strange"),
+    ):
+        drawing.draw(path, f"mesh {mesh}")
     height, width = imread(path).shape[:2]
     assert 500 <= width <= 3200
     assert 300 <= height <= 1700

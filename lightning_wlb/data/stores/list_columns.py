@@ -70,7 +70,8 @@ def columns_of(
     """
     if column is None:
         column = _token_column(schema, name)
-    others = (each for each in schema if each.name != column and _is_integers(each.type))
+    # Lists of any values, views of them, and such in structs.
+    others = [each for each in schema if each.name != column and "list" in str(each.type)]
     if packed := [each.name for each in others if each.name in PACKED_COLUMNS]:
         raise ValueError(
             f"{name} has a column {packed[0]!r}, as rows have that were packed of several"
@@ -85,7 +86,6 @@ def columns_of(
                 " with mask_column=..., or none with mask_column=None."
             )
         mask_column = present[0] if present else None
-        others = (each for each in schema if each.name != column and is_list(each.type))
         may = [each.name for each in others if _MAY_BE_MASK.search(each.name)]
         if mask_column is None and may:
             raise ValueError(
@@ -97,10 +97,11 @@ def columns_of(
         wanted = "lists of booleans or integers"
         remedy = " Choose another with mask_column=..., or none with mask_column=None."
         _check(schema, mask_column, _is_flags, wanted, name, remedy)
-    padded = any(each.name == ATTENTION_COLUMN and _is_flags(each.type) for each in schema)
-    if padded:
-        _check(schema, ATTENTION_COLUMN, _is_flags, "lists of booleans or integers", name)
-    return Columns(column, mask_column, ATTENTION_COLUMN if padded else None)
+    if ATTENTION_COLUMN not in schema.names:
+        return Columns(column, mask_column, None)
+    remedy = " Write it so, or leave it out where no row is padded or packed."
+    _check(schema, ATTENTION_COLUMN, _is_flags, "lists of booleans or integers", name, remedy)
+    return Columns(column, mask_column, ATTENTION_COLUMN)
 
 
 def _token_column(schema: pa.Schema, name: str) -> str:

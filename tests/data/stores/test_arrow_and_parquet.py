@@ -197,6 +197,11 @@ def beside(name: str, values: Any, kind: Any = None) -> pa.Table:
             "a column 'seq_lengths', as rows have that were",
         ),
         (beside("position_ids", [[0, 0, 1], [0], [0, 1]]), "a column 'position_ids', as rows have"),
+        (beside("position_ids", [[0.0, 0, 1], [0], [0, 1]]), "'position_ids', as rows have"),
+        (beside("seq_lens", pa.array([[3], [1], [2]], pa.list_view(pa.int8()))), "'seq_lens', as"),
+        (beside("attention_mask", [[1.0, 1, 0], [1], [1, 1]]), "'attention_mask' is of type list<"),
+        (beside("attention_mask", [[[1]], [[1]], [[1]]]), "'attention_mask' is of .* leave it out"),
+        (beside("my_mask", pa.array([[1], [0], [1]], pa.list_view(pa.int8()))), "'my_mask', which"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(tmp_path: Path, table: pa.Table, message: str) -> None:

@@ -139,7 +139,7 @@ def test_shards_of_two_writings_are_refused(tmp_path):
 def test_a_folder_leaves_no_files_out_without_a_word(own, name, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     write_parquet(tmp_path / name, [[7] * 10])
-    (tmp_path / "round").symlink_to(tmp_path)
+    (tmp_path / "round").symlink_to("/")  # nor is the whole machine looked through
     (tmp_path / "README.md").touch()
     if own:
         write_parquet(tmp_path / "a.parquet", [[7] * 10])

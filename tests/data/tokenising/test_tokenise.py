@@ -120,12 +120,13 @@ def test_killed_workers_leave_nobody_behind_and_the_run_goes_on(
     assert contents(out) == contents(unbroken)
 
 
-def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(request_, tmp_path) -> None:
+def test_what_a_killed_process_left_is_no_obstacle_and_goes(request_, tmp_path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     for name in ("shard-00000.part", "lightning_wlb.partial.json", "lightning_wlb.json"):
-        (out / f".{name}.{os.getpid()}.aside").write_text("half")
+        (out / f".{name}.0123456789abcdef.aside").write_text("half")
     assert tokenise(request_, out, workers=1)["documents"] == 300
+    assert not list(out.glob(".*"))
 
 
 def _lives(number: int) -> bool:
@@ -242,7 +243,7 @@ def test_a_folder_that_another_has_and_does_not_work_on_is_given_up(
         # As long as it writes, as one shard of a compressed file, it is waited for.
         begun, beaten = time.monotonic(), stalled / ".shard-00000.part.1.aside"
         with monkeypatch.context() as patch:
-            patch.setattr(job, "FileLock", lambda path: _Writing(beaten, begun))
+            patch.setattr(job, "FileLock", lambda path, mode: _Writing(beaten, begun))
             with pytest.raises(TimeoutError, match="another writes"):
                 job._alone(stalled).__enter__()
         waiting = context.Process(target=_expect_stalled, args=(request_, stalled))

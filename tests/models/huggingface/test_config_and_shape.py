@@ -309,6 +309,15 @@ def test_texts_that_become_integers_of_one_hash_are_refused(name) -> None:
         read_config({"model_type": "llama", name: labels})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("nemotron_h", "layers_block_type"), ("zamba2", "hybrid_layer_ids"), ("llama", "x_layers")],
+)
+def test_a_list_by_layers_is_as_long_as_a_model_may_have_them(kind, name) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=2,001: building more than 2,000"):
+        read_config({"model_type": kind, name: ["attention"] * 2001})
+
+
 def test_a_config_names_no_other_weights() -> None:
     with pytest.raises(ValueError, match=r"transformers_weights='b\.safetensors', by which other"):
         read_config({"model_type": "llama", "transformers_weights": "b.safetensors"})
