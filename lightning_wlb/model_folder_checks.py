@@ -22,7 +22,7 @@ _COUNTS = re.compile(
 )
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
 """Upper bounds of fields that size a table, and that no weight's shape contradicts."""
-_OF_LAYERS = re.compile("layer|pattern|first_k_dense_replace|_iter|_cycle")
+_OF_LAYERS = re.compile("layer|pattern|attention_types|first_k_dense_replace|_iter|_cycle")
 _LEADS_ELSEWHERE = {
     "attribute_map": "by which fields would count as others than they are called",
     "backbone": "by which another config would be fetched",
@@ -53,10 +53,11 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
             raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
         most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
-        for count in _counts(str(name), value):
-            if count > most:
+        counts = [max(each, 0) for each in _counts(str(name), value)]
+        for count, bound in ((max(counts, default=0), most), (sum(counts), MOST_PARTS)):
+            if count > bound:
                 raise ValueError(
-                    f"The config has {name}={count:,}: building more than {most:,} would take"
+                    f"The config has {name}={count:,}: building more than {bound:,} would take"
                     " minutes, or all memory. Mend it, or use another."
                 )
 
@@ -68,7 +69,7 @@ def _counts(name: str, value: Any) -> Iterator[int]:
     elif isinstance(value, str) and name.endswith("pattern"):
         yield len(value)  # a letter for each layer
     elif isinstance(value, list | tuple):
-        if re.search("layer|block|_ids|indices", name):  # an entry for each layer
+        if re.search("layer|block|_ids|indices|attention_types", name):  # an entry for each layer
             yield len(value)
         for each in value:
             yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)

@@ -182,9 +182,10 @@ def _use_own_cache(_: object = None) -> None:
     torch's own choice is a folder of a known name among temporary files, whoever made it. A folder
     that the environment names is used if it is this user's or root's.
     """
-    default = default_cache_dir()
+    default = Path(default_cache_dir())
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        if (named := Path(os.environ.get(name, default))) != Path(default):
+        named = Path(os.environ.get(name, default))
+        if named != default and default not in named.parents:  # below it torch has named it
             try:
                 named.mkdir(parents=True, exist_ok=True)
                 check_owner(named.stat(), named, [0])
@@ -192,9 +193,11 @@ def _use_own_cache(_: object = None) -> None:
                 del os.environ[name]
                 warnings.warn(f"{name} is not used: {error}", stacklevel=4)
     try:
-        own_folder(Path(default))
+        own_folder(default)
     except (OSError, ValueError):
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+        if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)) == default:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")
+        if default in Path(os.environ.get("TRITON_CACHE_DIR", "")).parents:
+            del os.environ["TRITON_CACHE_DIR"]
         # Precompiled headers stay in torch's own choice, whatever the environment says.
         torch._inductor.config.cpp_cache_precompile_headers = False

@@ -87,23 +87,17 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
         )
     elif asked not in ("last", "hpc"):
         return []
-    else:
-        _tell_of_others(_folders(trainer), bool(found))
+    elif not found:
+        _tell_of_other_versions(_folders(trainer))
     return _usable(found, fitting)
 
 
-def _tell_of_others(folders: Iterable[Path], found: bool) -> None:
-    """Warn of other strategies' checkpoints, and if none is ``found`` of the same logger's."""
+def _tell_of_other_versions(folders: Iterable[Path]) -> None:
+    """Warn if a run finds none of its own where earlier runs of the same logger have saved."""
     for folder in folders:
-        if files := sorted(each.name for each in folder.glob("[!.]*.ckpt") if os.path.isfile(each)):
-            rank_zero_warn(
-                f"{', '.join(files[:3])} in {folder}, single files of other strategies, are"
-                " passed over. Only a Trainer with such a strategy goes on from them."
-            )
-        if found or not folder.parent.name.startswith("version_"):
-            continue
         others = sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
-        if saved := [each for each in others if any(map(is_checkpoint, each.glob("*")))]:
+        saved = [each for each in others if any(map(is_checkpoint, each.glob("*")))]
+        if saved and folder.parent.name.startswith("version_"):
             rank_zero_warn(
                 f'ckpt_path="last": {folder} has no checkpoint, so nothing is resumed from. Each'
                 f" run of this logger has a folder of its own, and {len(saved)} of them have"

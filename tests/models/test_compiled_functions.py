@@ -211,9 +211,11 @@ def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch)
     # At each compilation, of which torch tells: a folder may have been removed since the last one.
     for _ in range(2):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(link))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(link / "triton" / "0"))  # as torch derives it
         torch._inductor.config.cpp_cache_precompile_headers = True
         with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "cache"))
+            assert "TRITON_CACHE_DIR" not in os.environ
         assert not torch._inductor.config.cpp_cache_precompile_headers
     assert callback_handler.start_callbacks.count(compiled_functions._use_own_cache) == 1
 

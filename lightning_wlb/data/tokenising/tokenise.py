@@ -202,6 +202,8 @@ def _check_mine(out: Path) -> None:
         for status in (out.lstat(), out.stat()):  # a link may lead elsewhere by then
             check_owner(status, out)
         check_links(out)
+    for each in out.iterdir() if is_open(out.stat()) else ():
+        check_owner(each.lstat(), each)
 
 
 def _work(

@@ -243,3 +243,13 @@ def test_another_users_folder_that_comes_late_is_not_taken_either(
     monkeypatch.setattr(TokeniseRequest, "identity", late)
     with pytest.raises(ValueError, match="belongs to user 65534, and this process to user 0"):
         tokenise(request_, shared / "out")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("mode", [0o1777, 0o3775])
+def test_nor_are_another_users_files_in_an_open_folder(mode, request_, unbroken) -> None:
+    unbroken.chmod(mode)
+    assert tokenise(request_, unbroken)["documents"] == 300
+    os.chown(unbroken / "lightning_wlb.json", 65534, 65534)
+    with pytest.raises(ValueError, match=r"wlb\.json belongs to user 65534, and this process to"):
+        tokenise(request_, unbroken)

@@ -318,6 +318,20 @@ def test_a_list_by_layers_is_as_long_as_a_model_may_have_them(kind, name) -> Non
         read_config({"model_type": kind, name: ["attention"] * 2001})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("gpt_neo", "attention_types", [[["global"] * 30_000, 3]]),
+        ("gpt_neo", "attention_types", [[["global"], 30_000]]),
+        ("gpt_neo", "attention_types", [[["global"], 1500]] * 100),
+        ("efficientloftr", "stage_num_blocks", [30_000] * 4),
+    ],
+)
+def test_nor_may_many_together_be_more(kind, name, value) -> None:
+    with pytest.raises(ValueError, match=rf"has {name}=[0-9,]+: building more than 1?[02]0?,000"):
+        read_config({"model_type": kind, name: value})
+
+
 def test_a_config_names_no_other_weights() -> None:
     with pytest.raises(ValueError, match=r"transformers_weights='b\.safetensors', by which other"):
         read_config({"model_type": "llama", "transformers_weights": "b.safetensors"})
