@@ -123,8 +123,9 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which it is
+    except OSError as error:  # a full disk does not say which file it is, nor renaming which of two
+        if str(error.filename) in ("None", str(aside)):
+            error.filename = str(path)
         raise
     finally:
         aside.unlink(missing_ok=True)

@@ -149,7 +149,7 @@ def test_schedules_and_checkpointing(capsys: pytest.CaptureFixture[str]) -> None
         (["--lengths", "nowhere.txt"], "there is no file or folder nowhere.txt"),
         (["--model", "8c"], "there is no preset '8c'"),
         (["--model", "7b,layers=many"], "layers='many' is of type str. Give a whole"),
-        (["--model", "7b,dime=64"], "no field 'dime'"),
+        (["--model", "7b,dime=64"], "no option 'dime'"),
         (["--packing", "best"], "--packing='best' is not one of original"),
         (["--steps", "0"], "--steps=0, but it must be at least 1"),
         (["--context-window", "0"], "context_window=0"),

@@ -66,7 +66,7 @@ def test_a_yaml_may_hold_a_config_of_the_reference_decoder(tmp_path) -> None:
     assert changed.shape == TransformerConfig(layers=2).shape
     assert (changed.file, changed.changes) == (str(run), {"layers": 2})
     assert changed.settings == {"learning_rate": 0.1}
-    with pytest.raises(ValueError, match="no field 'lairs'"):
+    with pytest.raises(ValueError, match="no option 'lairs'"):
         given_model(f"{run},lairs=2")
 
 

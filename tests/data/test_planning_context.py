@@ -41,6 +41,7 @@ class AnyTrainer(SimpleNamespace):
     """Stands for a Trainer, by which a data module holds its position."""
 
     __hash__ = object.__hash__
+    state = SimpleNamespace(fn=None)
 
 
 MODULE = SimpleNamespace(model_shape=SHAPE, planned_checkpointing="auto")

@@ -70,7 +70,6 @@ def columns_of(
     """
     if column is None:
         column = _token_column(schema, name)
-    # Lists of any values, views of them, and such in structs.
     others = [each for each in schema if each.name != column and "list" in str(each.type)]
     if packed := [each.name for each in others if each.name in PACKED_COLUMNS]:
         raise ValueError(
