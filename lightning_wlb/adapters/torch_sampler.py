@@ -45,7 +45,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         micro_batches: micro-batches of each rank in a step: the steps of gradient accumulation.
         seed: gives the order, which is new in each epoch.
         shuffle: whether the order is random; else sequences come as they are.
-        options: ``max_tokens``, ``model`` or ``work``, ``lockstep`` of :func:`.plan_step`.
+        options: ``max_tokens``, ``model``, ``work`` (no list), ``lockstep`` of :func:`.plan_step`.
 
     The sequences that are left at the end of an epoch and make no whole step are left out.
 
@@ -75,7 +75,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if options.get("model") is not None:
             options["model"] = shape_of(options["model"])  # once, and not in every step
         if not callable(options.get("work") or len):
-            raise ValueError("work= is a list, of which steps take other rows: give a function.")
+            raise ValueError("work= is a list, but each step has other sequences: give a function.")
         self.options = options
         if len(self.lengths) < self.sequences or (self.rank or 0) >= self.ranks:
             raise ValueError(

@@ -212,10 +212,7 @@ class ImbalanceMonitor(L.Callback):
             try:
                 self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
                 self.heat_map_path = path.absolute()
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # what follows fit is worth more, as a save of the model
+            except (OSError, ValueError) as error:  # a save that follows fit is worth more
                 rank_zero_warn(f"The heat map {path} was not written: {error}.")
         console = Console(markup=False)
         console.print(summary_table(self.summary(), sizes))
