@@ -128,7 +128,7 @@ def test_a_page_of_the_guide_is_read_in_one_go(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_is_named_exists(page: Path) -> None:
-    folders = [ROOT, ROOT / "lightning_wlb", page.parent]
+    folders = [ROOT, ROOT / "lightning_wlb", ROOT / "tests", page.parent]
     folders += [path.parent for path in (ROOT / "lightning_wlb").rglob("*.py")]
     missing = [
         name
