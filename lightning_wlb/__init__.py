@@ -1,8 +1,8 @@
 """Workload-balanced long-context training: a planner for every loop, and a Lightning strategy.
 
-Importing this package needs numpy alone and loads nothing else: names are imported when they are
-first used (PEP 562). Where Lightning is imported, before or after, ``Trainer(strategy="wlb")`` is
-registered, and its ModelCheckpoint keeps folders behind a stranger's link as they were given.
+Importing this package needs numpy only and loads none of its modules: each name is imported when it
+is first used (PEP 562). When Lightning is imported, before or after, ``Trainer(strategy="wlb")`` is
+registered, and ModelCheckpoint no longer resolves a ``dirpath`` behind a stranger's link.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _HOMES = {
     "planning.balanced_step": ["BalancedStep"],
     "strategy.wlb": ["WLBStrategy"],
 }
-"""The names that each module gives the package."""
+"""The package's names, by the module that defines them."""
 
 __all__ = [name for names in _HOMES.values() for name in names]
 
@@ -112,13 +112,13 @@ def _register(strategies: ModuleType) -> None:
     resolve = ModelCheckpoint._ModelCheckpoint__init_ckpt_dir  # type: ignore[attr-defined]
 
     def keep_links(self: ModelCheckpoint, dirpath: Any, filename: Any) -> None:
-        """Leave a stranger's link in ``dirpath`` for WLBStrategy to see: Lightning resolves it."""
+        """Keep a stranger's link in ``dirpath``, so that WLBStrategy can refuse it."""
         from lightning_wlb.file_checks import follow
 
         resolve(self, dirpath, filename)
         given = os.path.expanduser(dirpath or "")
         if given and "://" not in given:
-            # By the same look at each link by which it is judged: a stranger may exchange them.
+            # One call judges and resolves the links: a stranger could exchange them between two.
             real, strange = follow(given)
             links = any(S_ISLNK(each.st_mode) for each in strange.values())
             self.dirpath = os.path.join(os.getcwd(), given) if links else str(real)

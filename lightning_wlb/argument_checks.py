@@ -1,10 +1,10 @@
-"""What a user passed, as plain Python, or a ValueError with the value and the remedy.
+"""Checks of a user's arguments: a plain Python value, or a ValueError with value and remedy.
 
 Each function returns what its docstring says, and raises ValueError for anything else.
 Numbers of numpy and torch are accepted and become Python's, because settings go into JSON,
-fingerprints and checkpoints, which hold plain types. True is not accepted as a number, nor 32.0 as
-a whole one: whoever passes them meant something else. ``name`` is always the argument's, ``value``
-what was passed for it.
+fingerprints and checkpoints, which hold plain types. True as a number and 32.0 as a whole number
+are refused: whoever passes them meant something else. ``name`` is always the name of the argument,
+``value`` the value that was passed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def number(
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; as a condition a text like ``"false"`` would count as true."""
+    """True or False; a text is refused, since ``"false"`` would count as true."""
     if not _is_truth(value):
         raise wrong_type(name, value, "True or False")
     return bool(value)
@@ -71,7 +71,7 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse options by names that ``what`` does not have, and list those that it has."""
+    """Refuse names of options that ``what`` does not have; the error lists those that it has."""
     if unknown := [name for name in given if name not in known]:
         takes = ", ".join(known) or "none"
         raise ValueError(f"{what} has no option {unknown[0]!r}. It takes {takes}.")
@@ -82,5 +82,5 @@ def _is_truth(value: Any) -> bool:
 
 
 def wrong_type(name: str, value: Any, wanted: str) -> ValueError:
-    """The error of an argument whose type is none of those that are ``wanted``."""
+    """The ValueError for an argument of the wrong type; ``wanted`` says what to give."""
     return ValueError(f"{name}={value!r} is of type {type(value).__name__}. Give {wanted}.")

@@ -1,13 +1,13 @@
-"""Files that somebody else may have made: a regular file, of at most so many bytes, or a sentence.
+"""Checks of files and folders that somebody else may have made or may exchange.
 
-A FIFO, a device, or a link to one, lets whoever opens it wait for ever or read without end. All
-that reads a cache, a manifest, a store, a profile, a tokenizer's or a model's folder asks here
-first (SECURITY.md lists them). Nobody else can have put anything into a folder of one's own, or can
-exchange it (:func:`own_folder`), and in it no link is followed. Where a library opens a file by its
-name, the name is looked at just before: who may write to the folder can still exchange the file
-then.
+Whoever opens a FIFO, a device, or a link to one may wait for ever or read without end. So every
+reader of a cache, a manifest, a store, a profile, a tokenizer's or a model's folder checks files
+here first (SECURITY.md lists the readers). Nobody else can write into a folder that passes
+:func:`own_folder`, or exchange it, and no link in it is followed. If a library opens a file by its
+name, the name is checked just before: whoever may write to the folder can still exchange the file
+in between.
 
-Cost: two system calls a file. Owners are not looked at on systems that have none, as Windows.
+Cost: two system calls a file. Owners are not checked on systems without them, such as Windows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COPY = re.compile(r"( \(\d+\)| - Copy| copy)(?=\.(jsonl|jsonl\.gz|parquet|arrow
 SHARD = re.compile(
     r"(.*[-_.])(\d+)([-_]of[-_])(\d+)(-[0-9a-f]{16})?(\.jsonl|\.jsonl\.gz|\.parquet|\.arrow)$"
 )
-"""The name of one of several files, as ``data-00000-of-00004.arrow``; the hub's had a hash."""
+"""The name of a shard, such as ``data-00000-of-00004.arrow``; the hub once added a hash."""
 _KEPT = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")
 _SPLIT = re.compile(
     r"(?i)(?<![a-z])(?:(train(?:ing)?)|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
@@ -49,25 +49,25 @@ _KINDS = {
 
 
 def my_user() -> int:
-    """The number of the user whose process this is; 0 where the system has none."""
+    """The user id of this process; 0 on a system without user ids."""
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def check_regular(path: str | Path, most: int | None = None, *, links: bool = True) -> int:
-    """Refuse what is no regular file, or has more than ``most`` bytes; returns its bytes.
+    """Refuse anything but a regular file of at most ``most`` bytes; returns its size in bytes.
 
     Args:
-        links: whether a link to a regular file is one.
+        links: whether a link to a regular file is accepted.
 
     Raises:
-        OSError: there is nothing, or it may not be looked at.
-        ValueError: it is something else or larger, or says that it is empty and is not, which the
-            message names with the remedy.
+        OSError: the file does not exist, or may not be inspected.
+        ValueError: it is not a regular file, has more bytes, or reports none and has some; the
+            message has the remedy.
     """
     size = _checked(os.stat(path, follow_symlinks=links), path, most)
     if size == 0 and os.access(path, os.R_OK):
         with os.fdopen(os.open(path, os.O_RDONLY | _NOWAIT), "rb", buffering=0) as file:
-            # As some in /proc, which go on for as much as there is memory; None: more may come.
+            # Some files in /proc report 0 bytes and never end. None: more bytes may come.
             if file.read(8) != b"":
                 raise ValueError(
                     f"{path} says that it has no bytes, but more come, and reading it might never"
@@ -80,7 +80,7 @@ def open_regular(
     path: str | Path, most: int | None = None, *, links: bool = True
 ) -> io.BufferedReader:
     """Open a regular file to read its bytes; arguments and errors are :func:`check_regular`'s."""
-    check_regular(path, most, links=links)  # before it is opened, which a device may take for more
+    check_regular(path, most, links=links)  # before opening, to which a device may react
     flags = os.O_RDONLY | _NOWAIT | (0 if links else getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(os.open(path, flags), "rb")
     try:
@@ -101,12 +101,12 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True)
 
 
 def read_json(path: str | Path, most: int = SMALL_BYTES, *, links: bool = True) -> Any:
-    """What a regular file of JSON says; errors are :func:`check_regular`'s, and ValueError."""
+    """Parse a regular JSON file; errors: :func:`check_regular`'s and :func:`parse_json`'s."""
     return parse_json(read_bytes(path, most, links=links))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON says; ValueError for what is none, or is nested too deeply to be read."""
+    """Parse JSON; raises ValueError for other text, or if it is nested too deeply to be read."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -123,7 +123,7 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except OSError as error:  # a full disk does not say which file it is, nor renaming which of two
+    except OSError as error:  # it may name no file (a full disk), or the hidden one
         if str(error.filename) in ("None", str(aside)):
             error.filename = str(path)
         raise
@@ -132,7 +132,7 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
 
 
 def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, by its pairs; ValueError if two have one name."""
+    """A JSON object as a dict of its pairs; ValueError if two pairs have the same name."""
     record = dict(pairs)
     if len(record) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -142,9 +142,9 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_once(path: str | Path, seen: dict[str, str]) -> None:
-    """Refuse a file or folder that is there again, as by a link: documents would come twice.
+    """Refuse a file or folder that was checked before: its documents would come twice.
 
-    ``seen`` has those that were checked before, by their paths without links.
+    ``seen`` maps the resolved paths of those checked before to the paths given; it is extended.
     """
     real = os.path.realpath(path)
     if real in seen:
@@ -156,11 +156,11 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
 
 
 def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
-    """Raise ValueError for documents that come twice: by copies, packed and unpacked, or by a link.
+    """Raise ValueError for documents that come twice: from copies of a file, or by a link.
 
-    Copies are known by names: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the
-    original, shards of two totals, what ``datasets`` keeps of ``map``. Without ``links`` these have
-    been looked at.
+    Copies are recognised by name: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the
+    original, shards of two totals, cache files of ``datasets``' ``map``. ``links=False``: the
+    caller has checked links already.
     """
     seen: dict[str, str] = {}
     for path in files if links else ():
@@ -190,13 +190,13 @@ def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
 
 
 def shards_of(path: Path) -> Path:
-    """The pattern of a file and its further shards, as ``data-*-of-00004.arrow``."""
+    """The pattern of a file and its further shards, such as ``data-*-of-00004.arrow``."""
     pattern = SHARD.sub(lambda m: f"{m[1]}*{m[3]}{m[4]}{'-*' if m[5] else ''}{m[6]}", path.name)
     return path.with_name(pattern)
 
 
 def check_one_split(files: Sequence[Path], folder: Path) -> None:
-    """Raise ValueError for files that all name their split, of which not all are to train on."""
+    """Raise ValueError if all files name their split, and only some of them are for training."""
     splits = [_SPLIT.search(path.relative_to(folder).as_posix()) for path in files]
     train = {bool(each[1]): path for each, path in zip(splits, files, strict=True) if each}
     if all(splits) and len(train) > 1:
@@ -207,7 +207,7 @@ def check_one_split(files: Sequence[Path], folder: Path) -> None:
 
 
 def check_none_left_out(folder: Path, *suffixes: str) -> None:
-    """Raise ValueError for files in folders below, or ``.PARQUET``: only a folder's own are taken.
+    """Raise ValueError for files that ``folder/*.suffix`` misses: in subfolders, or ``.PARQUET``.
 
     Names that begin with ``.`` or ``_``, and links to folders, are passed over.
     """
@@ -228,7 +228,7 @@ def check_none_left_out(folder: Path, *suffixes: str) -> None:
 
 
 def refuse_closed(error: OSError) -> NoReturn:
-    """Raise ValueError for a closed folder; the ``onerror`` of ``os.walk``, which leaves it out."""
+    """Raise ValueError for a folder that cannot be read; ``os.walk`` skips it without onerror."""
     raise ValueError(
         f"{error.filename} cannot be looked into ({error.strerror}), and what is in it would be"
         " left out without a word. Let this user read it, or take it out of the source."
@@ -236,27 +236,28 @@ def refuse_closed(error: OSError) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    """A text that a terminal shows and does not obey: its control characters as escapes."""
+    """A text with its control characters escaped, so that a terminal does not obey them."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def own_folder(path: Path) -> Path:
-    """Make a folder and its parents, or check one into which only this user can put anything.
+    """Make a folder and its parents, or check an existing one: only this user may write to it.
 
-    Nor can anybody else exchange it (:func:`check_parents`), so what is written in it lies in it. A
-    new one has mode 0700, whatever the umask; one that lets others do more is narrowed to that.
-    Returns its path without links.
+    Nobody else can exchange it (:func:`check_parents`), so files written to it stay in it. A new
+    folder has mode 0700, whatever the umask. An existing one is narrowed to that, unless it has
+    entries and others may write to it. Returns its path without links.
 
     Raises:
-        OSError: it cannot be made or looked at.
-        ValueError: it is a link or something else, another user's, behind a stranger's link, or
-            others may write to it or exchange it.
+        OSError: it cannot be made or inspected.
+        ValueError: it is not a folder (a link is none), is another user's, is behind a stranger's
+            link, or others may write to it or exchange it.
     """
     check_links(path.parent)
     for each in (*reversed(path.parents), path):
-        if not os.path.lexists(each):  # else it is not made, as by root in a user's home
+        if not os.path.lexists(each):
+            # Refused before it is made: root leaves no folder in a user's home.
             check_parents(each.parent.resolve() / each.name)
-            each.mkdir(0o700, exist_ok=True)  # which a umask of 002 would let the group write to
+            each.mkdir(0o700, exist_ok=True)  # by default a umask of 002 lets the group write
     path = path.parent.resolve() / path.name
     check_parents(path)
     status = path.lstat()
@@ -268,10 +269,10 @@ def own_folder(path: Path) -> Path:
 
 
 def left_behind(mine: Path, names: re.Pattern[str]) -> list[Path]:
-    """The folders of such names beside one that was just made that killed processes have left.
+    """Folders that killed processes have left: beside ``mine``, with a name that matches ``names``.
 
-    Nothing was written there for an hour, by the file system's clock. What vanishes meanwhile, or
-    may not be looked into, is none.
+    Nothing was written to them for an hour, by the file system's clock: ``mine`` was just made. A
+    folder that vanishes meanwhile, or cannot be read, is left out.
     """
     now, found = mine.stat().st_mtime, []
     for other in mine.parent.iterdir():
@@ -286,9 +287,9 @@ def check_folder(path: Path, mode: int = 0o755) -> Path:
     """Refuse a folder that is not this user's alone; changes nothing.
 
     Raises:
-        OSError: it cannot be looked at.
-        ValueError: it is a link or something else, another user's, or others have more than
-            ``mode`` says.
+        OSError: it cannot be inspected.
+        ValueError: it is not a folder (a link is none), is another user's, or gives others more
+            rights than ``mode``.
     """
     status = path.lstat()
     check_owner(status, path)
@@ -300,11 +301,11 @@ def check_folder(path: Path, mode: int = 0o755) -> Path:
 
 
 def check_parents(path: Path) -> None:
-    """Refuse a path without links that somebody else could exchange for another.
+    """Refuse a path, which has no links, if somebody else could put another in its place.
 
-    That is who may rename in one of its parents: they must belong to this user or root, and others,
-    a group too, may write to none but a sticky one: an access list (ACL) for somebody else shows as
-    the group's rights. (OpenSSH asks this of its keys.)
+    Whoever may rename in a parent can. So all parents must belong to this user or root, and neither
+    the group nor others may write to one, unless it is sticky. (Access lists show in the group's
+    rights. OpenSSH asks the same for its keys.)
     """
     # In a user namespace root may have another number; whoever owns "/" can do anything.
     trusted = {my_user(), 0, Path("/").stat().st_uid}
@@ -322,10 +323,10 @@ def check_parents(path: Path) -> None:
 
 
 def is_open(status: os.stat_result) -> bool:
-    """Whether a folder is one into which strangers may put things, and keep them.
+    """Whether strangers may put their own files into a folder.
 
-    Everybody may write to it; or a group may and it is sticky, so that its members do not trust
-    each other with what is theirs.
+    Either everybody may write to it, or a group may and it is sticky: the members of that group do
+    not trust each other with their files.
     """
     sticky_group = stat.S_IWGRP | stat.S_ISVTX
     return bool(status.st_mode & stat.S_IWOTH) or status.st_mode & sticky_group == sticky_group
@@ -334,10 +335,10 @@ def is_open(status: os.stat_result) -> bool:
 def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
     """Where a path leads, and the folders and links on the way that a stranger may have made.
 
-    They are neither this user's nor root's, and lie in an open folder (:func:`is_open`), or behind
-    another of them, whose owner puts there what that user likes. Links are followed one by one, and
-    at most 40, as by the kernel: one of this user's may lead to another's. What is behind a step
-    that is not there, or may not be looked at, is left as it is.
+    A stranger's folder or link belongs neither to this user nor to root, and lies in an open folder
+    (:func:`is_open`) or behind another stranger's folder or link. Links are followed one by one,
+    since a link of this user may lead to a stranger's, and at most 40, as in the kernel. The rest
+    of a path behind a step that does not exist, or may not be inspected, is kept as it is.
     """
     found: dict[Path, os.stat_result] = {}
     trusted, links = {my_user(), 0, Path("/").stat().st_uid}, 0
@@ -356,7 +357,7 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
 
 
 def check_links(path: Path) -> Path:
-    """Refuse a path to which a stranger's link leads, by ValueError; returns it."""
+    """Return a path; raises ValueError if a stranger's link is on the way (:func:`follow`)."""
     real, found = follow(path)
     if link := next((each for each in found if stat.S_ISLNK(found[each].st_mode)), None):
         raise ValueError(
@@ -368,7 +369,7 @@ def check_links(path: Path) -> Path:
 
 
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:
-    """Refuse what belongs neither to this process's user nor to one of ``owners``."""
+    """Refuse a file that belongs neither to this process's user nor to one of ``owners``."""
     if hasattr(os, "geteuid") and status.st_uid not in {my_user(), *owners}:
         raise ValueError(
             f"{path} belongs to user {status.st_uid}, and this process to user {my_user()}: what"

@@ -3,8 +3,8 @@
 A run makes one :class:`Mesh` and, on every rank, one :class:`Rank`, and passes them unchanged to
 data, planning, cost model, strategy and profiling.
 
-Rank order: data outermost, tensor innermost, so that tensor parallelism, which talks most, stays
-within a node and data parallelism, which talks once a step, crosses nodes (WLB-LLM §6.1).
+Rank order: data outermost, tensor innermost. So tensor parallelism, which communicates most, stays
+within a node, and data parallelism, which communicates once a step, crosses nodes (WLB-LLM §6.1).
 
 Everything is integer arithmetic. :meth:`Mesh.groups` and :meth:`Rank.group` enumerate all ranks of
 the mesh: call them when a run is set up, not for every message.
@@ -81,7 +81,7 @@ class Mesh:
         """Global rank numbers of the process groups that span some axes.
 
         Returns:
-            int64 [groups, ranks of a group]; in a group the last of ``axes`` counts up first.
+            int64 [groups, ranks of a group]; within a group the last of ``axes`` varies fastest.
         """
         inner = [AXES.index(axis) for axis in axes]
         outer = [number for number in range(len(AXES)) if number not in inner]
@@ -140,7 +140,7 @@ class Rank:
         return self.pipeline == self.mesh.pipeline - 1
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Global rank numbers of this rank's process group among :meth:`Mesh.groups`."""
+        """Global rank numbers of the group in :meth:`Mesh.groups` that holds this rank."""
         groups = self.mesh.groups(*axes)
         (own,) = groups[(groups == self.index).any(axis=1)].tolist()
         return tuple(own)
@@ -149,9 +149,9 @@ class Rank:
 def sharded_dim(shape: Sequence[int], ranks: int) -> int:
     """The dimension along which ``ranks`` ranks shard a parameter.
 
-    It is the first, as FSDP2 has it by default, unless that has fewer rows than there are ranks and
-    another one divides. A packed projection or a low-rank adapter has two rows: two ranks would
-    hold all of it, and the others nothing.
+    It is the first, as in FSDP2, unless that is smaller than ``ranks`` and ``ranks`` divides
+    another dimension. Otherwise two ranks would hold a parameter of two rows, such as a packed
+    projection or a low-rank adapter, and the others nothing of it.
 
     Args:
         shape: sizes of the parameter, or of its part on one tensor-parallel rank.

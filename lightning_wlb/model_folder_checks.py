@@ -1,8 +1,8 @@
-"""A model's or tokenizer's folder that somebody else may have made: what its texts may ask for.
+"""Checks of a model's or tokenizer's folder that somebody else may have made.
 
-A few bytes of a config can ask for any number of layers, and settings can name any file, a FIFO or
-a device too. All that opens such a folder by transformers asks here first. Cost: its JSON files are
-read once more.
+A few bytes of a config can ask for any number of layers, and settings can name any file, even a
+FIFO or a device. Whoever opens such a folder with transformers calls :func:`check_model` first.
+Cost: its JSON files are read once more.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _COUNTS = re.compile(
     r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace|.*_(iter|iteration|cycle)s"
 )
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
-"""Upper bounds of fields that size a table, and that no weight's shape contradicts."""
+"""Upper bounds of fields that set the size of a table, and that no weight's shape limits."""
 _OF_LAYERS = re.compile("layer|pattern|attention_types|first_k_dense_replace|_iter|_cycle")
 _LEADS_ELSEWHERE = {
-    "attribute_map": "by which fields would count as others than they are called",
+    "attribute_map": "which gives fields the meaning of other fields",
     "backbone": "by which another config would be fetched",
     "transformers_weights": "by which other weights than the folder's would be meant",
 }
 _OPENED = {"vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"}
-"""Settings of tokenizers which name a file, wherever it lies, if they are texts."""
+"""Settings of a tokenizer that name a file anywhere if they are texts."""
 _TOKENS = re.compile(r".*_tokens?")
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse a model's config of more layers, heads, experts or larger tables than can be built.
+    """Refuse a config with more layers, heads or experts, or larger tables, than can be built.
 
-    Few bytes can ask for any number of them, and some families make lists as long as that when
-    transformers reads a config, for a tokenizer too. Nor may it say which field stands for another,
-    or name a config that would be fetched and read unseen.
+    A few bytes can ask for any number, and some families build lists of that length as soon as
+    transformers reads the config, also for a tokenizer. A config may not map one field to another
+    either, or name another config, which would be fetched and read unchecked.
     """
     for name, why in _LEADS_ELSEWHERE.items():
         if name in fields and fields[name] is not None:
@@ -51,7 +51,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         most = _SIZES.get(str(name), 0)
         numbers = value if isinstance(value, list | tuple) else [value]
         if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
-            raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
+            raise ValueError(f"The config has {name}={value!r:.80}, which may be at most {most}.")
         most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
         counts = [max(each, 0) for each in _counts(str(name), value)]
         for count, bound in ((max(counts, default=0), most), (sum(counts), MOST_PARTS)):
@@ -63,7 +63,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
 
 
 def _counts(name: str, value: Any) -> Iterator[int]:
-    """The numbers of parts that a field asks for, in lists within a list by any name."""
+    """The numbers of parts that a field asks for; in a list in a list all whole numbers count."""
     if type(value) is int and _COUNTS.fullmatch(name):
         yield value
     elif isinstance(value, str) and name.endswith("pattern"):
@@ -76,10 +76,10 @@ def _counts(name: str, value: Any) -> Iterator[int]:
 
 
 def check_model(path: str | Path) -> None:
-    """Refuse a model's or tokenizer's folder, or its file, as :func:`.check_regular` does.
+    """Check a model's or tokenizer's folder, or one of its files.
 
-    A folder's config is held to :func:`check_counts`. Neither it nor a tokenizer's settings name
-    files elsewhere, which transformers would open in place of the folder's.
+    Each file must pass :func:`.check_regular`, and the config :func:`check_counts`. Config and
+    tokenizer settings may not name files elsewhere, which transformers would open instead.
     """
     path = Path(path)
     templates = path / "additional_chat_templates"
@@ -103,13 +103,13 @@ def check_model(path: str | Path) -> None:
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse a tokenizer's settings that name files, and a map of special tokens with others."""
+    """Refuse a tokenizer's settings that name files, and any but tokens in a special tokens map."""
     fields = read_json(path)
     for name, value in fields.items() if isinstance(fields, Mapping) else ():
         opens = isinstance(value, str) and name in _OPENED
         opens |= name == "fast_tokenizer_files" and re.search(r"[/\\]", str(value)) is not None
         opens |= name == "init_inputs" and bool(value)
-        # These take the place of settings, also of those that were put right before.
+        # A special tokens map overrides other settings, even those that were checked before.
         if opens or (path.name == "special_tokens_map.json" and not _TOKENS.fullmatch(name)):
             raise ValueError(
                 f"{path} has {name}={value!r:.80}, which may open files elsewhere: take it out."
