@@ -51,7 +51,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
         most = _SIZES.get(str(name), 0)
         numbers = value if isinstance(value, list | tuple) else [value]
         if most and any(isinstance(each, int | float) and not each <= most for each in numbers):
-            raise ValueError(f"The config has {name}={value!r:.80}, which may be at most {most}.")
+            raise ValueError(f"The config has {name}={value!r:.80}, of which {most} is the most.")
         most = MOST_LAYERS if _OF_LAYERS.search(str(name)) else MOST_PARTS
         counts = [max(each, 0) for each in _counts(str(name), value)]
         for count, bound in ((max(counts, default=0), most), (sum(counts), MOST_PARTS)):

@@ -4,11 +4,11 @@ Lightning hands over what is the same on every rank (loops, callbacks, scheduler
 state), and leaves weights and optimizer state to the strategy, because no rank has all of them.
 
 A save blocks training until it is on the disk, or, with ``async_save``, while the tensors are
-copied (:mod:`lightning_wlb.checkpoints.async_saving`). Saves after which the process may end block:
-outside of training, on an exception, and Slurm's before a requeue.
+copied (:mod:`lightning_wlb.checkpoints.async_saving`). A save after which the process may end
+always blocks: outside of training, on an exception, and before Slurm requeues the job.
 
-A save that fails fails on all ranks, and ends the run. In the background each rank finds out at
-another moment: so it tells the others in the exchange that ends a step, and all act at the next.
+A failed save fails on all ranks and ends the run. Ranks notice the failure of a background save at
+different times: each reports it in the exchange that ends a step, and all raise in the next step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ END_SECONDS = 30.0
 
 
 def _is_so(record: logging.LogRecord) -> bool:
-    """Whether a line of Lightning's log is true: of an exception it says "saved" in any case."""
+    """Whether a log line is true: on an exception Lightning logs "saved" even if nothing was."""
     _, says, path = record.getMessage().rpartition(", saved checkpoint to ")
     return not says or "://" in path or Path(path).exists()
 
@@ -65,25 +65,25 @@ class Checkpointer:
     def __init__(self, *, async_save: bool) -> None:
         self.async_save = flag("async_save", async_save)
         rank_zero.rank_zero_module.log.addFilter(_is_so)
-        # What the run that the launcher was handed may resume from.
+        # The checkpoints that the current run may resume from.
         self._candidates: list[Path] = []
-        self._named: Any = None  # what it is handed as ckpt_path
-        self._start: str | None = None  # what it goes on from; None: it begins anew
+        self._named: Any = None  # the run's ckpt_path
+        self._start: str | None = None  # the checkpoint that the run resumes from, if any
         self._begun, self._resumes, self._restored = True, False, True
-        self._thread: int | None = None  # that trains now
-        self._read_to_evaluate = False  # since the last fit began: optimizers are of other weights
-        self._handled = id(None)  # the exception that a script handles by this run
+        self._thread: int | None = None  # the thread that trains now
+        self._read_to_evaluate = False  # weights were read since the last fit, optimizers were not
+        self._handled = id(None)  # the exception in whose handling the script started this run
         self._jobs = BackgroundSaves()
-        self._keepers: list[ModelCheckpoint] = []  # those that ask us what is on the disk
+        self._keepers: list[ModelCheckpoint] = []  # those whose file system and links are ours
         self._stager: Stager | None = None
-        self._save_failed = False  # the last one
+        self._save_failed = False  # whether the last save failed
         self._last_good: tuple[Path, float] | None = None
         self._run = SavingRun()
 
     # Before a run
 
     def noting(self, launcher: _Launcher) -> _Launcher:
-        """Let the launcher note the checkpoint that a run is asked to resume from; returns it."""
+        """Return the launcher, which from now on notes what each run is asked to resume from."""
         launcher.launch = partial(self._launch, launcher.launch)  # type: ignore[method-assign]
         return launcher
 
@@ -97,7 +97,7 @@ class Checkpointer:
         self._candidates = resuming.candidates(trainer, call.arguments.get("ckpt_path"), fitting)
         if self._candidates:
             call.arguments["ckpt_path"] = str(self._candidates[0])
-        connector = trainer._checkpoint_connector  # whose path may be what it has read last
+        connector = trainer._checkpoint_connector  # its path may be the one that it read last
         own = connector._ckpt_path if connector._user_managed else None
         self._named = start = call.arguments.get("ckpt_path") or own
         if fitting and start in (None, "last") and not connector._user_managed:
@@ -109,7 +109,7 @@ class Checkpointer:
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
     def compare_start(self) -> None:
-        """Refuse a checkpoint that some ranks only would read, waiting for others; collective."""
+        """Refuse a checkpoint that only some ranks would resume from; collective."""
         starts = Ranks().every(lambda: self._start)
         blind = [rank for rank, each in enumerate(starts) if each is None]
         if blind and (path := next(filter(None, starts), None)) is not None:
@@ -122,7 +122,7 @@ class Checkpointer:
     def check_folders(self, trainer: pl.Trainer, environment: object) -> None:
         """Refuse, before the first step, checkpoint folders that not all ranks see; collective.
 
-        They are made before a fit.
+        Before a fit missing folders are made.
         """
         saving: bool = not trainer.fast_dev_run  # type: ignore[attr-defined]
         saving = saving and trainer.state.fn == TrainerFn.FITTING
@@ -132,7 +132,7 @@ class Checkpointer:
                 if saving:
                     atomic_folders.make_shared(folder, Ranks())
         if isinstance(environment, SLURMEnvironment):
-            folder = local_path(trainer.default_root_dir)  # of the last one before a requeue
+            folder = local_path(trainer.default_root_dir)  # for the save before a requeue
             if saving:
                 check_links(folder)
 
@@ -158,21 +158,21 @@ class Checkpointer:
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        ``checkpoint`` is what Lightning saves, the same on all ranks; ``renamed`` has names in
-        checkpoints by names of parameters in the module, where they differ.
+        ``checkpoint`` is what Lightning saves, the same on all ranks; ``renamed`` maps names of
+        parameters in the module to their names in checkpoints, where these differ.
         """
         if not (self._restored or path.name.startswith(resuming.SEARCH)):
             raise MisconfigurationException(
                 f"{path} was asked for before the run has the state of {self._start} again, from"
-                " which it goes on: it is not saved, since the next attempt would take it for the"
-                " newest. Save in on_train_start, not in on_fit_start."
+                " which it resumes. It is not saved: it would hold initial values, and the next"
+                " attempt would take it for the newest. Save in on_train_start, not on_fit_start."
             )
         weights_only = "optimizer_states" not in checkpoint
         if not optimizers or self._read_to_evaluate:
-            # Outside of a fit: nothing to resume from, which "last" passes over.
+            # Outside of a fit a save has nothing to resume from: "last" passes it over.
             checkpoint.pop(resuming.RESUMABLE, None)
             weights_only = True
-        # The strategy leaves these empty: what is in them a hook has put there.
+        # The strategy leaves these empty, so a hook has put there whatever they hold.
         if checkpoint.pop("state_dict", None) or any(checkpoint.pop("optimizer_states", ())):
             raise MisconfigurationException(
                 "A hook (on_save_checkpoint) has put values into checkpoint['state_dict'] or"
@@ -202,10 +202,10 @@ class Checkpointer:
             self._not_saved(path, error, interrupted)
 
     def remove(self, filepath: str | Path, target: Path | None = None) -> None:
-        """Remove a checkpoint once the save before it has succeeded, and else never; for rank 0.
+        """Remove a checkpoint once the save before it has succeeded, else never; for rank 0.
 
-        In its place comes a link to ``target`` if that is given, and is there then. Before training
-        only a search's goes: OnExceptionCheckpoint would remove what the next fit is to go on from.
+        A link to ``target``, if that exists then, takes its place. Before training only a search's
+        is removed: OnExceptionCheckpoint would remove the one that the next fit is to resume from.
         """
         path = local_path(filepath)
         if not (self._begun or path.name.startswith(resuming.SEARCH)):
@@ -216,7 +216,7 @@ class Checkpointer:
             self._remove(path, target)
 
     def _link(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        """Take the place of ModelCheckpoint's method, which links to what is yet to be saved."""
+        """Replace ModelCheckpoint's method, which would link to a checkpoint not yet written."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             self.remove(linkpath, local_path(filepath))
 
@@ -233,12 +233,12 @@ class Checkpointer:
 
     @property
     def run_failed(self) -> bool:
-        """Whether an exception of this run is being handled, and not one from before it."""
+        """Whether an exception of this run is being handled; an earlier one does not count."""
         return id(sys.exc_info()[1]) not in (id(None), self._handled)
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing is saved on an exception: initial values would be the newest checkpoint."""
+        """Why a save is refused: initial values would be the newest checkpoint. None: it is not."""
         return None if self._begun or not self.run_failed else "training had not begun"
 
     def train_begins(self, trainer: pl.Trainer) -> None:
@@ -266,7 +266,7 @@ class Checkpointer:
     ) -> None:
         """Wait until at most ``copies`` saves in the background still hold copies.
 
-        What a save raised is raised, or, where the run is interrupted, a warning.
+        The error of a failed save is raised; if the run is interrupted, a warning has it.
         """
         for path, error in self._jobs.settle(copies, seconds):
             error.add_note(f"It was raised while {path} was saved in the background.")
@@ -275,7 +275,7 @@ class Checkpointer:
     def write(
         self, path: Path, parts: CheckpointContent, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Write a checkpoint now, and remove what it has made superfluous."""
+        """Write a checkpoint now, and remove the older requeue checkpoints that it replaces."""
         self._save_failed = True
         write(path, parts, group, self._run)
         self._save_failed = False
@@ -314,10 +314,10 @@ class Checkpointer:
         optimizers: Sequence[Optimizer],
         renamed: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Read a checkpoint, or one of a folder's, into model and optimizers; collective.
+        """Read a checkpoint, or the newest in a folder, into model and optimizers; collective.
 
-        ``renamed`` is as in :meth:`save`. Raises Damaged where no other may take the place of a
-        damaged one (:mod:`.resuming`).
+        ``renamed`` is as in :meth:`save`. Raises Damaged if the checkpoint is damaged and no other
+        may take its place (:mod:`.resuming`).
         """
         self.settle()
         trainer = module.trainer
@@ -328,7 +328,7 @@ class Checkpointer:
             if path in self._candidates[:1]:
                 return self._candidates
             if path != Path(self._named or "").expanduser():
-                # Lightning's own choice, or its tuner's, which loads checkpoints also before this.
+                # Lightning or its tuner has chosen this path, and no user has named it.
                 resuming.refuse_strangers(path)
             return resuming.candidates_in(path, fitting)
 
@@ -347,20 +347,20 @@ class Checkpointer:
         self._read_to_evaluate = not fitting
         resuming.check_counts(rest, taken, trainer)
         resuming.forget_others(rest, taken, trainer)
-        # What Lightning says that it has restored, and ModelCheckpoint keeps.
+        # Lightning logs this path as restored, and ModelCheckpoint does not remove it.
         trainer._checkpoint_connector._ckpt_path = str(taken)
         return rest
 
 
 def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
-    """Record in place that an epoch which ``max_steps`` or a Timer cut short is not over.
+    """Record, in place, that an epoch which ``max_steps`` or a Timer cut short is not over.
 
-    Otherwise a resumed run would count the rest of it as another epoch, and end by ``max_epochs``
-    one epoch too soon. A run may also stop as an epoch begins.
+    Otherwise a resumed run would count the rest of the epoch as another epoch, and ``max_epochs``
+    would end it one epoch too soon. A run may also stop as an epoch begins.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
-    current = epochs["current"]  # ready beyond started: none is open, and another begins
+    current = epochs["current"]  # ready > started: no epoch is open, the next one begins
     inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
     if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
         for each in epochs.values():
@@ -368,15 +368,15 @@ def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
 
 
 def _count_as_unbroken(trainer: pl.Trainer) -> bool:
-    """Let a run that resumes count steps and epochs as one that nothing broke; before it trains.
+    """Let a resumed run count steps and epochs as an unbroken run does; call it before training.
 
-    A run that was saved at an epoch's last step is resumed by Lightning inside that epoch: it
-    validates by the old number of batches, and trains an epoch more if it is resumed again. With
-    ``max_steps`` Lightning counts the epoch twice, and ends an epoch too soon. One that was saved
-    as an epoch began has that epoch counted as ready twice: resumed again, at the last step of a
-    short one, it would stay in it. Lightning also counts a step that failed before the save on an
-    exception, and validates a step too soon. Returns whether the run resumes: then what loggers
-    count is to be set at its first step, since Lightning adds one or not by where the save was.
+    Lightning resumes a run that was saved at an epoch's last step inside that epoch: the run
+    validates by the old number of batches, and trains one more epoch if it is resumed again. With
+    ``max_steps`` the epoch counts twice, and the run ends an epoch too soon. If a run was saved as
+    an epoch began, that epoch counts as ready twice: resumed again at the last step of a short
+    epoch, the run would stay in it. Lightning also counts a step that failed before the save on an
+    exception, and validates a step too soon. Returns whether the run resumes: then its first step
+    must set the loggers' step count, to which Lightning may add one, depending on the save.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress
@@ -386,13 +386,13 @@ def _count_as_unbroken(trainer: pl.Trainer) -> bool:
     total.ready = total.started = total.processed
     over = epochs.current.processed == epochs.current.started
     if loop.restarted_mid_epoch and steps.restarted_on_last:
-        # In a validation. If none is due, as where a stop has brought it, Lightning would train on.
+        # Saved in a validation. If none was due (a stop caused it), Lightning would train on.
         over = not steps._should_check_val_fx(loop._data_fetcher)
     if over and steps.batch_progress.is_last_batch:
         for count in (epochs.total, epochs.current):
             count.ready = count.completed = count.processed = count.started
         steps.reset()  # counts the step that was saved
-        steps.batch_progress.is_last_batch = True  # none is open: it may end before another begins
+        steps.batch_progress.is_last_batch = True  # no epoch is open: the run may end before one is
         loop.reset_restart_stage()
         steps.reset_restart_stage()
         # Not the outer loop's own setter, which holds on to it under max_steps.

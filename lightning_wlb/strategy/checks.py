@@ -37,7 +37,7 @@ def data_module_of(trainer: pl.Trainer) -> WLBDataModule | None:
 
 
 def checked_module(module: pl.LightningModule | None) -> LanguageModule:
-    """The module; raises MisconfigurationException where its settings let no step plan run."""
+    """The module; raises MisconfigurationException if no step plan can run with its settings."""
     if not isinstance(module, LanguageModule):
         raise MisconfigurationException(
             f"WLBStrategy runs lightning_wlb.LanguageModule and its subclasses, but got"
@@ -92,7 +92,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def checked_model(module: LanguageModule) -> Decoder:
-    """The module's model; raises MisconfigurationException where it cannot be split."""
+    """The module's model; raises MisconfigurationException if it cannot be split."""
     model = module.model
     missing = [name for name in ("embed", "layers", "head") if getattr(model, name, None) is None]
     if not isinstance(model, Decoder) or missing:
@@ -112,11 +112,11 @@ def checked_model(module: LanguageModule) -> Decoder:
 
 
 def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
-    """Make the optimizers of all ranks' stages, of which some may be frozen; collective.
+    """Make each rank's optimizers; the stages of some ranks may be frozen; collective.
 
     Raises:
-        MisconfigurationException: all stages are frozen; or ``configure_optimizers`` gives the
-            optimizer of a frozen one no group of parameters, which torch refuses; or for LBFGS.
+        MisconfigurationException: all stages are frozen; the optimizer of a frozen stage has no
+            group of parameters, which torch refuses; or an optimizer is LBFGS.
     """
     trained, refused = any(each.requires_grad for each in module.parameters()), None
     try:
@@ -143,9 +143,9 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
 
 
 def check_process_group(backend: Any, timeout: Any) -> None:
-    """Raise MisconfigurationException for another timeout or backend than torch takes.
+    """Raise MisconfigurationException for a timeout or backend that torch does not take.
 
-    The backend is a name of torch's, or several as in ``"cpu:gloo,cuda:nccl"``.
+    ``backend`` is one of torch's names, or several as in ``"cpu:gloo,cuda:nccl"``.
     """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     parts = backend.split(",") if isinstance(backend, str) else [str(backend)]
@@ -172,7 +172,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def check_reduce_dtype(asked: str | None, computed: torch.dtype, precision: str) -> None:
-    """Raise MisconfigurationException for sums that are narrower than what the run computes in."""
+    """Raise MisconfigurationException if sums are narrower than the dtype of computation."""
     if asked is not None and getattr(torch, asked).itemsize < computed.itemsize:
         raise MisconfigurationException(
             f"reduce_dtype={asked!r} would round what precision={precision!r} computes. Leave it"
@@ -205,12 +205,12 @@ def check_script(processes: int) -> None:
 def check_tasks() -> None:
     """Refuse several tasks of Slurm that would each start ranks of their own.
 
-    Lightning ignores Slurm in a job with one of the names that salloc and srun give to interactive
-    ones, so that the tasks would wait for each other, or all be rank 0.
+    Lightning ignores Slurm in a job with a name that salloc and srun give to interactive jobs. The
+    tasks would then wait for each other, or all be rank 0.
 
     Raises:
-        MisconfigurationException: in such a task that has no NODE_RANK, by which Lightning knows
-            processes that the user starts on several nodes.
+        MisconfigurationException: in such a task without NODE_RANK, which marks processes that the
+            user starts on several nodes.
     """
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1 and "NODE_RANK" not in os.environ:
@@ -232,7 +232,7 @@ def local_path(path: str | Path) -> Path:
 
 
 def refuse_storage_options(given: Any) -> None:
-    """Raise TypeError for what only a CheckpointIO could follow."""
+    """Raise TypeError for options that only a CheckpointIO could follow."""
     if given is not None:
         raise TypeError(
             "WLBStrategy.save_checkpoint does not take storage_options: it writes through"

@@ -3,15 +3,15 @@
 Lightning's launcher runs the script again for each further device of a node, unless torchrun, Slurm
 or another cluster environment has made the processes. They meet in one default process group, on
 which the groups of the mesh are made later. From then on a thread of each rank watches the others
-(:mod:`lightning_wlb.supervision.faults`), and signals are heeded at the end of a step.
+(:mod:`lightning_wlb.supervision.faults`), and signals are obeyed at the end of a step.
 
-:class:`Launcher` differs from Lightning's in three things. A rank dies with its launcher, also in
-start-up, when no rank watches yet. If a rank ends with an error, the others have ``GRACE`` seconds
-to come out by themselves before they are killed, and the launcher says which one it was. At Ctrl-C
-the launcher's rank waits as long for the others before it kills them, since they may still save.
+:class:`Launcher` differs from Lightning's in three ways. A rank dies with its launcher, even during
+start-up, when no rank watches yet. If a rank fails, the launcher says which, and the others have
+``GRACE`` seconds to end by themselves before they are killed. At Ctrl-C the launcher's rank gives
+the others the same time before it kills them, since they may still save.
 
-Cost: the start of the processes, one exchange of a few bytes, and a thread that looks every five
-seconds, as in Lightning. Not for a notebook with several devices (:func:`.check_script`).
+Cost: the start of the processes, one exchange of a few bytes, and a thread that checks on them
+every five seconds, as in Lightning. Not for several devices in a notebook (:func:`.check_script`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from lightning_wlb.supervision.watchdog import GRACE, say
 from lightning_wlb.training.cuda_settings import prepare_cuda
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in training: longer than the longest wait for a loader, and
-than what rank 0 does alone. A rank whose process ends is noticed at once, whatever this is."""
+"""How long a rank waits for the others in training: longer than any wait for a loader or for work
+of rank 0 alone. A rank whose process ends is noticed at once nevertheless."""
 
 RENDEZVOUS = timedelta(minutes=30)
 """How long a rank waits for the others to start, where a node may come late."""
@@ -64,19 +64,18 @@ RENDEZVOUS = timedelta(minutes=30)
 ANSWER_SECONDS = 15.0
 """Seconds in which rank 0's port must answer; else another program listens there."""
 
-
 _LAUNCHER = "LIGHTNING_WLB_LAUNCHER"
-_launchers: list[int] = []  # the number of the process that has started this one, once it is known
+_launchers: list[int] = []  # the pid of the process that has started this one, once it is known
 
 
 class StepsBar(RichProgressBar):
-    """Lightning's bar, which says "Epoch 0/-2" and step 45 of 1 where ``max_steps`` ends a run."""
+    """Lightning's bar, but without "Epoch 0/-2" and step 45 of 1 if ``max_steps`` ends the run."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         return super()._get_train_description(current_epoch).replace("/-2", "")
 
     def _initialize_train_progress_bar_id(self) -> None:
-        # Within an epoch that is gone on with: the bar counts its batches, the total what is left.
+        # In a resumed epoch the bar counts all its batches, but Lightning's total those left.
         super()._initialize_train_progress_bar_id()
         bar, trainer = self.train_progress_bar_id, self.trainer
         if bar is not None and self.progress is not None and trainer.max_steps > 0:
@@ -87,7 +86,7 @@ class StepsBar(RichProgressBar):
 
 @dataclass(frozen=True, kw_only=True)
 class RunDevices:
-    """The devices that a run has, and how it keeps and sends values on them.
+    """The devices of a run, and how it keeps and sends values on them.
 
     Args:
         parameter_dtype: the dtype in which a rank keeps parameters and optimizer state.
@@ -123,7 +122,7 @@ class Launcher(_SubprocessScriptLauncher):
             os.environ[_LAUNCHER] = str(os.getpid())
             try:
                 with safe_path() if sys.flags.safe_path else nullcontext():
-                    self._call_children_scripts()  # which leaves out -P
+                    self._call_children_scripts()  # it starts them without -P
             finally:
                 del os.environ[_LAUNCHER]
             _Observer(os.getpid(), self.procs).start()
@@ -153,7 +152,7 @@ class _Observer(_ChildProcessObserver):
 def die_with_launcher() -> None:
     """End this rank with its parent: the launcher, or torchrun's agent."""
     if _LAUNCHER in os.environ:
-        # Not for what this rank may start.
+        # Removed: it is not for processes that this rank may start.
         _launchers.append(int(os.environ.pop(_LAUNCHER)))
     elif not _launchers and "TORCHELASTIC_RUN_ID" in os.environ:
         _launchers.append(os.getppid())
@@ -162,7 +161,7 @@ def die_with_launcher() -> None:
 
 
 class InPlace(_Launcher):
-    """Runs in the present process, which torchrun or Slurm has started, or which is alone."""
+    """Runs in the current process: torchrun or Slurm has started it, or it is the only one."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -170,7 +169,7 @@ class InPlace(_Launcher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function, which knows its Trainer."""
+        """Call the function, which has its Trainer already."""
         kwargs.pop("trainer", None)
         return function(*args, **kwargs)
 
@@ -199,7 +198,7 @@ class Processes:
     def launcher(
         self, environment: ClusterEnvironment, devices: Sequence[torch.device], nodes: int
     ) -> _Launcher:
-        """What starts the processes of this node, one for each of its devices."""
+        """The launcher that starts this node's processes, one for each of its devices."""
         die_with_launcher()
         heed_requeue(environment)
         if any(device.type == "cuda" for device in devices):
@@ -207,16 +206,16 @@ class Processes:
         if environment.creates_processes_externally:
             return InPlace()
         check_tasks()
-        # One process needs no launcher: so it runs where no script could be run again.
+        # One process needs no launcher, so it may run where there is no script to run again.
         if len(devices) * nodes == 1:
             return InPlace()
         check_script(len(devices))
         return Launcher(environment, len(devices), nodes)
 
     def listen(self, trainer: pl.Trainer) -> None:
-        """Take signals and exceptions of a run over from Lightning."""
+        """Take over from Lightning the handling of a run's signals and exceptions."""
         die_with_launcher()
-        trainer._signal_connector = Signals(trainer)  # forgets what an earlier run has obeyed
+        trainer._signal_connector = Signals(trainer)  # new, without an earlier run's signals
         # The Trainer orders its callbacks for every run.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [each for each in callbacks if not isinstance(each, (Faults, EndOnSignal))]
@@ -250,7 +249,7 @@ class Processes:
         self.faults.begin(rank, environment.world_size(), self.timeout)
 
     def check_connected(self, world_size: int) -> None:
-        """Raise RuntimeError if the run's process group was destroyed, or is another by now."""
+        """Raise RuntimeError if the run's process group was destroyed or replaced."""
         if world_size > 1 and not (dist.is_initialized() and dist.get_world_size() == world_size):
             raise RuntimeError(
                 f"One of this run's {world_size} ranks has destroyed their process group, and would"
@@ -297,10 +296,10 @@ def tell_rank(environment: ClusterEnvironment, rank: int, world_size: int) -> No
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
-    """The device that torch binds the process group to, where NCCL serves it; else None.
+    """The device to which torch binds the process group, if NCCL serves it; else None.
 
-    NCCL then connects at once, and splits further groups off this one. Bound to gloo, torch would
-    split groups too, by calls that only NCCL has (read in 2.13).
+    NCCL then connects at once, and splits further groups off this one. For a group bound under
+    gloo, torch would also split, by calls that only NCCL has (read in torch 2.13).
     """
     parts = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
     return device if parts.get(device.type, parts.get("")) == "nccl" else None
@@ -310,7 +309,7 @@ def _find_rank_0(host: str, port: int) -> None:
     """Wait until rank 0 answers, which may be late; refuse another program on its port.
 
     Raises:
-        MisconfigurationException: something else listens there, or nothing did for ``RENDEZVOUS``.
+        MisconfigurationException: another program listens there, or none did for ``RENDEZVOUS``.
     """
     answered = threading.Event()
 
@@ -319,13 +318,13 @@ def _find_rank_0(host: str, port: int) -> None:
             dist.TCPStore(host, port, timeout=RENDEZVOUS)
             answered.set()
 
-    # In a thread: torch has no time-out for who takes the connection and never answers.
+    # In a thread: torch has no timeout for a program that accepts a connection and never answers.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     while asking.is_alive() and not answered.wait(ANSWER_SECONDS):
         with suppress(OSError):
             socket.create_connection((host, port), ANSWER_SECONDS).close()
-            asking.join(ANSWER_SECONDS)  # it may have come between the two
+            asking.join(ANSWER_SECONDS)  # rank 0 may have come between the two attempts
             break
     if not answered.is_set():
         raise _no_rank_0(host, port)
@@ -340,11 +339,11 @@ def _no_rank_0(host: str, port: int) -> MisconfigurationException:
 
 
 def _store_of_restart() -> dict[str, Any]:
-    """Where ranks find each other when torchrun has started them again on this node.
+    """A store in which ranks find each other after torchrun has restarted them on this node.
 
-    torchrun's agent keeps one store, which still has the addresses of ranks that have died (torch
-    2.13, found; pytorch's issue 135712). On several nodes the agents may not count restarts alike:
-    docs/guide/clusters.md has the remedy.
+    torchrun's agent keeps one store, which still has the addresses of ranks that have died (found
+    in torch 2.13; pytorch's issue 135712). On several nodes the agents may count restarts
+    differently: docs/guide/clusters.md has the remedy.
     """
     given = os.environ
     restarts = given.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,24 +1,24 @@
-"""A run's mesh, schedule and device profile: given, as an earlier run has them, or searched.
+"""A run's mesh, schedule and device profile: given, kept from an earlier run, or searched for.
 
-Sizes that are given stay. A module that an earlier Trainer has split keeps its mesh if that has the
-sizes given. Else, where the sizes leave a choice, :mod:`lightning_wlb.mesh_search` makes it.
+Given sizes are kept. A module that an earlier Trainer has split keeps its mesh if that mesh has the
+given sizes. Otherwise :mod:`lightning_wlb.mesh_search` makes any choice that the sizes leave.
 
 The search needs the documents' lengths, the model's shape and a device profile. Lightning connects
-the ranks before it prepares data and builds the model, so the search asks for them early, before
+the ranks before it prepares data and builds the model. So the search has both done early, before
 the process groups of a mesh are made:
 
-1. The first rank of each node prepares the documents while the others wait, as long as it takes,
-   as Lightning lets them wait for ``prepare_data``, which Lightning calls again later: it then
-   finds everything made.
-2. Rank 0 takes the answer from the user's cache folder, or searches; the others wait for it as long
-   as for a rank that starts late, and end with rank 0's error where it has one. (Ranks with other
+1. The first rank of each node prepares the documents, and the others wait as long as it takes.
+   Lightning lets them wait for ``prepare_data`` in the same way: it calls that again later, and
+   then finds everything made.
+2. Rank 0 takes the answer from the user's cache folder, or searches. The others wait for it as long
+   as for a rank that starts late; if rank 0 fails, all end with its error. (Ranks with other
    documents or devices end in an error before the first step: they compare their plans.)
 
-The answer follows from the request alone, in whole numbers, so that a run which is resumed or
-requeued gets the same mesh again; the cache saves time and decides nothing.
+The answer depends on the request alone and is computed in whole numbers, so that a resumed or
+requeued run gets the same mesh again; the cache only saves time.
 
-Cost: that of the search, on rank 0, where a model of the user's own is built once more, without
-memory; an exchange of some hundred bytes.
+Cost: the search, and a model built once more on the meta device, both on rank 0; an exchange of
+some hundred bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Size = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """What a user gives of the mesh: sizes in mesh order, ``"auto"`` or None where open.
+    """What a user gives of the mesh: sizes in mesh order; ``"auto"`` or None if it is left open.
 
     Raises:
         ValueError: for a size that is neither ``"auto"`` nor a whole number of at least 1, or if
@@ -129,7 +129,7 @@ class MeshOptions:
         return mesh
 
     def allow(self, mesh: Mesh, schedule: str, world_size: int) -> bool:
-        """Whether a mesh and its schedule have all that is given, and ``world_size`` ranks."""
+        """Whether a mesh and its schedule fit every given option and ``world_size`` ranks."""
         given = (*self.sizes, self.schedule, self.virtual_stages or "auto")
         has = (*mesh.shape, schedule, mesh.virtual_stages)
         fits = all(asked in ("auto", had) for asked, had in zip(given, has, strict=True))
@@ -142,12 +142,12 @@ def choose_run_mesh(
     """The mesh of a run, and what goes with it; collective over all ranks.
 
     Returns:
-        The mesh; its schedule; whether it was searched for, by this run or by the one that has
-        split the module; and the device profile that plans the run's steps. None: the data
-        module's does, and without one exact work.
+        The mesh; its schedule; whether it was searched for, by this run or by the run that has
+        split the module; and the device profile by which steps are planned. If that is None, they
+        are planned by the data module's profile, or by exact work if it has none.
 
     Raises:
-        MisconfigurationException: the sizes do not fit the ranks, or ranks were not given the same.
+        MisconfigurationException: the sizes do not fit the ranks, or ranks have other settings.
         ValueError: no mesh fits in memory; the message says what would.
     """
     data, module = data_module_of(trainer), trainer.lightning_module
@@ -155,7 +155,7 @@ def choose_run_mesh(
     if data is not None and (data.profile is not None or data.plans_by_work):
         known = 'profile="none"' if data.profile is None else data.profile.provenance
     mine = {name: str(each) for name, each in vars(options).items()} | {"device profile": known}
-    # Ranks that go different ways here, or to different meshes, would wait for each other.
+    # Ranks that branch differently here, or choose different meshes, would wait for each other.
     compare_ranks(lambda: mine | settings_of(trainer))
     backend, earlier = "auto", None
     if isinstance(module, LanguageModule):
@@ -166,7 +166,7 @@ def choose_run_mesh(
         mesh, (schedule, _) = options.usual_mesh(devices.count), options.usual
         searched, earlier = not options.settles(devices.count), None
     profile = run_profile(devices, backend, data, searched=searched)
-    # Without data or module nothing can be trained, which is answered later.
+    # Without data or module nothing can be trained, which is refused later.
     if searched and earlier is None and data is not None and isinstance(module, LanguageModule):
         if profile is not None:
             PROGRESS.note(BETWEEN, "the choice of a mesh")
@@ -187,13 +187,13 @@ def choose_run_mesh(
 def run_profile(
     devices: RunDevices, backend: str, data: WLBDataModule | None, *, searched: bool
 ) -> Profile | None:
-    """The profile that plans a run's steps, where it is not left to the data module; collective.
+    """The profile by which a run's steps are planned; None leaves it to the data; collective.
 
-    A mesh that is searched for needs a profile: the data module's, or the shipped one that is
-    nearest to the device. Steps are planned by the same profile, since the mesh may have room for
-    them only with the recomputation that it predicts. On GPUs steps are planned by the shipped
-    profile on any other mesh as well, unless the data module gives one or says ``profile="none"``.
-    The number of devices per node is always the run's, not the profile's.
+    A search for a mesh needs a profile: the data module's, or the shipped one that is nearest to
+    the device. Steps are planned by the same profile, since they may fit in memory only with the
+    recomputation that this profile predicts. On GPUs the shipped profile also plans the steps on a
+    given mesh, unless the data module gives a profile or says ``profile="none"``. The number of
+    devices per node is always the run's, not the profile's.
 
     Args:
         devices: the run's devices.
@@ -229,7 +229,7 @@ def mesh_request(
     module: LanguageModule,
     profile: Profile,
 ) -> MeshRequest:
-    """What a mesh is searched for: the documents, the model, the settings and the devices."""
+    """The request of a search for a mesh: documents, model, settings and devices."""
     store, model = data.store, module.build_blank_model()
     fixed = {axis: n for axis, n in zip(AXES, options.sizes, strict=True) if isinstance(n, int)}
     if "tensor" not in fixed and not can_split(model):
@@ -254,7 +254,7 @@ def mesh_request(
 
 
 def can_split(model: Decoder) -> bool:
-    """Whether the model has a plan by which tensor-parallel ranks share its weights."""
+    """Whether tensor-parallel ranks can share the model's weights."""
     try:
         model.tensor_parallel_plan(2)
     except ValueError:
@@ -263,7 +263,7 @@ def can_split(model: Decoder) -> bool:
 
 
 def _answer(request: MeshRequest) -> tuple[Mesh, str]:
-    """Search, or recall, a mesh, and write three lines to the log; for rank 0."""
+    """Search for a mesh, or take it from the cache, and log three lines; for rank 0."""
 
     def search() -> str:
         with progress_bar(f"WLBStrategy: simulating meshes of {request.devices} devices") as tell:
@@ -277,7 +277,7 @@ def _answer(request: MeshRequest) -> tuple[Mesh, str]:
 
 
 def _lines(found: MeshChoice, profile: Profile) -> Iterator[str]:
-    """What was chosen, what came next, and what bounds it."""
+    """Lines for the log: the chosen mesh, the runner-up, and what limits the chosen one."""
     best = found.best
     yield (
         f"chose {_shown(best)}, of {len(found.rows)} meshes that were near, simulated with the"
