@@ -1,21 +1,21 @@
-"""What all ranks of a run must have alike, compared before the first step; what differs is named.
+"""Compares the settings and values that all ranks of a run must share; the error names differences.
 
-A rank with another learning rate, seed or clipping would silently train a wrong model; one with
-other intervals or another precision would wait for the others, or abort. Facts are short
-texts by name, and ranks that have a fact must have the same text. They are compared as soon as the
-ranks are connected (:func:`settings_of`), and before the first step (:func:`training_of`), with
-what is made later, such as optimizers, and a checksum of values of which ranks hold copies. Data-
-and context-parallel ranks hold different parts of a parameter: the seed, and a sample of the files
-of pretrained weights, vouch for these.
+A rank with another learning rate, seed or clipping would silently train a wrong model; a rank with
+other intervals or another precision would wait for the others, or abort. A fact is a short text
+under a name, and all ranks that have a fact must have the same text. Facts are compared as soon as
+the ranks are connected (:func:`settings_of`). Before the first step (:func:`training_of`) they are
+compared again, with optimizers, schedules, and checksums of values of which ranks hold copies.
+Data- and context-parallel ranks hold different parts of a parameter. For these the seed, and a
+sample of the files of pretrained weights, are compared.
 
-What optimizers are set to can drift apart later, as by ReduceLROnPlateau on a metric of one rank: a
-digest of it goes with each step's exchange, and where it differs all facts are compared again.
+Options of optimizers can drift apart later, for example if ReduceLROnPlateau follows one rank's
+metric. So each step's exchange has a digest of them; if it differs, all facts are compared again.
 
-Not compared: paths but for their last name; progress bars, monitors, loggers and callbacks of the
-user's own, which may be there on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
+Not compared: paths except for their last name; progress bars, monitors, loggers and the user's own
+callbacks, which may be on one rank only; documents (:mod:`lightning_wlb.data.store_checks`).
 
-Cost: two exchanges of some kilobytes of each rank, some milliseconds; of parameters with copies
-the first ``SAMPLED`` values are read. Of each step some microseconds for a parameter group.
+Cost: two exchanges of some kilobytes per rank, some milliseconds; the first ``SAMPLED`` values of
+each parameter with copies are read. In each step some microseconds per parameter group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning_wlb.strategy.checks import data_module_of
 from lightning_wlb.training.executor import Executor
 
 SAMPLED = 1 << 16
-"""How many values of a parameter, and bytes of a file's ends, are compared."""
+"""How many values of a parameter, and bytes at each end of a file, are compared."""
 
 _TRAINER = (
     *("max_steps", "max_epochs", "min_steps", "min_epochs", "overfit_batches", "fast_dev_run"),
@@ -73,7 +73,7 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
 
 
 def settings_of(trainer: pl.Trainer) -> dict[str, str]:
-    """The facts of what a run has been given, beside what its mesh is chosen by."""
+    """The facts about a run's settings, except for those by which its mesh is chosen."""
     module, data = trainer.lightning_module, data_module_of(trainer)
     strategy: Any = trainer.strategy  # WLBStrategy, which imports this
     facts: dict[str, Any] = {
@@ -106,7 +106,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def training_of(module: LanguageModule, executor: Executor) -> dict[str, str]:
-    """The facts of what a run trains with: settings, optimizers, schedules, values with copies."""
+    """The facts about training: settings, optimizers, schedules, values with copies."""
     trainer, place = module.trainer, executor.pipeline.rank
     parameters = dict(executor.model.named_parameters())
     # Another stage has other parameters, which may have settings of their own.
@@ -157,7 +157,7 @@ def digest_of(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _callbacks(trainer: pl.Trainer) -> Iterator[str]:
-    """Callbacks that may communicate: ours, and Lightning's but progress bars and monitors."""
+    """Callbacks that may communicate: ours, and Lightning's except progress bars and monitors."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         room, _, _ = type(each).__module__.partition(".")
         shows = isinstance(each, ProgressBar) or type(each).__name__.endswith("Monitor")
@@ -174,7 +174,7 @@ def _own_files() -> str:
 
 
 def _ends_of_files(folder: Path) -> str:
-    """What the first and the last file of weights in a folder begin and end with."""
+    """A digest of both ends of the first and the last file of weights in a folder."""
     files, found = sorted(folder.glob("*.safetensors")), b""
     for path in (*files[:1], *files[-1:]):
         with open_regular(path) as file:
@@ -194,7 +194,7 @@ def _checksum(parameters: Iterable[Tensor]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A setting in words that are the same on all ranks; a digest of what is long."""
+    """A setting as a text that is the same on all ranks; a long text is cut, with a digest."""
     said = _plain(value)
     return said if len(said) < 200 else f"{said[:150]}... ({_digest(said)})"
 

@@ -1,31 +1,30 @@
 """Which checkpoint a run resumes from: what ``ckpt_path`` means under WLBStrategy.
 
-* A checkpoint's own path means that one. If it is damaged, the run ends.
-* ``"best"`` is Lightning's: the path that ModelCheckpoint remembers. Of what it remembered in the
-  checkpoint that is read, only what lies beside that, or in this run's folders, is believed.
-  (Where it lies elsewhere, only those of its own runs in this run's folders are.)
-* A folder with checkpoints in it means the newest undamaged one of them.
-* ``"last"`` means the newest undamaged one, whatever its name, in the folders of the Trainer's
-  checkpoint callbacks; in a Slurm job also of those that were saved before a time limit
+* A checkpoint's own path means that checkpoint. If it is damaged, the run ends.
+* ``"best"`` is Lightning's: the path that ModelCheckpoint remembers. When a checkpoint is read,
+  ModelCheckpoint forgets paths in it that may be another run's (:func:`forget_others`).
+* A folder of checkpoints means the newest undamaged checkpoint in it.
+* ``"last"`` means the newest undamaged checkpoint, whatever its name, in the folders of the
+  Trainer's checkpoint callbacks; in a Slurm job also among those saved before a time limit
   (``hpc_ckpt_N.ckpt`` in ``default_root_dir``). Lightning would take a ``last.ckpt`` by the file
-  system's time, and begin anew where a process died while it replaced the only one. With the
-  default logger each attempt has a folder of its own, ``version_N``: there is none to be found, and
-  a warning says so.
+  system's time, and begin anew if a process died while it replaced the only one. With the default
+  logger each attempt has a new folder, ``version_N``: no checkpoint is found, and a warning says
+  so.
 * ``"hpc"`` means the same, and counts ``hpc_ckpt_N.ckpt`` outside a Slurm job too.
-* None in a fit in a Slurm job means the newest that this job has saved, whatever its name, if
-  it was requeued or there is an ``hpc_ckpt_N.ckpt``; and what ``"hpc"`` means, with a warning, if
-  there is one and none is this job's. Lightning would take the newest ``hpc_ckpt_N.ckpt`` of any
-  job, or begin anew.
-* None in an evaluation means the module's own weights, or the best without a module, in a Slurm job
-  too. Lightning would evaluate the newest ``hpc_ckpt_N.ckpt``, from before the end of training.
+* None, in a fit of a Slurm job that was requeued or finds an ``hpc_ckpt_N.ckpt``, means the newest
+  checkpoint that this job has saved, whatever its name. If this job has saved none, but there is an
+  ``hpc_ckpt_N.ckpt``, None means the same as ``"hpc"``, with a warning. Lightning would take the
+  newest ``hpc_ckpt_N.ckpt`` of any job, or begin anew.
+* None in an evaluation means the weights of the given module, or ``"best"`` without one, in a Slurm
+  job too. Lightning would evaluate the newest ``hpc_ckpt_N.ckpt``, saved before training ended.
 
-Lightning chooses before there are process groups, each rank for itself. So what was asked for is
-noted when the Trainer hands a run to its launcher; rank 0's list of candidates counts.
+Lightning chooses on each rank separately, before there are process groups. So ``ckpt_path`` is
+noted when the Trainer hands a run to its launcher, and rank 0's list of candidates counts.
 
-The newest checkpoint is the one saved last, by :mod:`lightning_wlb.checkpoints.save_order`. One
-whose manifest cannot be read, or that vanishes, is passed over with a warning, unless there is no
-other. Other damage is found by whoever reads it, and then takes the next. Cost: two small files
-for each.
+The newest checkpoint is the one saved last (:mod:`lightning_wlb.checkpoints.save_order`). If its
+manifest cannot be read, or it vanishes, a checkpoint is passed over with a warning, unless there is
+no other. Other damage is found when the checkpoint is read; then the next one is read. Cost: two
+small files are read for each checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from lightning_wlb.file_checks import check_links
 _T = TypeVar("_T")
 
 REQUEUE, SEARCH = "hpc_ckpt_*.ckpt", ".lr_find_"
-"""What Lightning calls what it saves before Slurm's time limit, and as a search begins."""
+"""Lightning's names for a save before Slurm's time limit, and as a learning rate search begins."""
 JOB = "slurm_job_id"
 """The key under which a checkpoint holds the Slurm job that saved it."""
 _REMEMBERED = "best_model_path", "kth_best_model_path", "last_model_path"
@@ -66,8 +65,8 @@ RESUMABLE = "lr_schedulers"
 def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
 
-    There are none where Lightning's own choice stands. With ``fitting`` optimizer state is needed
-    too.
+    The list is empty if Lightning's own choice stands. With ``fitting`` a checkpoint must have
+    optimizer state.
     """
     slurm = SLURMEnvironment.detect()
     saved_before_limit = slurm or asked == "hpc"
@@ -93,7 +92,7 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
 
 
 def _tell_of_other_versions(folders: Iterable[Path]) -> None:
-    """Warn if a run finds none of its own where earlier runs of the same logger have saved."""
+    """Warn if a run finds no checkpoint, and earlier runs of the same logger have saved some."""
     for folder in folders:
         others = sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
         saved = [each for each in others if any(map(is_checkpoint, each.glob("*")))]
@@ -129,17 +128,17 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
 
 
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
-    """The checkpoints in a folder, the newest first; the folder itself where it has none."""
+    """The checkpoints in a folder, the newest first; the folder itself if it has none."""
     if is_checkpoint(path) or not path.is_dir():
         return [path]
     return _usable(checkpoints_in(path), fitting) or [path]
 
 
 def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path, _T]:
-    """Load the first of several checkpoints that is not damaged, and say which were.
+    """Load the first of several checkpoints that is not damaged, and warn of damaged ones.
 
-    ``load`` raises Damaged, or OSError where a disk does not give a file out, on all ranks alike.
-    Of a single checkpoint its error is raised, and Damaged where all of several are.
+    ``load`` raises Damaged, or OSError if a file cannot be read, on all ranks alike. The error of a
+    single checkpoint is raised as it is. If all of several fail, Damaged is raised.
     """
     refused: list[str] = []
     for path in paths:
@@ -160,10 +159,11 @@ def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path,
 
 
 def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
-    """The readable checkpoints, newest first; the unreadable ones where there are no others.
+    """The readable checkpoints, newest first; the unreadable ones if there are no others.
 
-    In a fit they are those with optimizer state, or else the newest alone, which is then refused by
-    name. One that a newer version wrote is a ValueError: it must not be passed over.
+    In a fit only those with optimizer state count; if there are none, the newest alone is returned,
+    and refused by name later. A checkpoint of a newer version of this package raises ValueError: it
+    must not be passed over.
     """
     saved: dict[Path, Manifest] = {}
     unreadable: dict[Path, Exception] = {}
@@ -189,28 +189,28 @@ def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
 
 
 def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None:
-    """Take out of a checkpoint what ModelCheckpoint remembers of folders that are not the run's.
+    """Remove from a checkpoint the paths remembered by ModelCheckpoint that may be another run's.
 
-    It would remove checkpoints there when better ones come, or take one for the best. What lies in
-    the run's folders counts where this run, one that it knew or one that knew it has saved it: the
-    checkpoint may be a stranger's that was copied there. ``rest``, which was read at ``path``, is
-    changed in place, with a warning.
+    ModelCheckpoint would remove the checkpoints there when better ones come, or take one for the
+    best. A path in this run's folders is kept if the checkpoint there and the one at ``path`` share
+    a run (:func:`.runs_of`): a stranger's may have been copied there. Any other path is kept if it
+    lies beside ``path``. ``rest``, read at ``path``, is changed in place, with a warning.
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
     known = {*runs_of(path)}
 
     def counts(each: Any) -> bool:
         if _lies_in(each, own):
-            saved = runs_of(Path(each)) if each else ()  # none of what is not there
+            saved = runs_of(Path(each)) if each else ()  # none if there is no checkpoint
             return not saved or not known.isdisjoint(saved)
-        # Beside it, not deeper: a folder that it was only downloaded to may have others' runs.
+        # Beside it, not deeper: below a folder of downloads there may be other runs.
         return _lies_in(each, {home}) and os.path.realpath(Path(each).parent) == str(home)
 
     callbacks = rest.get("callbacks")
     callbacks = callbacks if isinstance(callbacks, dict) else {}
     strange: list[str] = []
     for key, state in [*callbacks.items()]:
-        # By any of the names: a Counter, which a stranger may have saved, gives 0 for the others.
+        # One name is enough: in a Counter, which a stranger may have saved, other names give 0.
         if not isinstance(state, dict) or state.keys().isdisjoint((*_REMEMBERED, "best_k_models")):
             continue
         kept = state.get("best_k_models", {})
@@ -232,15 +232,15 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Refuse a checkpoint with counts of steps, epochs or batches that no Trainer saves.
 
-    Lightning takes over whatever stands there, and begins at 0 with what does not; a checkpoint of
-    another version of it may lack counts.
+    Lightning takes over every count that it finds, and begins missing counts at 0. A checkpoint of
+    another version of Lightning may lack counts.
     """
     same_version = rest.get(_VERSION) in (None, pl.__version__)
 
     def compare(own: Any, stored: Any, where: str) -> None:
         kind = type(own)
         wrong = type(stored) is not kind or (kind is int and stored < 0)
-        # Others would replace Lightning's methods.
+        # Other names would replace Lightning's methods.
         if kind is dict and "ready" in own and not wrong:
             wrong = not stored.keys() <= own.keys()
         old = not wrong and where == _VERSION and not _is_from_2_on(stored)
@@ -257,7 +257,7 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
         each: getattr(trainer, each).state_dict()
         for each in ("fit_loop", "validate_loop", "test_loop")
     }
-    loops["fit_loop"]["state_dict"] = {}  # of loaders, which may have none
+    loops["fit_loop"]["state_dict"] = {}  # the state of loaders, which may have none
     compare({"epoch": 0, "global_step": 0, _VERSION: "", "loops": loops}, rest, "")
     taken = rest["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"]
     if taken != rest["global_step"]:
@@ -268,21 +268,21 @@ def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> No
 
 
 def _shown(value: Any) -> str:
-    """A number or text as it is, else its kind: tensors in a list take for ever to print."""
+    """A number or text as it is, else its type: a list of tensors takes too long to print."""
     plain = value is None or isinstance(value, int | float | str)
     return f"{value!r:.60}" if plain else f"a {type(value).__name__}"
 
 
 def _is_from_2_on(version: str) -> bool:
-    """Whether it is Lightning's from 2.0.0 on: what older ones have saved it rearranges unseen."""
+    """Whether Lightning 2.0 or later saved it, which migrates an older checkpoint unchecked."""
     with suppress(InvalidVersion):
         return len(version) < 60 and Version(version) >= Version("2.0.0")
     return False
 
 
 def _lies_in(path: Any, folders: set[Path]) -> bool:
-    """Whether a path lies in one of some folders, through links too; an empty path does."""
-    # ModelCheckpoint keeps none with "..": it would compare the folders by their names alone.
+    """Whether a path, with links resolved, lies below one of the folders; an empty path does."""
+    # ModelCheckpoint itself saves no path with "..", and it compares folders by name only.
     if not isinstance(path, str) or "\0" in path or ".." in Path(path).parts:
         return False
     real = Path(os.path.realpath(Path(path).parent))  # resolve() raises where links are a circle
@@ -290,7 +290,7 @@ def _lies_in(path: Any, folders: set[Path]) -> bool:
 
 
 def _folders(trainer: pl.Trainer) -> list[Path]:
-    """Where the Trainer's callbacks keep checkpoints; ValueError if by a stranger's link."""
+    """The folders of the Trainer's checkpoint callbacks; ValueError for a stranger's link."""
     found: list[Any] = []
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ModelCheckpoint):
@@ -302,12 +302,12 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a folder that was written as a checkpoint, damaged or not.
+    """Whether a path is a folder that was written as a checkpoint, damaged or not.
 
-    One that cannot be looked into, as over a stale handle, is one by its name, so that no run
-    begins anew beside it.
+    A folder that cannot be read, for example with a stale file handle, is judged by its name, so
+    that no run begins anew beside it.
     """
-    if os.path.isfile(path / REST):  # also where one may not look
+    if os.path.isfile(path / REST):  # no read permission on the folder is needed
         return True
     try:
         return manifest.read(path).kind == manifest.CHECKPOINT
@@ -318,18 +318,17 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """The checkpoints in a folder, and those that a save which died was about to replace.
+    """The checkpoints in a folder, and those that a save was replacing when it died.
 
-    A link to another one of them is left out, so is what a search for a learning rate that died has
-    left of its beginning, and, with a warning, what strangers have put there
-    (:func:`.atomic_folders.strangers`).
+    Left out are links to others of them, the first checkpoint of a learning rate search that died,
+    and, with a warning, checkpoints of strangers (:func:`.atomic_folders.strangers`).
 
     Raises:
-        OSError: the folder is there, and cannot be looked into.
+        OSError: the folder exists and cannot be read.
     """
     there = sorted(atomic_folders.old_folder(folder / "any").parent.glob(pattern))
     with suppress(FileNotFoundError, NotADirectoryError):
-        # Not by glob, to which a folder that cannot be looked into is empty: one would begin anew.
+        # Not glob, which takes an unreadable folder for an empty one: the run would begin anew.
         there = sorted(each for each in folder.iterdir() if each.match(pattern)) + there
     there = [each for each in there if not each.name.startswith(SEARCH)]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
@@ -348,7 +347,7 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Refuse a checkpoint that Lightning found by itself, as a ``last.ckpt``, if a stranger's."""
+    """Refuse a stranger's checkpoint that Lightning found by itself, such as a ``last.ckpt``."""
     if path.exists() and atomic_folders.strangers([path], path.parent):
         raise ValueError(
             f"The run would go on from {path}, which is not this user's, and which nobody has"
@@ -363,9 +362,9 @@ def requeue_number(path: Path) -> int | None:
 
 
 def older_requeues(path: Path) -> list[Path]:
-    """The earlier ``hpc_ckpt_N.ckpt`` of the same job, which may be removed, if ``path`` is one.
+    """The earlier ones of the same job if ``path`` is an ``hpc_ckpt_N.ckpt``; they may be removed.
 
-    They serve only to resume from the newest one; ModelCheckpoint keeps what a run is to keep.
+    A run resumes from the newest only; ModelCheckpoint saves the checkpoints that are to be kept.
     Those of another job, which may run in the same folder, are left out.
     """
     number, own = requeue_number(path), _rest(path)
@@ -373,7 +372,7 @@ def older_requeues(path: Path) -> list[Path]:
         return []
     saved = checkpoints_in(path.parent, REQUEUE)
     older = [each for each in saved if (requeue_number(each) or 0) < number]
-    # What cannot be read may be another job's.
+    # A checkpoint that cannot be read may be another job's.
     return [each for each in older if (rest := _rest(each)) and rest.get(JOB) == own.get(JOB)]
 
 

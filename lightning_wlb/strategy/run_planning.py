@@ -1,7 +1,7 @@
 """What the steps of a run are planned for: the profile, and the pipelines that a step may take.
 
-All of it is settled when a fit is set up, before the data module makes a loader: then the
-heterogeneous pipelines of ``WLBStrategy(dynamic=...)`` are chosen and prepared
+Both are settled when a fit is set up, before the data module makes a loader. The heterogeneous
+pipelines of ``WLBStrategy(dynamic=...)`` are then chosen and prepared
 (:mod:`lightning_wlb.heterogeneous.setup`).
 
 Cost: where ``dynamic`` is not off, that of :mod:`lightning_wlb.heterogeneous.setup`.
@@ -42,7 +42,7 @@ class RunPlanning:
     Attributes:
         profile: the run's device profile; None: the data module's, if it has one.
         schemes: the heterogeneous pipelines that steps may take in place of the mesh's; with
-            ``dynamic="auto"`` none before they are chosen.
+            ``dynamic="auto"`` there are none until they are chosen.
 
     Raises:
         ValueError: ``dynamic`` is neither ``"off"``, ``"auto"`` nor pipelines on consecutive ranks.
@@ -56,13 +56,13 @@ class RunPlanning:
         self._run: tuple[SplitModel, LanguageModule, RunDevices] | None = None
 
     def chunks(self, data: WLBDataModule | None) -> Callable[[int, int], int] | None:
-        """In how many parts the rows of an attached model travel, see :class:`.ProcessGroups`."""
+        """In how many chunks an attached model sends its rows, see :class:`.ProcessGroups`."""
         assert self._run is not None
         split, _, devices = self._run
         if not devices.overlap:
             return None
         if split.executor.model.overlaps != "all":
-            return lambda rows, ranks: 1  # others have no parts; gradients may still be late
+            return lambda rows, ranks: 1  # others send rows whole, and overlap in backward only
         predictor = None if data is None else self.context(data).predictor
         if predictor is None:
             return default_chunks
@@ -76,13 +76,13 @@ class RunPlanning:
 
     @property
     def asked(self) -> str:
-        """The argument ``dynamic``, in words."""
+        """The argument ``dynamic`` as a text."""
         if self._automatic:
             return "auto"
         return " or ".join("; ".join(map(str, each)) for each in self.schemes) or "off"
 
     def begin(self, profile: Profile | None) -> None:
-        """Begin a run with this profile: what an earlier one has settled is forgotten."""
+        """Begin a run with this profile; an earlier run's choice of pipelines is forgotten."""
         self.profile, self._chooser, self._run = profile, None, None
         if self._automatic:
             self.schemes = ()
@@ -98,7 +98,7 @@ class RunPlanning:
 
         Raises:
             MisconfigurationException: steps may leave the mesh, but no device profile is known, or
-                pipelines do not go with the mesh, the model or the packing.
+                pipelines do not fit the mesh, the model or the packing.
         """
         self._run = split, module, devices
         if self.asked == "off" or data is None or module.trainer.state.fn != TrainerFn.FITTING:
@@ -136,7 +136,7 @@ class RunPlanning:
             raise MisconfigurationException(f"WLBStrategy(dynamic=...): {error}") from None
 
     def context(self, data: WLBDataModule) -> PlanningContext:
-        """What is known by now of the run that steps are planned for."""
+        """The planning context of the run, with everything that is known so far."""
         assert self._run is not None
         split, module, devices = self._run
         pipeline = split.executor.pipeline

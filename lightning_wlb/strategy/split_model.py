@@ -1,8 +1,8 @@
 """The model of a run, split over the ranks: how it is split, described in the log, and run.
 
-The model holds its :class:`SplitModel`, which so outlives the Trainer that has split the model:
-another Trainer goes on with the same shards, and both are freed together. A :class:`StepRunner`
-runs the steps of one run on it.
+The model holds its :class:`SplitModel`, so that the split outlives the Trainer that made it.
+Another Trainer goes on with the same shards; model and split are freed together. A
+:class:`StepRunner` runs the steps of one run on it.
 
 Cost: that of :func:`.parallelize`.
 """
@@ -74,9 +74,9 @@ class SplitModel:
         """Split the module's model; collective over all ranks.
 
         Args:
-            module: with its model, whole and perhaps without values.
-            mean_context: tokens that a token attends to on average: what a layer costs, and so how
-                layers are split into stages, depends on it. 0: not known.
+            module: its model is whole, perhaps without values.
+            mean_context: number of tokens that a token attends to on average, by which the layers'
+                costs, and so the stages, are determined. 0: not known.
             mesh_searched: whether the mesh was searched for.
 
         Raises:
@@ -124,7 +124,7 @@ class SplitModel:
         return self.executor.pipeline.schedule
 
     def check(self, mesh: Mesh, schedule: str, groups: MeshGroups, precision: str) -> None:
-        """Raise MisconfigurationException for a run that would need the model split anew."""
+        """Raise MisconfigurationException for a run that needs the model split differently."""
         done = _words(self.mesh, self.schedule, self.precision)
         asked = _words(mesh, schedule, precision)
         if asked != done:
@@ -159,13 +159,13 @@ class SplitModel:
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Parameters that another stage has, too: name on this stage -> name on the other."""
+        """Parameters that another stage has as well: name on this stage -> name on the other."""
         rank = self.executor.pipeline.rank
         return self.executor.model.tied if rank.last_stage and not rank.first_stage else {}
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Names in checkpoints by names in the module: a tied copy has the embedding's name."""
+        """Name in the module -> name in checkpoints, where a tied copy has the embedding's name."""
         return {f"model.{own}": f"model.{other}" for own, other in self.tied_copies.items()}
 
     def memory_model(self, module: LanguageModule, reduce_dtype: str) -> MemoryModel:
@@ -215,11 +215,11 @@ class StepRunner:
         guard.attach(executor.model, split.mesh, executor.pipeline.device, copies, name_of)
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Run all forwards, and in training all backwards, of a step; its loss.
+        """Run all forwards, and in training all backwards, of a step; returns its loss.
 
         Raises:
-            MisconfigurationException: the step before it was not finished; or ranks have other
-                settings or values in the first step of an evaluation or of training.
+            MisconfigurationException: the step before it was not finished; or, in the first step of
+                an evaluation or of training, settings or values differ between ranks.
         """
         module, executor = self._module, self._split.executor
         denominator = module.loss_denominator(batch.plan)
@@ -242,15 +242,14 @@ class StepRunner:
             return executor.run(batch, denominator)
 
     def finish(self, returned: Tensor) -> None:
-        """Wait for the step's gradients, which have been sent since its backwards, and set
-        ``.grad``.
+        """Wait for the gradients, whose reduction the step has begun, and set ``.grad``.
 
-        The loss, and what the ranks have told each other, are read when all of that is queued on
-        the device, which would else have nothing to do meanwhile.
+        Only when that is queued on the device, the loss and the ranks' exchange are read, so that
+        the device has work meanwhile.
 
         Raises:
             MisconfigurationException: ``returned``, from ``training_step``, is not the loss of the
-                step that ran; or a rank's optimizers have been set to something else since.
+                step that ran; or the options of optimizers differ between ranks.
         """
         executor = self._split.executor
         ran, self._ran = self._ran, None

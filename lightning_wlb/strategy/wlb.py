@@ -3,15 +3,15 @@
 A thin Lightning adapter. What it does around a step is done by its members:
 
 * ``processes`` starts and connects the ranks (launch.py);
-* ``options`` is what is given of the mesh; mesh_choice.py chooses the rest;
+* ``options`` has the given sizes of the mesh; mesh_choice.py chooses the rest;
 * ``planning`` says what steps are planned for, and tells the data module (run_planning.py);
 * ``split`` is the model on this rank, ``steps`` runs its steps (split_model.py), and ``guard``
-  answers those whose loss or gradients are not finite;
+  handles steps whose loss or gradients are not finite;
 * ``checkpoints`` saves and loads (checkpointing.py).
 
-All forwards and backwards of a plan happen inside ``training_step``, and ``backward`` makes the one
-reduction and sets ``.grad``, because Lightning calls training_step, zero_grad, backward, clip, step
-in this order. Not for modules that are not a :class:`.LanguageModule`, nor for manual optimisation.
+All forwards and backwards of a plan run inside ``training_step``, and ``backward`` waits for the
+gradients and sets ``.grad``, because Lightning calls training_step, zero_grad, backward, clip, step
+in this order. Only for subclasses of :class:`.LanguageModule`, without manual optimisation.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from lightning_wlb.training.precision import WLBPrecision, name_of
 class WLBStrategy(ParallelStrategy):
     """Workload-balanced 4D parallelism: ``Trainer(strategy="wlb")`` or with sizes of your own.
 
-    The product of the four sizes is the number of devices over all nodes. A size that is given
-    stays. Where those that are ``"auto"`` leave a choice, the mesh is taken that is predicted to be
-    fastest for the model and the documents (:mod:`.mesh_choice`): so with ``strategy="wlb"`` alone.
-    Where nothing is known of the model, the documents or the device, the first ``"auto"``, in the
-    order of the arguments, takes the devices that the other sizes leave, and any further one is 1.
+    The product of the four sizes is the number of devices over all nodes. Given sizes are kept. If
+    the sizes leave a choice, as ``strategy="wlb"`` alone does, the strategy takes the mesh that is
+    predicted to be fastest for the model and the documents (:mod:`.mesh_choice`). If the model, the
+    documents or the device are not known, the first ``"auto"``, in the order of the arguments,
+    takes the devices that the other sizes leave, and any further ``"auto"`` is 1.
 
     Args:
         data_parallel_size: replicas that train on different documents, and share the parameters.
@@ -68,31 +68,31 @@ class WLBStrategy(ParallelStrategy):
         context_parallel_size: ranks that share the tokens of each micro-batch.
         tensor_parallel_size: ranks that share each weight, with sequence parallelism.
         schedule: order of the pipeline's actions: ``"1f1b"`` or ``"interleaved"``.
-            ``"auto"`` is chosen with the mesh; where that leaves no choice it is ``"1f1b"``, or
+            ``"auto"`` is chosen with the mesh; if no mesh is searched for, it is ``"1f1b"``, or
             ``"interleaved"`` with several stages per rank.
-        virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; where that
-            leaves no choice it means 2 for ``"interleaved"`` and 1 for ``"1f1b"``, which is
-            ``"interleaved"`` with 1.
+        virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; if no mesh is
+            searched for, it means 2 for ``"interleaved"`` and 1 for ``"1f1b"``. (``"interleaved"``
+            with 1 is ``"1f1b"``.)
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank that has not ended; None: ten minutes.
-        on_nonfinite: what becomes of a step whose loss or gradients are NaN or infinite:
+        on_nonfinite: what to do in a step whose loss or gradients are NaN or infinite:
             ``"raise"`` names step, ranks, parameters and documents; ``"skip"`` leaves out the
             optimizer's step, warns, and raises after ten in a row; ``"ignore"`` trains on.
-        async_save: write checkpoints while training goes on, which waits only while tensors are
-            copied. Takes memory of the CPU for a copy of each rank's parameters and optimizer
-            state, twice where two checkpoints are saved at the end of a step.
-        reduce_dtype: the dtype in which tensor- and context-parallel ranks add up what they send:
-            ``"float32"`` or, where a precision computes in it, ``"bfloat16"``, half of the bytes,
-            which rounds where two ranks' values meet. None: float32 or wider, as gradients of
-            parameters always are.
-        overlap: ``"auto"``: layers compute while tensor-parallel messages travel, in as many parts
+        async_save: write checkpoints in the background; training waits only while tensors are
+            copied. Takes CPU memory for a copy of each rank's parameters and optimizer state, for
+            two copies if two checkpoints are saved at the end of a step.
+        reduce_dtype: the dtype in which tensor- and context-parallel ranks send and add up values:
+            ``"float32"`` or, if the precision computes in it, ``"bfloat16"``, which halves the
+            bytes and rounds sums over ranks. None: float32 or wider, in which gradients of
+            parameters are always summed.
+        overlap: ``"auto"``: layers compute while tensor-parallel messages travel, in as many chunks
             as the device profile says, and keep less for backward (blocks of Hugging Face families
-            in backward alone, see docs/families.md); ``"off"``: they wait for each.
-        dynamic: heterogeneous pipelines, each set a sequence of :class:`.Scheme`, that a training
-            step may run on in place of the mesh's, where their simulated step is shortest, which
-            needs a device profile; parameters and optimizer state stay as the mesh has them.
-            ``"auto"``: up to four sets that are simulated to make the run's first steps faster by
-            more than 2 %, or none; the log has the figure. ``"off"``: the mesh alone.
+            overlap in backward only, see docs/families.md). ``"off"``: they wait for each message.
+        dynamic: sets of heterogeneous pipelines, each a sequence of :class:`.Scheme`. A training
+            step runs on the set, or the mesh, with the shortest simulated step, for which a device
+            profile is needed; parameters and optimizer state stay sharded as on the mesh.
+            ``"auto"``: up to four sets that make the run's first steps more than 2 % faster in the
+            simulation, or none; the log has the figure. ``"off"``: the mesh alone.
 
     Raises:
         MisconfigurationException: a size is neither ``"auto"`` nor a whole number, or (when a run
@@ -103,9 +103,9 @@ class WLBStrategy(ParallelStrategy):
     strategy_name = "wlb"
     # Tells LanguageModule.configure_model to build on the meta device.
     defers_initialisation = True
-    # Where nothing says so, Lightning ignores ``self.log(sync_dist=True)``.
+    # Without this Lightning ignores ``self.log(sync_dist=True)``.
     is_distributed = True
-    # Checkpoints are loaded into shards, which must exist, and into optimizers with them.
+    # Checkpoints are loaded into shards and into optimizers, which must exist before.
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
 
@@ -189,7 +189,7 @@ class WLBStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # None must stay None: the Trainer takes a plugin that is here before it for the user's.
+        # None must stay None: the Trainer would take a plugin set before it is made for the user's.
         if plugin is not None and not isinstance(plugin, WLBPrecision):
             checks.check_precision(plugin)
             plugin = WLBPrecision(str(plugin.precision))
@@ -204,7 +204,7 @@ class WLBStrategy(ParallelStrategy):
     # Processes
 
     def _configure_launcher(self) -> None:
-        # The Trainer calls this when it is made, the first that this strategy hears of a run.
+        # The Trainer's constructor calls this: it is the first sign of a run.
         assert self.cluster_environment is not None
         devices = self.parallel_devices or []
         launcher = self.processes.launcher(self.cluster_environment, devices, self.num_nodes)
@@ -224,12 +224,12 @@ class WLBStrategy(ParallelStrategy):
         checks.check_trainer(trainer)
         computed = precision.compute_dtype, str(precision.precision)
         checks.check_reduce_dtype(self._asked_reduce_dtype, *computed)
-        # Only Lightning's own launcher would compare these with what Slurm or torchrun has started.
+        # Lightning does this in its own launcher only: compare with Slurm's or torchrun's sizes.
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         super().setup_environment()
         self.processes.listen(trainer)
         self.set_world_ranks()
-        # Before any process waits for another: a wrong size is answered at once, on every rank.
+        # Before any process waits for another: every rank refuses a wrong size at once.
         self.options.usual_mesh(self.world_size)
         own = self.root_device, self.global_rank, self.num_processes
         self.processes.connect(self.cluster_environment, *own)
@@ -262,7 +262,7 @@ class WLBStrategy(ParallelStrategy):
         return self.processes.reduce(tensor, group, reduce_op)
 
     def teardown(self) -> None:
-        """Let go of the module; the process group stays for a further run."""
+        """Release the module; the process group stays for a further run."""
         module = self.lightning_module
         failed = self.checkpoints.run_failed
         with without_hiding_cause(failed), ExitStack() as ends:
@@ -317,7 +317,7 @@ class WLBStrategy(ParallelStrategy):
         self.split.move_rest(self._module, self.root_device)
 
     def _run_step(self, batch: StepBatch) -> Tensor:
-        """What a LanguageModule's ``step`` calls instead of its own loop."""
+        """Run a step; a LanguageModule's ``step`` calls this instead of its own loop."""
         self.processes.check_connected(self.world_size)
         self.checkpoints.check(self._module.trainer)
         return self.steps.run(batch)
@@ -325,7 +325,7 @@ class WLBStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run a step, all of it; what runs out of memory is told which options take less."""
+        """Run a whole step; an out-of-memory error is told which options take less."""
         given = self._module, self._devices.reduce_dtype
         with noting_out_of_memory(self.executor, lambda: self.split.memory_model(*given)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -342,11 +342,11 @@ class WLBStrategy(ParallelStrategy):
         """What this run's steps are planned for, once the model is split."""
         return self.planning.context(data)
 
-    # Checkpoints: all ranks write one, after the shards that it fills have been made
+    # Checkpoints: all ranks write one together, and read it once their shards are made
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: :meth:`save_checkpoint` collects the weights itself, where it may."""
-        if self.processes.faults.alone is None:  # the first that a save asks for
+        """Empty: :meth:`save_checkpoint` collects the weights itself, if it may."""
+        if self.processes.faults.alone is None:  # a save calls this first
             self.checkpoints.refuse_half_steps()
         return {}
 
@@ -376,7 +376,7 @@ class WLBStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a sharded checkpoint folder, always plain types only, into model and optimizers."""
+        """Read a sharded checkpoint folder, plain types only, into model and optimizers."""
         path, own = checks.local_path(checkpoint_path), (self._module, self.optimizers)
         return self.checkpoints.load(path, *own, self.split.renamed)
 
@@ -390,11 +390,11 @@ class WLBStrategy(ParallelStrategy):
         self.checkpoints.train_begins(self._module.trainer)
 
     def on_train_end(self) -> None:
-        """Wait for saves in the background; every callback has made its last."""
+        """Wait for saves in the background; every callback has started its last save."""
         self.checkpoints.train_ends()
         self.barrier()  # rank 0 alone links and removes
 
     def on_exception(self, exception: BaseException) -> None:
-        """Wait for saves in the background, not for long: other ranks may have died."""
+        """Wait for saves in the background, but not long: other ranks may have died."""
         with without_hiding_cause():
             self.checkpoints.train_ends(END_SECONDS, interrupted=True)
