@@ -2,12 +2,12 @@
 
 A save is staged, which copies this rank's tensors into memory of the CPU, and then written by a
 thread; training waits for the copy only. Saves are written one at a time, in the order in which
-they were submitted, since they exchange messages over one process group. Removals and links come
-in that order too, and who asks whether a name is taken is answered as if all were done
-(:class:`FilesAfterSaves`): so the same folders are left as by saves that block.
+they were submitted, since they exchange messages over one process group. Removals and links are
+done in that order too, and a question whether a name is taken is answered as if all were done
+(:class:`FilesAfterSaves`). So the same folders are left as by saves that block.
 
 The threads are daemons, so that a process whose peers have died can end although its save waits for
-them. What such a save has written is no checkpoint, and the next save removes it.
+them. The folder that such a save leaves is no checkpoint, and the next save removes it.
 
 Cost: memory of the CPU for each unfinished save (this rank's parameters and optimizer state once),
 kept for the next save unless torch gives it back (:data:`SERVES_ONCE`). Not for a save after which
@@ -38,7 +38,7 @@ SERVES_ONCE = torch.__version__ < "2.13"
 
 
 class Stager:
-    """Copies the content of checkpoints to memory that is used again, pinned if it is from CUDA."""
+    """Copies checkpoints to CPU memory that is used again, pinned if they come from CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -62,9 +62,9 @@ class Stager:
 
 
 class _SaveJob(NamedTuple):
-    path: Path  # that a thread saves, links or removes
-    leaves: Path | None  # what is there then: itself, what it links to, or nothing
-    copies: int  # that it holds until it ends
+    path: Path  # the path that a thread saves, links or removes
+    leaves: Path | None  # what path is afterwards: itself, a link to this, or nothing
+    copies: int  # the copies that the job holds until it ends
     future: Future[None]
 
 
@@ -117,8 +117,8 @@ class BackgroundSaves:
         def run() -> None:
             wait(before)
             try:
-                # A thread begins on the first device, where torch's writer would otherwise take
-                # memory for the process of every rank.
+                # A thread begins on the first device. There torch's writer would take memory for
+                # the process of every rank.
                 if torch.accelerator.is_available():
                     torch.accelerator.set_device_index(device)
                 do()
@@ -156,9 +156,9 @@ class BackgroundSaves:
 
 
 class FilesAfterSaves:
-    """A local file system as ModelCheckpoint asks it: as if no save were still to be written.
+    """A local file system for ModelCheckpoint's questions: as if every save were written already.
 
-    It would else give two checkpoints one name, of which the second replaces the first.
+    Otherwise it would give two checkpoints the same name, and the second would replace the first.
     """
 
     def __init__(self, files: Any, jobs: BackgroundSaves) -> None:
@@ -174,5 +174,5 @@ class FilesAfterSaves:
 
 
 def _place(path: Path) -> Path:
-    """A path whose folder is resolved, and not what it links to itself."""
+    """A path with its folder resolved; if the path itself is a link, it is not followed."""
     return Path(os.path.realpath(path.parent), path.name)

@@ -1,18 +1,18 @@
 """Folders that are written as a whole or not at all, and that survive a power cut.
 
 A folder is written as ``.partial/NAME-SAVE``. One system call (``renameat2``) then exchanges it
-with the folder that bears the name, so that at any moment a whole folder bears it. Without such a
-call there are two renames, and between them the replaced folder is ``.old/NAME``. (Neither can lie
-beside the checkpoint, where Lightning looks for names.)
+with the folder of that name, so that the name always belongs to a whole folder. Without such a call
+there are two renames, and between them the replaced folder is ``.old/NAME``. (Neither may lie
+directly beside the checkpoint, where Lightning looks for names.)
 
 A save that dies leaves its folder in ``.partial``. The next save beside it removes folders to which
-nothing has been written for an hour: younger ones may be another run's, even of the same name.
+nothing has been written for an hour: a younger one may be another run's, even of the same name.
 
-Only what this package wrote is replaced or deleted: a folder whose every file is listed in its
-manifest, or, where the manifest cannot be read, has a name that files of checkpoints have; nothing
-behind a link in place of ``.partial`` or ``.old``, and nothing of another name in them. In a folder
-with the sticky bit, as ``/tmp``, a save is refused where one of these two belongs to another user,
-who could exchange what lies in it.
+Only folders that this package wrote are replaced or deleted. Each of their files must be listed in
+the manifest or, if the manifest cannot be read, have the name of a checkpoint's file. Nothing is
+deleted behind a link in place of ``.partial`` or ``.old``, nor under other names in these two. In a
+folder with the sticky bit, such as ``/tmp``, a save is refused if one of these two belongs to
+another user, who could exchange its contents.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def reached(point: str) -> None:
 
 
 def old_folder(path: Path) -> Path:
-    """The path at which the folder replaced at ``path`` lies between two renames."""
+    """Where the folder that is replaced at ``path`` lies between the two renames."""
     return path.parent / _REPLACED / path.name
 
 
 def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Those of some checkpoints in a folder, or in its ``.old``, that another user has put there.
+    """Those of ``paths``, checkpoints in a folder or its ``.old``, that strangers have put there.
 
-    There are none where strangers can have put nothing: in a folder that is not open
-    (:func:`.file_checks.is_open`), nor made by somebody else in one that is. Behind such a user's
-    link all are.
+    The list is empty if strangers could not write there: the folder is not open
+    (:func:`.file_checks.is_open`), and no stranger has made it in an open one. Behind a stranger's
+    link all of them are listed.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
     steps = [status for each in places for status in follow(each)[1].values()]
@@ -86,7 +86,7 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     if not steps and not any(is_open(each.stat()) for each in places):
         return []
     try:
-        with TemporaryFile(dir=folder) as file:  # a network's server may take it for another user
+        with TemporaryFile(dir=folder) as file:  # a file server may give it another owner
             mine = os.fstat(file.fileno()).st_uid
     except OSError:
         mine = my_user()
@@ -105,11 +105,11 @@ class PartialFolder:
 def begin(path: Path, kind: str) -> PartialFolder:
     """Make an empty folder, to be filled and given to :func:`finish` or :func:`discard`.
 
-    At ``path`` one of the same kind (``manifest.CHECKPOINT`` or ``EXPORT``) may be replaced.
+    A folder of the same kind (``manifest.CHECKPOINT`` or ``EXPORT``) at ``path`` may be replaced.
 
     Raises:
-        ValueError: there is something else at ``path`` or in ``.old``, a link or somebody else's
-            folder beside it, or a stranger's link leads there.
+        ValueError: something else is at ``path`` or its place in ``.old``; ``.partial`` or ``.old``
+            is a link or another user's; or a stranger's link leads to ``path``.
     """
     check_links(path.parent)
     for each in (path, old_folder(path)):
@@ -155,7 +155,7 @@ def refuse_foreign(path: Path, kind: str) -> None:
 
 
 def finish(aside: PartialFolder) -> None:
-    """Give a folder its final name, and only then delete the folder that bore the name.
+    """Give a folder its final name, and only then delete the folder that had the name before.
 
     If this raises, both folders are where they were.
     """
@@ -185,13 +185,13 @@ def finish(aside: PartialFolder) -> None:
     with suppress(OSError):  # the save is done: what cannot be removed stays
         if replaced is not None:
             _delete(replaced)
-        _delete_old(path)  # also of a save that died between two renames
+        _delete_old(path)  # also if an earlier save died between two renames
     _tidy(path)
     reached("removed")
 
 
 def discard(aside: PartialFolder) -> None:
-    """Remove a folder that does not become whole."""
+    """Remove a folder whose save has failed."""
     shutil.rmtree(aside.folder, ignore_errors=True)
     _tidy(aside.path)
 
@@ -229,7 +229,7 @@ def make_shared(folder: Path, ranks: Ranks) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, or a link; at no time does part of a checkpoint bear its name."""
+    """Delete a checkpoint, or a link; its name never belongs to a part of a checkpoint."""
     if path.is_symlink():
         path.unlink()
         return
@@ -245,7 +245,7 @@ def remove(path: Path) -> None:
 
 
 def _refuse_links(path: Path) -> None:
-    """Refuse links in place of ``.partial`` and ``.old``: what is removed there lies elsewhere."""
+    """Refuse links in place of ``.partial`` and ``.old``: files elsewhere would be removed."""
     for folder in (path.parent / _ASIDE, path.parent / _REPLACED):
         if folder.is_symlink():
             raise ValueError(
@@ -254,9 +254,9 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_strangers(aside: PartialFolder) -> None:
-    """Refuse another user's ``.partial`` and ``.old`` where anybody may make them."""
+    """Refuse another user's ``.partial`` and ``.old`` in a sticky folder."""
     parent = aside.path.parent.stat()
-    # Whom this file system takes this process for may be another than its user.
+    # A file server may give this process's files another owner.
     trusted = {parent.st_uid, aside.folder.lstat().st_uid}
     for folder in (aside.path.parent / _ASIDE, aside.path.parent / _REPLACED):
         strange = folder.exists() and folder.lstat().st_uid not in trusted
@@ -283,9 +283,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def _opened_old(path: Path) -> Iterator[int]:
-    """``.old`` beside a path as it is now; OSError if it is a link, which :func:`begin` saw none.
+    """Open ``.old`` beside a path; OSError if it is a link by now: :func:`begin` saw none.
 
-    A stranger may have made one while shards were written, and what lies behind it is another's.
+    A stranger may have made the link while shards were written, to somebody else's files.
     """
     folder = os.open(path.parent / _REPLACED, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -298,7 +298,7 @@ def _delete_old(path: Path) -> None:
     with suppress(FileNotFoundError), _opened_old(path) as folder:
         if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(path.name, dir_fd=folder)
-        else:  # a link that a save took the place of, as last.ckpt may be
+        else:  # a link that a save has replaced, such as last.ckpt
             os.unlink(path.name, dir_fd=folder)
 
 

@@ -1,14 +1,14 @@
 """``manifest.json``: the size and CRC-32 of every file of a folder; and durable files and folders.
 
 :func:`durable` waits until a file is on the disk, not only in the memory of the operating system,
-and computes both. The manifest is written last. A folder that has one is whole if all files are
-there with their sizes, and undamaged if their checksums agree. It holds a checksum of itself too.
+and computes both. The manifest is written last. A folder with a manifest is whole if all its files
+are there with their sizes, and undamaged if their checksums agree. The manifest has a checksum too.
 
-CRC-32 is the fastest checksum in Python's library. It finds what disks, networks and hands do by
-mistake: flipped bits, files cut short, a file of another save. It does not show who wrote a folder:
-whoever can change a file can change the manifest. Files that others add are not looked at.
+CRC-32 is the fastest checksum in Python's library. It finds accidental damage by disks, networks
+and hands: flipped bits, files cut short, a file of another save. It does not show who wrote a
+folder: whoever can change a file can change the manifest. Files that others add are ignored.
 
-Cost: writing takes as long as the disk does, and what was written is read once more, from the
+Cost: writing takes as long as the disk does, and each written file is read once more, from the
 memory of the operating system; :func:`check` reads as many files at a time as there are processors.
 """
 
@@ -86,8 +86,8 @@ def checksum(path: Path) -> str:
 class Saver:
     """The run that saved a folder (:mod:`.save_order`)."""
 
-    run: str = ""  # its name; empty where nobody asks who was last
-    number: int = 0  # how manyth folder of the run this is
+    run: str = ""  # its name; empty if it does not matter which save was last
+    number: int = 0  # how many folders the run has saved, with this one
     known: tuple[str, ...] = ()  # other runs whose folders are older
 
 

@@ -1,20 +1,20 @@
-"""Pickles of a checkpoint that can ask for no more memory or time than their bytes are worth.
+"""Reads pickles of checkpoints so that a few bytes cannot ask for much memory or time.
 
-A pickle calls what it names. In :class:`NamedRecords` each of the few names that a format needs
-becomes a record which only keeps its arguments. ``torch.load(weights_only=True)`` makes tensors and
-plain values by a list of calls, some of which a few bytes can let grow without bounds:
-``bytearray(10**12)``, hexadecimal of hexadecimal, packed records of the archive.
-:func:`load_plain` goes through a file as records first, and only then lets torch read it.
+A pickle calls whatever it names. In :class:`NamedRecords` each of the few names that a format needs
+becomes a record, which only keeps its arguments. ``torch.load(weights_only=True)`` makes tensors
+and plain values by a list of calls. By some of them a few bytes can ask for any memory:
+``bytearray(10**12)``, hexadecimal of hexadecimal, compressed records of the archive. So
+:func:`load_plain` reads a file as records first, and only then lets torch read it.
 
-A dictionary whose keys all have one hash takes quadratic time, and a tuple of the same tuples over
-and over has a hash that takes for ever. So keys are held to what hardly collides
-(:class:`KeyCheck`), when a checkpoint is saved as well. A list of one list twice, which is a list
-of one list twice, and so on, takes for ever to print. So what calls are given, and what comes of a
-file, is counted as often as it is named.
+A dictionary whose keys all have the same hash takes quadratic time, and the hash of a tuple that
+holds the same tuple twice, level after level, takes for ever. So only keys that hardly collide are
+allowed (:class:`KeyCheck`), also when a checkpoint is saved. A list that holds the same list twice,
+level after level, takes for ever to print. So the values that calls are given, and those that a
+file yields, are counted, each as often as it is named.
 
 Cost: both are Python, and take about as long as torch's own reading of the pickle of ``meta.pt``,
-which is in Python too; 0.2 ms more for each archive. Of tensors only checksums are computed, in
-files that have no manifest to hold theirs: 0.3 s a GB.
+which is in Python too; 0.2 ms more for each archive. :func:`load_plain` also computes checksums,
+0.3 s for a GB of tensors; those of shards are in the manifest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from reprlib import repr  # which ends, whatever is made up of itself
+from reprlib import repr  # it ends even for a value that contains itself
 from typing import IO, Any, ClassVar, cast
 
 import torch
@@ -41,16 +41,16 @@ _CALLS = re.compile(
     r"OrderedDict|Counter|Size|device|set|complex|Parameter|_get_layout|encode|bytearray"
     r"|_rebuild_(tensor(_v[23])?|parameter(_with_state)?|from_type_v2)"
 )
-"""What torch's safe reader may call: nothing that is as large as a number says, as meta tensors."""
+"""What torch's safe reader may call: nothing of a size that a number says, such as meta tensors."""
 
 _OF_TENSORS = frozenset(dir(torch.nn.Parameter))
-"""Names of a tensor's own attributes: others in their place would say what it does not hold."""
+"""Names of a tensor's own attributes, which a pickle may not replace by false ones."""
 
 _MOST_REPEATED = 1 << 20
-"""Most values that a file's tensors repeat: whatever is computed with these has room for each."""
+"""Most values that a file's tensors may repeat: computing with them takes memory for each."""
 
 _MOST_NAMES = 64
-"""Most times that tensors may hold a file's values again, as tied ones do, before they repeat."""
+"""How often tensors may share a storage, as tied ones do, before its values count as repeated."""
 
 
 def check_sizes(found: Any) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class KeyCheck:
 
 
 class Record:
-    """Stands for an object of another class, and keeps the arguments and state it was made of."""
+    """Stands for an object of another class, and keeps the arguments and state that it is given."""
 
     __slots__ = ("arguments", "entries", "state")
     name: ClassVar[str] = ""  # of the class, with its module
@@ -115,10 +115,10 @@ class _Records(pickle._Unpickler):
         super().__init__(io.BytesIO(stored))
         self._known: dict[str, type[Record]] = {}
         self._check_keys = KeyCheck()
-        self._room = _MOST_REPEATED + 16 * len(stored)  # honest ones have one a byte
+        self._room = _MOST_REPEATED + 16 * len(stored)  # honest pickles have one value per byte
 
     def count(self, value: Any) -> None:
-        """Raise ValueError if what is counted has too many values, each as often as it is named."""
+        """Raise ValueError for too many values; each counts as often as it is named."""
         left = [value]
         while left and self._room >= 0:
             each = left.pop()
@@ -130,7 +130,7 @@ class _Records(pickle._Unpickler):
                 self._room -= len(each)
                 left += each if self._room >= 0 else ()
             elif type(each) is str:
-                self._room -= len(each) // 16  # as long as others are in memory, or printed
+                self._room -= len(each) // 16  # a long text takes as much memory as many values
         if self._room < 0:
             raise ValueError("too many values: it names the same, or itself, again and again")
 
@@ -183,7 +183,7 @@ class NamedRecords(_Records):
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        """The record class of a name, made for this pickle, which may change it; or a dtype."""
+        """The record class of a name, for this pickle alone, which may change it; or a dtype."""
         if f"{module}.{name}" in self._names:
             return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None
@@ -193,7 +193,7 @@ class NamedRecords(_Records):
 
 
 def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
-    """Read what ``torch.save`` wrote, if it is tensors and plain values, to the CPU.
+    """Read a file of ``torch.save`` to the CPU, if it holds only tensors and plain values.
 
     With ``mmap`` the tensors of a file are mapped into memory.
 
@@ -203,22 +203,22 @@ def load_plain(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """
     with open_regular(source) if isinstance(source, Path) else nullcontext(source) as file:
         check_archive(file, sums=True)
-        held = f"/proc/self/fd/{file.fileno()}" if mmap else ""  # and not another by this name
+        held = f"/proc/self/fd/{file.fileno()}" if mmap else ""  # not another file of this name
         given = (held if os.path.exists(held) else source) if mmap else file
         return torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """What a checkpoint's file says, by name; ``mmap`` is as in :func:`load_plain`.
+    """The state in a checkpoint's file; ``mmap`` is as in :func:`load_plain`.
 
     Raises:
-        OSError, ValueError: there is none, or it holds more than plain state, or is damaged.
+        OSError, ValueError: there is no file, or it holds more than plain state, or is damaged.
     """
     try:
         state = load_plain(path, mmap=mmap)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # torch's reader raises any kind at odd arguments
+    except Exception as error:  # torch's reader raises any kind for odd arguments
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is damaged, or was made to hold objects of"
             f" classes, which may run code when they are read ({error}). Use another checkpoint."
@@ -231,9 +231,9 @@ def load_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
-    """Go through an archive that torch is to read, and leave the file at its beginning.
+    """Check an archive before torch reads it, and leave the file at its beginning.
 
-    ``sums``: compare its records with their checksums, too, at which torch does not look.
+    ``sums``: also compare its records with their checksums, which torch does not do.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -243,14 +243,14 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             tail, place = file.read(), struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1)
             large = tail[-42:-38] == place[:4]
             directory = int.from_bytes(tail[-50:-42] if large else tail[-6:-2], "little")
-            file.seek(0)  # torch takes what begins otherwise for a format of old
-            # Nothing is packed, there twice (by name, by place, or as a second archive), or
-            # elsewhere, a folder (which it takes for read) or by another name to a reader in C.
+            file.seek(0)  # torch takes a file that begins otherwise for an old format
+            # No record is compressed, there twice (by name, by place, or in a second archive),
+            # elsewhere, a folder (which torch does not read), or named otherwise for a C reader.
             if (
                 file.read(4) != b"PK\x03\x04"
                 or tail[-22:-18] != b"PK\x05\x06"
                 or (large and (tail[-42:-22] != place or tail[-98:-94] != b"PK\x06\x06"))
-                or archive.start_dir != directory  # which zipfile moves to where it is
+                or archive.start_dir != directory  # zipfile corrects a wrong place
                 or any(each.filename != each.orig_filename for each in records)
                 or any(each.compress_type != zipfile.ZIP_STORED for each in records)
                 or any(each.external_attr & 0x10 or each.is_dir() for each in records)
@@ -267,19 +267,19 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             run.count(run.load())
             if sums and (damaged := archive.testzip()):
                 raise ValueError(f"{damaged} is not what was written")
-    except Exception as error:  # what is made up can lead to any
+    except Exception as error:  # a forged file can lead to any
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     file.seek(0)
 
 
 def _is_in_one_place(record: zipfile.ZipInfo) -> bool:
-    """Whether the directory says once where a record is: readers take others of two places."""
+    """Whether the directory gives a record's place once: of two, readers may take either."""
     block = int.from_bytes(record.extra[2:4], "little") + 4
     return len(record.extra) in (0, block)
 
 
 class _DryRun(_Records):
-    """Goes through a pickle of torch's as records; ``sizes``: bytes of the archive's files."""
+    """Reads a pickle of torch's as records; ``sizes``: bytes of the archive's files."""
 
     def __init__(self, stored: bytes, folder: str, sizes: dict[str, int]) -> None:
         super().__init__(stored)
@@ -289,18 +289,18 @@ class _DryRun(_Records):
             each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
             for each in torch.serialization.get_safe_globals()
         ]
-        # What torch has put there takes any arguments: a DeviceMesh begins process groups.
+        # torch's own entries take any arguments: a DeviceMesh begins process groups.
         self._refused = {name for each, name in given if f"{each.__module__}.".startswith("torch.")}
         self._allowed = {name for _, name in given} - self._refused
 
     def find_class(self, module: str, name: str) -> Any:
-        """The record class of a name; none of torch's own safe list."""
+        """The record class of a name; names in torch's own safe list are refused."""
         if f"{module}.{name}" in self._refused:
             raise ValueError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, of no more values than its file has bytes: a mapped one may say more."""
+        """A storage; it may not claim more values than its file has bytes, as a mapped one can."""
         _, _, key, _, values = pid
         held = self._sizes.get(f"{self._folder}data/{key}", 0) if type(key) is str else -1
         if not 0 <= values <= held:
@@ -308,13 +308,13 @@ class _DryRun(_Records):
         return Record(pid)
 
     def _load_state(self) -> None:
-        """Only a state dict and the user's classes take a state: a tensor's is a size.
+        """Give a state to a state dict or to a user's class only: a tensor's state is a size.
 
-        An ordered dictionary's could be functions by the names of its own, which then hide its
-        entries from every look at them.
+        An ordered dictionary's state could replace its methods and hide its entries from every
+        check.
         """
         made, state = getattr(type(self.stack[-2]), "name", ""), self.stack[-1]
-        plain = type(state) is dict and state.keys() <= {"_metadata"}  # as modules' state dicts
+        plain = type(state) is dict and state.keys() <= {"_metadata"}  # as in a module's state dict
         if made not in self._allowed and not (made == "collections.OrderedDict" and plain):
             raise ValueError(f"it gives a state to {made or repr(self.stack[-2])}")
         super()._load_state()
@@ -324,12 +324,12 @@ class _DryRun(_Records):
         name = path.rpartition(".")[2]
         bounded = {
             "encode": type(first) is str and arguments[1:] == ("latin1",),
-            # Others take quadratic time (punycode), or unpack.
+            # Other codecs take quadratic time (punycode), or decompress.
             "bytearray": (type(first) is str and arguments[1:] in (("latin-1",), ("latin1",)))
             or (not arguments[1:] and getattr(first, "name", "") == "_codecs.encode")
             or not arguments,
             "OrderedDict": not arguments,
-            # Not of a tensor without values, which may have any number of rows.
+            # Not a tensor: without values it may have any number of rows.
             "set": not arguments or type(first) in (list, tuple),
             "Counter": not arguments or type(first) is dict,
             "Size": type(first) is tuple,
@@ -340,12 +340,12 @@ class _DryRun(_Records):
         if name == "_rebuild_from_type_v2":
             self._check_call(first, arguments[2])
         if name in ("_rebuild_from_type_v2", "_rebuild_parameter_with_state"):
-            state = arguments[3]  # attributes, and those that are slots
+            state = arguments[3]  # attributes, or a tuple of attributes and slots
             for each in state if type(state) is tuple else (state,):
                 if each and not (type(each) is dict and _OF_TENSORS.isdisjoint(each)):
                     raise ValueError(f"it gives a tensor other attributes: {repr(each)}")
         if name.startswith("_rebuild_tensor"):
-            _, _, key, _, held = first.arguments[0]  # of the storage, whose bytes are there
+            _, _, key, _, held = first.arguments[0]  # of the storage, as persistent_load checked it
             values = math.prod(check_sizes(arguments[2]))
             check_sizes(arguments[3])  # strides
             before = max(self._named[key] - _MOST_NAMES * held, 0)

@@ -1,15 +1,15 @@
 """All ranks read a checkpoint together and compare it with its manifest; no code in it is run.
 
 Sizes, and the checksums of the small files, are compared first. The checksums of all files are
-computed in threads while the shards are read, each by one rank of those that see the same folder:
-a node may have a copy on a disk of its own. What was read counts when all ranks agree.
+computed in threads while the shards are read, each file by one of the ranks that see the same
+folder: a node may have a copy on a disk of its own. Reading succeeds if all ranks agree.
 
-torch.distributed.checkpoint unpickles ``.metadata``, and entries that are not tensors (an
-optimizer's settings), as whatever they are, which runs code that whoever wrote them chose. Here
-:mod:`.safe_metadata` reads the first, and ``torch.load(weights_only=True)`` the second.
+torch.distributed.checkpoint unpickles any object in ``.metadata``, and in entries that are not
+tensors (an optimizer's settings), which may run any code. Here :mod:`.safe_metadata` reads
+``.metadata``, and ``torch.load(weights_only=True)`` reads such entries.
 
-Cost: torch's own reading. The threads need Python's lock only between blocks, and take their bytes
-from memory where a rank reads the shards that it wrote. Not for object stores: file systems only.
+Cost: torch's own reading. The threads need Python's lock only between blocks, and read from memory
+if the rank reads the shards that it wrote. Only for file systems, not for object stores.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def fill(
     """Fill the tensors of a nested state, and replace its other values; collective over ``ranks``.
 
     Args:
-        state: under the names that the shards have.
+        state: its names are those of the shards.
         stored: the folder's metadata, by :func:`.safe_metadata.read`.
-        listed: the folder's manifest, with which a thread of each rank compares its part of the
-            files meanwhile; None: they have been compared.
+        listed: the folder's manifest; meanwhile a thread of each rank compares its part of the
+            files with it. None: the files have been compared already.
 
     Raises:
         Damaged: a file is not what was written, whatever else went wrong in reading.
@@ -101,9 +101,9 @@ def fill(
 
 
 def _share(folder: Path, names: list[str], ranks: Ranks) -> list[str]:
-    """The files that this rank compares, so that one rank compares each of each copy; collective.
+    """The files that this rank compares: each file of each copy has one rank; collective.
 
-    A copy has another manifest: by its number, or by when it was made, which no copying keeps.
+    Copies are told apart by the inode and change time of their manifests, which no copying keeps.
     """
     status = (folder / manifest.NAME).stat
     seen = ranks.every(lambda: (status().st_ino, status().st_ctime_ns))
@@ -123,7 +123,7 @@ class _SafeReader(dcp.FileSystemReader):
         return self._stored
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """The bytes of an entry, refused if reading them could take more memory than they do."""
+        """The bytes of an entry, which are refused if they could grow in reading."""
         part = cast(IO[bytes], _EntryBytes(file, sinfo.offset, sinfo.length))
         check_archive(part)
         return part
@@ -148,7 +148,7 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _find(path: Path) -> Path:
-    """The folder to read: ``path``, or the one that a save which died was about to replace."""
+    """The folder to read: ``path``, or the folder that a save was replacing there when it died."""
     replaced = atomic_folders.old_folder(path)
     if not path.exists() and (replaced / REST).is_file():
         if atomic_folders.strangers([replaced], path.parent):
@@ -172,7 +172,7 @@ def _find(path: Path) -> Path:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """The manifest, if the sizes of all files, and the small files, agree with it."""
+    """The manifest, if the sizes of all files and the content of the small ones agree with it."""
     listed = manifest.read(folder)
     manifest.check_sizes(folder, listed)
     small = [name for name in listed.files if not safe_metadata.SHARD.fullmatch(name)]
@@ -181,7 +181,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _read_rest(folder: Path, listed: Manifest) -> dict[str, Any]:
-    """The content of ``meta.pt``, if it is of the same save as the manifest.
+    """The content of ``meta.pt``, if it belongs to the same save as the manifest.
 
     Rank 0 has compared the file's checksum; another node may still see the file of an older save.
     """

@@ -6,8 +6,8 @@ lies in its tensor, the chunks fill it, each entry lies in a file of the folder,
 share bytes. So no tensor is larger than the files, whatever size is claimed, and a pickle that
 refers to one object many times does not have it checked many times.
 
-Cost: about twice torch's own reading. Not for other storages, nor for entries that were
-transformed (as by compression).
+Cost: about twice torch's own reading. Only for file systems, and only for entries that were not
+transformed (by compression, for example).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from reprlib import repr  # which ends, whatever is made up of itself
+from reprlib import repr  # it ends even for a value that contains itself
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ _RECORDS = {
     *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
 }
 _MOST_EMPTY = 1000
-"""Most chunks of a tensor without values: no bytes of a file bound how many it names."""
+"""Most empty chunks of a tensor: no bytes of a file bound their number."""
 
 
 def read(folder: Path) -> Metadata:
@@ -63,11 +63,11 @@ def read(folder: Path) -> Metadata:
         FileNotFoundError: there is no ``.metadata``.
         Damaged: it names what the format does not need, or does not fit the folder's files.
     """
-    (folder / NAME).lstat()  # what is not there is not damaged
+    (folder / NAME).lstat()  # a missing file is not a damaged one
     try:
         stored = read_bytes(folder / NAME, _MOST_BYTES)
         return _metadata(folder, NamedRecords(stored, _RECORDS).load())
-    except Exception as error:  # a pickle of anything else can lead to any
+    except Exception as error:  # a forged pickle can lead to any
         raise Damaged(
             f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"
             f" than describe weights ({type(error).__name__}: {error}). Nothing in it was run. Use"
@@ -75,13 +75,13 @@ def read(folder: Path) -> Metadata:
         ) from error
 
 
-# Each of the functions below returns what a record, or a plain value, stands for. It raises
-# ValueError, KeyError or another error if that is not what its name says.
+# Each of the functions below makes torch's object from a record or a plain value. It raises
+# ValueError, KeyError or another error if the function's name does not describe the value.
 
 
 def _metadata(folder: Path, found: Any) -> Metadata:
     state = _state(found, "Metadata")
-    # By a tensor's name, and its chunk's offsets as a text, whose hash nobody can choose.
+    # Tensor's name -> offsets of its chunk, as a text whose hash nobody can choose -> place.
     places: dict[str, dict[str, tuple[MetadataIndex, _StorageInfo]]] = {}
     for each, place in _plain(state["storage_data"], dict).items():
         index = _index(each)
@@ -98,7 +98,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
                 raise ValueError(f"no file holds {name} from {offset} on")
             if (length := there[offset][1].length) < size:
                 raise ValueError(f"{name} is said to have {size:,} bytes in {length:,}")
-    # Else many could share the hash of their offsets, and take quadratic time below.
+    # Many of these could share the hash of their offsets, and take quadratic time below.
     if others := places.keys() - stored.keys():
         raise ValueError(f"{repr(others.pop())} lies in a file, and is not described")
     paths = {
@@ -157,9 +157,9 @@ def _tensor(found: Record, count: int) -> TensorStorageMetadata:
 
 
 def _are_apart(chunks: list[ChunkStorageMetadata], dims: int) -> bool:
-    """Whether cuts part all chunks: through the tensor along dim 0, each slab along dim 1, ...
+    """Whether cuts separate all chunks: of the tensor along dim 0, of each slab along dim 1, ...
 
-    So they do where every dim is sharded, as a save makes them. For n chunks O(dims n log n).
+    Chunks that a save makes are separated so, even if it shards every dim. O(dims n log n).
     """
     slabs = [chunks]
     for dim in range(dims):

@@ -1,14 +1,14 @@
-"""Which of several checkpoints was saved last, without believing a clock.
+"""Which of several checkpoints was saved last, without trusting a clock.
 
 A manifest names the run that saved the folder, the number of the save in that run, and the runs
-known to it: those of checkpoints that it loaded or found beside its first save, and those known to
-these runs. So a checkpoint is newer than its run's earlier ones, and than all checkpoints of runs
-known to its run. A run is a process: set back to an earlier step it keeps its name, and what it
-saves then is newer. Clocks decide between runs that do not know of each other, as where a folder
-was copied in, or of two launchers (the order of ``git log --date-order``). A checkpoint of a
-version that did not name the run is a run of its own.
+known to that run: those of checkpoints that it loaded or found beside its first save, and those
+known to these. So a checkpoint is newer than its run's earlier checkpoints, and than all
+checkpoints of runs known to its run. A run is a process. If it goes back to an earlier step it
+keeps its name, and its later saves are newer. Clocks decide between runs that do not know each
+other, for example because a folder was copied in, or there are two launchers (the order of ``git
+log --date-order``). A checkpoint of a version that did not name the run is a run of its own.
 
-Cost: of the first save into a folder, one small file for each checkpoint there. Sorting n
+Cost: the first save into a folder reads one small file for each checkpoint there. Sorting n
 checkpoints of r runs takes O(n r + r²).
 """
 
@@ -26,7 +26,7 @@ from lightning_wlb.checkpoints.atomic_folders import strangers
 from lightning_wlb.checkpoints.manifest import Manifest, Saver
 
 _MOST_KNOWN = 10_000
-"""Most runs that a manifest names, the latest: with a stranger's millions none could be read."""
+"""Most runs that a manifest names, the latest: a stranger's millions would make it unreadable."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class SavingRun:
     _folders: set[Path] = field(default_factory=set)
 
     def next_save(self, folder: Path) -> Saver:
-        """What the manifest of the run's next checkpoint in a folder says of the run."""
+        """The entry about this run in the manifest of its next checkpoint in a folder."""
         if folder not in self._folders:
             self._folders.add(folder)
             names = (each / manifest.NAME for each in sorted(folder.iterdir()))
@@ -52,13 +52,13 @@ class SavingRun:
         return Saver(self.name, self.count, tuple(self.known)[-_MOST_KNOWN:])
 
     def knows(self, path: Path) -> None:
-        """Note the run that has saved a checkpoint, and those it knew of, if it can be read."""
+        """Note the run that saved a checkpoint, and the runs known to it, if it can be read."""
         self.known.update(dict.fromkeys(each for each in runs_of(path) if len(each) < 100))
         self.known.pop(self.name, None)
 
 
 def runs_of(path: Path) -> tuple[str, ...]:
-    """The runs that a checkpoint's run knew of, and that run; none if it cannot be read."""
+    """The runs known to a checkpoint's run, and that run; none if it cannot be read."""
     try:
         saved = manifest.read(path)
     except (OSError, ValueError):  # it is no checkpoint, or damaged
@@ -69,7 +69,7 @@ def runs_of(path: Path) -> tuple[str, ...]:
 def newest_first(saved: Mapping[Path, Manifest]) -> list[Path]:
     """Sort checkpoints, the one that was saved last first.
 
-    Manifests that contradict each other, which only a hand can make, are sorted in some order.
+    If manifests contradict each other, which happens only by hand, the order is not specified.
     """
     runs: dict[str, list[Path]] = {}
     known: dict[str, set[str]] = {}

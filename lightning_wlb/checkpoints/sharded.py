@@ -37,7 +37,7 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS = "model"
 """The key of the weights, which Lightning's consolidate_checkpoint looks for."""
 _MOVED = "lr", "initial_lr", "betas", "momentum"
-"""Options of parameter groups that torch's schedules change, so that a run resumes with others."""
+"""Options of parameter groups that torch's schedules change: they may differ in a resumed run."""
 _STATE = re.compile(r"optimizer_\d+\.state\.(.+)")
 
 
@@ -102,8 +102,8 @@ def load(
     state: dict[str, Any] = {WEIGHTS: weights}
     optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
-        # An earlier fit may have left gradients, beside which torch takes an optimizer for one
-        # without state and reads none.
+        # An earlier fit may have left gradients. If there are any, torch makes no optimizer state
+        # to read into, and reads none.
         optimizer.zero_grad()
         values = _optimizer_values(model, optimizer)
         optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})
@@ -148,7 +148,7 @@ def _tell_of_changes(
 ) -> None:
     """Warn of weights that are rounded, and of options other than those ``made`` here; collective.
 
-    ``state`` is what has been read, ``stored`` the metadata of what the checkpoint holds.
+    ``state`` has the values that were read, ``stored`` the metadata of the checkpoint.
     """
     weights = state[WEIGHTS]
     rounded = [
@@ -241,7 +241,7 @@ def _check_names(
 
 
 def in_words(found: Mapping[Any, Sequence[str]]) -> str:
-    """Names by what is wrong with them, the first of each; empty where nothing is."""
+    """A text of names by what is wrong with them, three of each; empty if nothing is wrong."""
     return "; ".join(
         f"{what}: {', '.join(each[:3])}{f' and {len(each) - 3} more' if len(each) > 3 else ''}"
         for what, each in found.items()
@@ -255,7 +255,7 @@ def _new_run(model: nn.Module, path: Path) -> str:
 
 
 def _with_state(names: Iterable[str]) -> set[str]:
-    """The optimizer state that there is, as ``PARAMETER.exp_avg``, by the names of shards."""
+    """The optimizer state among the names of shards, as ``PARAMETER.exp_avg``."""
     return {found[1] for name in names if (found := _STATE.fullmatch(name))}
 
 
@@ -265,7 +265,7 @@ def _has_state(names: Mapping[str, Any], index: int) -> bool:
 
 
 def _mentions(key: str, parameter: str) -> bool:
-    """Whether a flattened optimizer key, as ``state.<name>.exp_avg``, belongs to a parameter."""
+    """Whether a flattened optimizer key like ``state.<name>.exp_avg`` belongs to a parameter."""
     return f".{parameter}." in key
 
 

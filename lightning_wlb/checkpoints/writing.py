@@ -1,13 +1,13 @@
 """All ranks write a checkpoint together, or not at all.
 
 A save that could not be read again, or would replace something else, is refused. Then every rank
-writes its shards, and rank 0 all other state, into a folder aside (:mod:`.atomic_folders`). Rank 0
-waits until it sees all files, lists them in the manifest and gives the folder its name. If a rank
-fails, all raise, and what was written is removed.
+writes its shards, and rank 0 all other state, into a partial folder (:mod:`.atomic_folders`). Rank
+0 waits until it sees all files, lists them in the manifest and gives the folder its name. If a rank
+fails, all raise, and the partial folder is removed.
 
-What can be read again is what ``torch.load(weights_only=True)`` reads: plain types and tensors.
-``torch.save`` writes any object, and a run would notice only when it resumes. So state is looked
-through before: built-in types pass at once, anything else is written and read on trial.
+``torch.load(weights_only=True)`` must be able to read a save again: plain types and tensors only.
+``torch.save`` writes any object, and a run would notice only when it resumes. So the state is
+checked before: built-in types pass at once, anything else is written and read on trial.
 
 Cost: the time of the slowest rank's disk, seven small exchanges between ranks, microseconds for
 each entry of the state, and a copy in memory of each entry of no built-in type.
@@ -70,8 +70,8 @@ def write(
     """Write a checkpoint; collective over the ranks of ``group`` (None: the default one).
 
     It may run in a thread, if the thread has a process group of its own and nobody changes what
-    ``content`` holds meanwhile. A checkpoint at ``path`` is replaced; ``run`` says who saves, if it
-    saves more than once.
+    ``content`` holds meanwhile. A checkpoint at ``path`` is replaced; ``run`` is the run that
+    saves, if it saves more than once.
 
     Raises:
         ValueError: there is something else at ``path``, or state could not be read again.
@@ -111,7 +111,7 @@ def write(
 
 
 def _sums_of_tensors(rest: Mapping[str, Any]) -> dict[str, str]:
-    """Checksums of the tensors in each entry, and in each callback's, as averages of weights."""
+    """Checksums of the tensors in each entry and each callback's state (averages of weights)."""
     sums: dict[str, int] = {}
     for name, entry in (dict(rest) | dict(rest.get("callbacks", {}))).items():
         for each in tree_leaves(entry) if name != "callbacks" else ():
@@ -126,7 +126,7 @@ def _write_rest(rest: Mapping[str, Any], aside: atomic_folders.PartialFolder) ->
     with _NamingFiles().create_stream(path, "wb") as file:
         torch.save({**rest, OWN: {"save": aside.save}}, file)  # type: ignore[arg-type]
     with path.open("rb") as written:
-        check_archive(written)  # what is bounded for the whole file, as tuples that are keys
+        check_archive(written)  # for limits on a whole file, as on the tuples among its keys
     return durable(path)
 
 
@@ -180,7 +180,7 @@ def check_plain(state: Any) -> None:
 
 
 def _leaves(state: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Each key and each value but tensors, with the keys that lead to it in words."""
+    """Each key and each value except tensors, after a text of the keys that lead to it."""
     if type(state) is dict:
         try:
             KeyCheck()(each for each in state if type(each) in _PLAIN or isinstance(each, tuple))
@@ -218,7 +218,7 @@ class _NamingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         atomic_folders.reached("writing")
-        handled = sys.exc_info()[1]  # as where an exception is saved on, which is no cause here
+        handled = sys.exc_info()[1]  # a save on an exception is not caused by that exception
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -246,11 +246,11 @@ def _write_shards(state: dict[str, Any], folder: Path, ranks: Ranks) -> list[Pat
 def torch_errors(otherwise: type[Exception], ranks: Ranks) -> Iterator[None]:
     """Turn torch's report of all ranks' stacks into the error of the first rank that failed.
 
-    It is an OSError where that rank's disk failed, and ``otherwise`` where something else did.
+    It is an OSError if that rank's disk failed, else an error of the type ``otherwise``.
     """
     try:
         with warnings.catch_warnings() if ranks.alone else nullcontext():
-            # Filters are the process's: only a single process, without saving threads, sets one.
+            # Filters hold for the whole process: it sets one only if it is alone, without threads.
             if ranks.alone:
                 warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
             yield
