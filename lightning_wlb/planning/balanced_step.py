@@ -1,18 +1,18 @@
-"""One step's sequences to the ranks of a trainer, whole, under a cap: the planner for every loop.
+"""Deals one step's whole sequences to the ranks of any trainer, in micro-batches under a cap.
 
-A rank that runs its micro-batches alone until gradients are reduced waits for the rank with the
-most work in the step. So sequences go to ranks first (:func:`partition`),
-and those of a rank to as few micro-batches as hold them, by WLB-LLM's Algorithm 1: longest first
-into the micro-batch with the least work, or the fewest tokens where that would pass the cap. All
-ranks are packed at once, in arrays.
+Where ranks meet only to reduce gradients, they wait for the rank with the most work in the step.
+So sequences are dealt to ranks first (:func:`partition`). Each rank's sequences then go into as few
+micro-batches as hold them, by WLB-LLM's Algorithm 1: longest first into the micro-batch with the
+least work, or the fewest tokens where that would pass the cap. All ranks are packed at once, in
+arrays.
 
 Where ranks meet in every micro-batch (parameters are gathered again in each: ZeRO-3, FSDP with
-resharding), the k-th ones of all ranks take as long as the longest of them (``lockstep``). Then
-micro-batches are also formed over all ranks, sorted by work and dealt in rows, each row's heaviest
-to the rank with the least so far; what takes less is kept.
+resharding), the k-th micro-batches of all ranks take as long as the longest of them (``lockstep``).
+Then micro-batches are also formed over all ranks, sorted by work and dealt in rows, each row's
+heaviest to the rank with the least work so far. The faster of both dealings is kept.
 
-Sequences stay whole, and no rank shares one with others: a sequence with more work than the mean
-rank bounds the balance. :class:`~lightning_wlb.planning.planner.Planner` slices and shares them.
+Sequences stay whole on one rank, so a sequence with more work than the mean rank bounds the
+balance. :class:`~lightning_wlb.planning.planner.Planner` slices sequences and shares them.
 
 Cost: 10,000 sequences on 512 ranks take 20 to 40 ms (``benchmarks/adapters.py``).
 """
@@ -36,7 +36,7 @@ IMPROVED = 250_000
 """Pairs of items that a search for exchanges looks at, all rounds together: a few milliseconds."""
 
 NEAR = 5000
-"""The search ends where the largest load is within 1/5000 of the least that is possible."""
+"""The search ends where the largest load is within 1/5000 of the least possible one."""
 
 SHOWN = 8
 """Ranks and sequences of a micro-batch that are printed."""
@@ -114,10 +114,10 @@ def deal_step(
     lockstep: bool = False,
     no_empty: bool = False,
 ) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> its items, of which none has more tokens than the cap.
+    """[rank][micro-batch] -> its items; no micro-batch has more tokens than the cap.
 
-    All ranks have as many micro-batches as the one that needs most. Each has ``least`` at least;
-    the other arguments are those of :func:`.plan_step`, ``cap`` its ``max_tokens``.
+    All ranks have as many micro-batches as the one that needs most, and at least ``least``. The
+    other arguments are those of :func:`.plan_step`; ``cap`` is its ``max_tokens``.
     """
     home = partition(items.works, ranks, sized=equal_sizes)
     dealt = _packed(items, home, ranks, cap, least)
@@ -150,7 +150,7 @@ def lockstep_work(items: Items, dealt: list[list[list[int]]]) -> int:
 
 
 def _in_rows(items: Items, ranks: int, count: int, cap: int | None) -> list[list[list[int]]] | None:
-    """``ranks * count`` micro-batches of all items, dealt by rows of like work."""
+    """``ranks * count`` micro-batches of all items, dealt in rows of similar work."""
     bins = ranks * count
     home = partition(items.works, bins)
     loads, tokens = (_loads(each, home, bins) for each in (items.works, items.tokens))
@@ -170,7 +170,7 @@ def _packed(
     sizes = np.bincount(home, minlength=ranks)
     order = np.lexsort((-items.works, home))
     begins = np.cumsum(sizes) - sizes
-    # Those with the most items first, so that the ranks with a j-th item are a prefix.
+    # Ranks with the most items first, so that the ranks with a j-th item are a prefix.
     rows = np.argsort(-sizes, kind="stable")
 
     def filled(count: int) -> Integers | None:
@@ -206,11 +206,10 @@ def _packed(
 
 
 def _fewest(tokens: Integers, home: Integers, ranks: int, room: int) -> int:
-    """Micro-batches that the fullest rank has at least, whatever goes into which.
+    """A lower bound of the micro-batches that the fullest rank needs.
 
-    They are as many as hold its tokens; and where the n-th longest item has t tokens, as many as
-    hold n of that size, ``room // t`` each. Without this, items above half of the cap would be
-    tried with every number of micro-batches from half of theirs on.
+    A rank needs enough micro-batches for its tokens, and for each n enough to hold n items as long
+    as its n-th longest. The second bound saves trials where many items exceed half of the cap.
     """
     order = np.lexsort((-tokens, home))
     sizes = np.bincount(home, minlength=ranks)
@@ -228,14 +227,14 @@ def _grouped(home: Integers, groups: int) -> list[list[int]]:
 def partition(works: Integers, receivers: int, *, sized: bool = False) -> Integers:
     """The receiver of each item, int64 [items], so that the largest load is small.
 
-    Items go longest first (Graham's LPT); then they are moved and exchanged while that makes the
-    largest load smaller. Blocks of the given order and one seeded shuffle, which trainers use, are
-    taken where they happen to be better. Ties go by index.
+    Items are dealt longest first (Graham's LPT), then moved and exchanged while that makes the
+    largest load smaller. Equal blocks of the given order or of one seeded shuffle, as trainers deal
+    them, are taken if they happen to be better. Ties go by index.
 
     Args:
         works: int64 [items], at least 1 each, whose sum fits in int64.
-        receivers: number of receivers, at least 1. None is empty where there are as many items.
-        sized: whether all receivers get equally many items; their number must divide the items'.
+        receivers: number of receivers, at least 1; with at least as many items none is empty.
+        sized: whether all get equally many items; ``receivers`` must then divide their number.
     """
     count = len(works)
     if receivers == 1 or count == 0:
@@ -251,7 +250,7 @@ def partition(works: Integers, receivers: int, *, sized: bool = False) -> Intege
     home = _improved(works, home, receivers, sized)
     blocks = np.arange(count) * receivers // count
     shuffled = blocks[np.random.default_rng(0).permutation(count)]
-    # The first of equal ones is taken.
+    # Among equally good dealings the first is taken.
     return min(home, blocks, shuffled, key=lambda each: _loads(works, each, receivers).max())
 
 
@@ -273,7 +272,7 @@ def _loads(works: Integers, home: Integers, receivers: int) -> Integers:
 
 
 def _improved(works: Integers, home: Integers, receivers: int, sized: bool) -> Integers:
-    """Move an item of the largest load, or exchange it for one of another, while that helps."""
+    """Move an item from the largest load, or exchange it for a smaller item, while that helps."""
     home, loads = home.copy(), _loads(works, home, receivers)
     least = max(int(works.max()), -(-int(works.sum()) // receivers))
     looked = 0

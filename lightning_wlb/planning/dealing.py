@@ -8,8 +8,8 @@ these, so a replica may get more micro-batches than another, or none.
 
 :func:`deal_greedily` deals pieces to pipelines of unequal depth (Hydraulis, Algorithm 1). The time
 of a pipeline is not known before its pieces are packed. It is estimated as the cost of its pieces
-on one stage and P - 1 times that of the costliest piece (Hydraulis, Equation 2), and the algorithm
-makes the largest of these bounds small. A pipeline's real time may lie on either side of its bound:
+on one stage plus P - 1 times the cost of the costliest piece (Hydraulis, Equation 2). The algorithm
+makes the largest of these bounds small. A pipeline's real time may be above or below its bound:
 simulate the step where the time itself is needed.
 
 Cost: O(n·log n) for n pieces and O(log R) for each piece dealt to R receivers; O(trials · n · R) in
@@ -27,7 +27,7 @@ import numpy as np
 from lightning_wlb.plan import Piece
 
 Deal = Callable[[Sequence[int], int], list[list[int]]]
-"""Work of each micro-batch, number of replicas -> for each replica its micro-batches, ascending."""
+"""(work of each micro-batch, number of replicas) -> each replica's micro-batches, ascending."""
 
 
 def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
@@ -41,8 +41,8 @@ def longest_first(pieces: Sequence[Piece]) -> list[Piece]:
 def fill(pieces: Sequence[Piece], cap: int) -> list[list[Piece]]:
     """Best-fit-decreasing: each piece goes into the fullest bin with room, or else into a new one.
 
-    No piece may be longer than ``cap``, the most tokens of a bin. Of equally full bins the first is
-    taken. Bins are returned in the order in which they were opened.
+    No piece may be longer than ``cap``, the most tokens of a bin. Among equally full bins the first
+    is taken. Bins are returned in the order in which they were opened.
     """
     bins: list[list[Piece]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -91,9 +91,9 @@ def deal_capped(
 ) -> tuple[list[list[Piece]], list[Piece]]:
     """Deal pieces to micro-batches of nearly equal work: WLB-LLM Algorithm 1, lines 16-28.
 
-    Pieces go in descending length to the micro-batch with the least work; where that would pass
-    the cap, to the micro-batch with the fewest tokens; where that would pass it too, they do not
-    fit. Short pieces come last and even out what the long ones left, so micro-batches end with
+    Pieces go in descending length to the micro-batch with the least work, or to the one with the
+    fewest tokens where that would pass the cap. A piece that would pass the cap there too does not
+    fit. Short pieces come last and even out the work of the long ones, so micro-batches end with
     equal work and unequal length. A piece may fill a micro-batch exactly; with the ``<`` of the
     printed listing a piece of ``cap`` tokens would wait for ever.
 
@@ -159,16 +159,16 @@ def heaviest_first(works: Sequence[int], replicas: int) -> list[list[int]]:
 TRIALS = 100  # random orders, as in the experiments of Hydraulis
 
 Costs = Sequence[Sequence[int | None]]
-"""[piece][pipeline]: what forward and backward cost on one stage; None where it cannot run."""
+"""[piece][pipeline]: forward and backward cost on one stage; None where the piece cannot run."""
 
 
 def deal_greedily(costs: Costs, stages: Sequence[int]) -> list[list[int]]:
     """Deal pieces one by one in random order, each where the largest bound grows least.
 
-    Hydraulis' Algorithm 1 does so for many random orders, which run at once here, and keeps the
-    best result. Where the largest bound comes out the same for several pipelines, the paper takes
-    the first; this takes the one whose own bound is least, which keeps more options. The orders,
-    and so the answer, are the same on any machine. ``stages`` has the depth of each pipeline.
+    Hydraulis' Algorithm 1 does so for many random orders and keeps the best result; here all orders
+    run at once. If several pipelines leave the largest bound the same, the paper takes the first;
+    here the pipeline with the least bound of its own is taken, which keeps more options. The orders
+    and the result are the same on any machine. ``stages`` has the depth of each pipeline.
 
     Returns:
         For each pipeline the indices of its pieces, ascending.
@@ -200,7 +200,7 @@ def deal_greedily(costs: Costs, stages: Sequence[int]) -> list[list[int]]:
         first = bounds.argmax(axis=1)
         others = bounds.copy()
         others[trial, first] = 0
-        # The largest bound of the other pipelines, for each pipeline.
+        # For each pipeline the largest bound of the others.
         others = np.where(
             each == first[:, None], others.max(axis=1)[:, None], bounds.max(axis=1)[:, None]
         )

@@ -4,18 +4,18 @@ A piece whose work exceeds the share alpha of a replica's capacity (Σ work / re
 aligned power-of-two set of replicas, whose context-parallel groups act as one: the smallest set on
 which each replica's part is within that share. Where memory is known, a piece that one replica
 cannot hold is shared by as many as can hold it together, whatever its work. Pieces with the largest
-sets are placed first, among them those with the most work, each on the set whose busiest member has
-the least work. The other pieces are then dealt one by one to the replica with the least work. Where
-they are dealt again with less work for some replicas, the long ones stay where they were: if these
-changed places, recomputation and the pipelines' waits would change more than is to be evened out.
+sets are placed first, and among equal sets the pieces with the most work, each on the set whose
+busiest member has the least work. The other pieces are then dealt one by one to the replica with
+the least work. If they are dealt again to give some replicas less work, the long pieces stay on
+their replicas: moving them would change recomputation and waits more than the lateness to remove.
 
-Shared micro-batches come first on all their replicas, those of larger sets before those of smaller
-ones. Sets are aligned, so a set lies within every larger set that it meets, and all its members
-have the same micro-batches before its own: no two replicas wait for each other in different orders.
+Shared micro-batches come first on all their replicas, in descending size of the sets. Sets are
+aligned, so a set lies within every larger set that it meets, and all its members run the same
+micro-batches before its own: no two replicas wait for each other in different orders.
 
 Cost: O(P·log P + merged pieces · replicas). Do not use it where the links between replicas are much
-slower than those in a context-parallel group: the keys of the shared pieces then cost more than the
-imbalance.
+slower than those in a context-parallel group: sending the keys of the shared pieces then costs more
+than the imbalance.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ Members = tuple[int, ...]
 
 
 class Merged(NamedTuple):
-    """The dealing of a step's pieces to replicas, of which several may share a piece."""
+    """The pieces of a step dealt to replicas; several replicas may share a piece."""
 
     #: pieces and the replicas that share each, in the order in which they run
     shared: list[tuple[Piece, Members]]
     own: list[list[Piece]]  #: the other pieces of each replica, in descending length
-    #: work of each replica, its parts of shared pieces with their overhead included
+    #: work of each replica, with its parts of shared pieces and their overhead
     loads: list[int]
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """A way to deal pieces to replicas, those of too much work or tokens to several at once.
+    """A way to deal pieces to replicas, which share the pieces of too much work or too many tokens.
 
     Equal pieces go by (document, origin), equal replicas and sets by number.
     """
 
     pieces: Sequence[Piece]  #: all pieces of the step
-    replicas: int  #: number of replicas; sets that would be incomplete at the end are not used
+    replicas: int  #: number of replicas; a set that would be incomplete at the end is not used
     work: Callable[[int], int]  #: cost of a piece from its tokens, an integer
     per_capacity: int = 0  #: 1/alpha: a piece is shared if its work times this exceeds the capacity
     #: tokens of the longest piece that one replica can hold, at least 1
     most_tokens: int = sys.maxsize
-    #: work that each replica is taken to have already; none if empty. Unshared pieces go, longest
-    #: first, where they would go without it, until that gives a replica more than its share
+    #: work that each replica counts as having already; none if empty. Longest first, unshared
+    #: pieces go where they would without it, until one gives its replica more than its share
     handicaps: Sequence[int] = ()
     sharers: int = sys.maxsize  #: most replicas that may share a piece (:func:`most_sharers`)
 
@@ -112,7 +112,7 @@ class Dealing:
     def _size(self, tokens: int, work: int, total: int) -> int:
         """Number of replicas that share a piece: the least power of two that holds it within alpha.
 
-        ``work`` is the piece's, ``total`` that of all pieces.
+        ``work`` is the work of the piece, ``total`` the work of all pieces.
         """
         holders, shares = -(-tokens // self.most_tokens), self.per_capacity * self.replicas
         if holders == 1 and work * shares <= total:
@@ -127,7 +127,7 @@ class Dealing:
 def most_sharers(work: Work, mesh: Mesh) -> int:
     """Most replicas that may share a piece: all their ranks divide the recurrence's heads."""
     heads, others = divmod(work.recurrent_heads, mesh.context * mesh.tensor)
-    # The largest power of two that divides what is left to them.
+    # The largest power of two that divides the heads left for each rank of a replica.
     return 1 if others else heads & -heads or mesh.data
 
 
@@ -142,7 +142,7 @@ def own_work(merged: Merged, work: Callable[[int], int]) -> list[int]:
 
 
 def slice_shared(merged: Merged, packs: int, cap: int, work: PassWork) -> list[Shared]:
-    """The MicroPacks of the shared pieces, each as long as one of ``packs`` over all replicas."""
+    """The MicroPacks of the shared pieces, sized as if all replicas made ``packs`` MicroPacks."""
     shared: list[Shared] = []
     for piece, members in merged.shared:
         part = shared_work(work(piece.tokens), len(members))

@@ -4,8 +4,8 @@ An epoch is a permutation of the store's documents, from ``numpy.random.default_
 epoch))``. Where the packing method cuts the stream of documents, a global batch is the stream's
 next N·C tokens, cut every C. Otherwise every document is cut into pieces of C tokens and a last one
 with the rest, and a global batch is the next pieces of the order, as many as come nearest to N·C
-tokens. A document that is longer than what is left goes on with its next piece in the next global
-batch. So every global batch but an epoch's last has N·C ± C/2 tokens.
+tokens. If not all pieces of a document fit, the next global batch begins with the document's next
+piece. So every global batch but an epoch's last has N·C ± C/2 tokens.
 
 Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
 for each document.
@@ -36,7 +36,7 @@ class Stream(NamedTuple):
     window: int  # C, of the longest piece
     cuts: bool  # whether documents are concatenated and cut at every C tokens
     seed: int  # decides, with the epoch's number, the order of documents
-    shuffle: bool  # whether each epoch has an order of its own; else all have that of the store
+    shuffle: bool  # whether each epoch has an order of its own; else all take the store's order
 
 
 class GlobalBatches:
@@ -106,7 +106,7 @@ def next_pieces(
     window: int,
     cuts_stream: bool,
 ) -> tuple[list[tuple[int, int, int]], StreamPosition]:
-    """The pieces that come nearest to ``tokens`` tokens; of two numbers equally near the greater.
+    """The pieces whose sum comes nearest to ``tokens`` tokens; in a tie one piece more.
 
     Args:
         documents: document numbers in the order of the epoch.
@@ -114,8 +114,8 @@ def next_pieces(
         at: where the order stands.
         tokens: how many to take, fewer at the epoch's end; a multiple of ``window``.
         window: C, tokens of the longest piece.
-        cuts_stream: cut the concatenated documents every ``window`` tokens, and not each document
-            every ``window`` tokens from its beginning. Then exactly ``tokens`` are taken.
+        cuts_stream: whether the concatenated documents are cut every ``window`` tokens, which takes
+            exactly ``tokens``; else each document is cut every ``window`` from its beginning.
 
     Returns:
         Pieces (document, origin, stop) in order, at least one, and where the order stands then.

@@ -1,33 +1,32 @@
 """The search of ``auto``: how many micro-batches one replica's pieces become, and of which kind.
 
 For each number M of micro-batches between half of a nominal number and sixteen times it (SlimPack
-§5.1), the candidates are whole pieces in M micro-batches, slices in M MicroPacks, tapered on plain
-pipelines, and long pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`).
-Another one is whole pieces in as few micro-batches as they need.
+§5.1), the candidates are whole pieces in M micro-batches, slices in M MicroPacks (tapered on plain
+pipelines), and long pieces cut apart from each other (:mod:`~lightning_wlb.planning.slicing`). One
+more candidate is whole pieces in as few micro-batches as they need.
 
 Trying all would be slow. But with growing M the step first gets shorter, as the pipeline fills
-faster, and then longer, as every action costs something of its own. So the search begins at six
-times the nominal number with slices, looks at the next smaller and the next larger number, and goes
-on where the step gets shorter. Where one of these plans exceeds the memory limit, or pieces cut
-apart make the step shorter, it searches on from there with pieces cut apart. At the M where it ends
-it tries the other kinds, but whole pieces only if none has more work than 1.5 micro-batches.
-A candidate that exceeds the limit is worse than any that does not, and the more it exceeds it the
-worse.
+faster, and then longer, as every action has an overhead. So the search begins with slices at six
+times the nominal number, looks at the next smaller and the next larger number, and goes on in the
+direction in which the step gets shorter. If one of these plans exceeds the memory limit, or pieces
+cut apart make the step shorter, it searches on from there with pieces cut apart. At the M where it
+ends it tries the other kinds, but whole pieces only if none has more work than 1.5 micro-batches.
+A candidate within the limit is better than any beyond it; beyond the limit, less excess is better.
 
-Whole pieces in few micro-batches are tried only where all candidates so far exceed the limit, or
-where filling and draining the pipeline makes them take at most a third longer, which recomputation
-could cost the others. With a device profile, by which an action may cost much, they are also tried
-as ``best_fit`` packs them: full micro-batches and a last one with the rest, for which a pipeline
-waits little. Where these are best, whole pieces and pieces cut apart are tried in more of them.
+Whole pieces in few micro-batches are tried only if the best candidate so far exceeds the limit, or
+if filling and draining the pipeline makes them take at most a third longer, since recomputation
+could cost the others as much. With a device profile, where an action may cost much, they are also
+tried as ``best_fit`` packs them: full micro-batches, and the rest in a last one that delays the
+pipeline little. If these are best, whole pieces and pieces cut apart are tried in more numbers.
 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
-micro-batches and in fewer, which waste less time. Where these need recomputation, whole pieces and
-pieces cut apart are also tried in more micro-batches, which need less of it. Among steps within
-0.3 % of the shortest the one with the fewest micro-batches is taken: predictions do not count all
-that a micro-batch costs beside its model.
+micro-batches and in fewer, which waste less time. If these need recomputation, whole pieces and
+pieces cut apart are also tried in more micro-batches, which need less recomputation. Among steps
+within 0.3 % of the shortest the one with the fewest micro-batches is taken, because predictions
+leave out some of the overhead of a micro-batch.
 
 Cost: 4 to 9 candidates, each O(P·log P + M·stages) for P pieces; on one stage 4, and about ten more
-where memory is short. Where times have several minima it finds a local one;
+where memory is short. If the step time has several minima over M, the search finds a local one;
 ``benchmarks/auto_never_beaten.py`` looks for cases where another packing is better.
 """
 
@@ -49,7 +48,7 @@ from lightning_wlb.planning.tuning import HALVES, NEAR_PER_MILLE, START
 Kind = Literal["whole", "filled", "sliced", "apart"]
 
 Packs = list[list[Slice]]
-"""The slices of each micro-batch, in forward order; none where the pieces cannot be packed so."""
+"""The slices of each micro-batch, in forward order; empty if the pieces cannot be packed so."""
 
 
 class Candidate(NamedTuple):
@@ -73,7 +72,7 @@ FILLED = Candidate("filled", 0)
 class Score(NamedTuple):
     """How good a plan is; less is better, and memory comes before time."""
 
-    excess: int  # what a rank holds above the scorer's limit
+    excess: int  # how far the fullest rank is above the scorer's limit
     time: int  # of the step
 
 
@@ -96,7 +95,7 @@ class MicroBatchSearch:
     _scores: dict[Candidate, Score] = field(default_factory=dict, init=False)
 
     def packs(self, candidate: Candidate) -> Packs:
-        """The micro-batches of a candidate; none where the pieces cannot be packed so."""
+        """The micro-batches of a candidate; empty if the pieces cannot be packed so."""
         if candidate not in self._packs:
             self._packs[candidate] = self._make(candidate)
         return self._packs[candidate]
@@ -113,7 +112,7 @@ class MicroBatchSearch:
         return self._scores[candidate]
 
     def best(self, begin: int | None = None) -> Candidate:
-        """The candidate with the best score that the search finds; of equal ones whole pieces.
+        """The candidate with the best score that the search finds; in a tie whole pieces.
 
         ``begin`` is the index in ``HALVES`` at which the search begins; None: ``START``.
         """
@@ -134,7 +133,7 @@ class MicroBatchSearch:
         halves = HALVES[at]
         others = [Candidate("apart", halves), Candidate("sliced", halves)]
         loads = [self.work(piece.tokens) for piece in self.pieces]
-        # A piece with more work would be a micro-batch that all others wait for.
+        # A piece with more work than this would be a micro-batch that all others wait for.
         if max(loads) * self.nominal * halves <= 3 * sum(loads):
             others.insert(0, Candidate("whole", halves))
         best = min((*others, *self._scores), key=self.score)
@@ -144,7 +143,7 @@ class MicroBatchSearch:
         if self.score(best).excess or 3 * many * (few + waits) <= 4 * few * (many + waits):
             best = min((fewest, *filled, best), key=self.score)
         if best in filled or (known and best == fewest):
-            # Slices cost too much: from this number on with whole pieces, and with few slices.
+            # Slices cost too much, so also search with whole pieces, and with few slices from here.
             count = len(self.packs(best))
             at = min(range(len(HALVES)), key=lambda at: abs(HALVES[at] * self.nominal - 2 * count))
             self._walk("whole", START)
@@ -167,8 +166,8 @@ class MicroBatchSearch:
     def _walk(self, kind: Kind, at: int) -> int:
         """From an index in ``HALVES``, move to the best neighbour until none is better.
 
-        All candidates on the way are of the given kind. A neighbour is the next number whose
-        micro-batches differ: with few long pieces, several numbers make the same. Returns the index
+        All candidates on the way are of the given kind. A neighbour is the next number with other
+        micro-batches: with few long pieces, several numbers give the same ones. Returns the index
         where the walk ends.
         """
         while True:
@@ -195,7 +194,7 @@ class MicroBatchSearch:
             fits = max(piece.tokens for piece in self.pieces) <= self.cap
             return [list(map(whole_slice, pieces)) for pieces in filled] if fits else []
         if candidate.kind == "whole":
-            # Where slices gain nothing or cannot be, more bins are tried until all pieces fit.
+            # On one stage slices gain nothing, so more bins are tried until all pieces fit.
             most = least + 1 if self.place.mesh.pipeline > 1 else len(self.pieces)
             for bins in [count] if count else range(least, most + 1):
                 dealt, left = deal_capped(self.pieces, bins, self.cap, self.work)

@@ -11,13 +11,13 @@ it begins another pass:
 * A store that does not repeat has one pass in every epoch of the mixture. When it has run out, the
   others go on, with unchanged weights relative to each other.
 
-An epoch of the mixture ends when every store that does not repeat has run out; where all repeat,
-when each has given as many documents as it holds, which for the slowest is one pass.
+An epoch of the mixture ends when every store that does not repeat has run out. If all stores
+repeat, it ends when each has given as many documents as it holds (one pass of the slowest store).
 
-A document may come again before a step has taken it, so it has another number in each pass:
-document d of D has the number ``d + D·pass``.
+A document may be drawn again while it still waits for its step, so it has another number in each
+pass: document d of D has the number ``d + D·pass``.
 
-Cost: O(stores) for a document, and a permutation of its documents for a pass of a store. The state
+Cost: O(stores) for a document, and a permutation of a store's documents for each pass. The state
 is five integers a store.
 """
 
@@ -100,14 +100,14 @@ class MixedBatches(GlobalBatches):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
-        self._lengths = self._lengths[:0]  # those of the last batch drawn
+        self._lengths = self._lengths[:0]  # forgets the last batch drawn
         super().load_state_dict(state)
         saved = [state["mixture"][share.name] for share in self._shares]
         self._standings = tuple(
             _Standing(*(whole(name, each[name], 0) for name in _Standing._fields)) for each in saved
         )
         for share, (passes, position, drawn, _) in zip(self._shares, self._standings, strict=True):
-            # A pass that is over is begun anew where the store repeats.
+            # A store that repeats begins its next pass at once, so position == documents is wrong.
             beyond = position > share.documents - share.repeat or passes >= 1 << 31
             if beyond or (not share.repeat and drawn != position):
                 raise ValueError(f"no run stands at document {position} of {share.name}")
@@ -119,7 +119,7 @@ class MixedBatches(GlobalBatches):
     def _after(self, at: StreamPosition) -> tuple[list[tuple[int, int, int]], StreamPosition]:
         """The pieces of the global batch at a position, and where it ends.
 
-        As many documents are drawn as the batch may need, and those not taken are put back.
+        As many documents are drawn as the batch may need; documents not taken are put back.
         """
         numbers: list[int] = []
         lengths: list[int] = []

@@ -1,15 +1,15 @@
 """The time and the memory of candidate plans, by which packings choose between them.
 
 :class:`WorkScorer` knows no device. It simulates exact work, spread evenly over the stages, with an
-overhead for every action, which stands for what a pass through a stage costs beside the arithmetic
-and what smaller kernels lose. Without it the smallest micro-batches would always win.
+overhead for every action, which stands for the fixed cost of a pass through a stage and for the
+lower efficiency of smaller kernels. Without it the smallest micro-batches would always win.
 
 :class:`ProfileScorer` predicts from a device profile, within the device's memory. It knows how slow
 kernels and links are for small micro-batches, and takes several times as long.
 
-Both score micro-batches that are not laid out yet (:func:`.laid_out`). For one stage per rank,
-under a profile with 1F1B only, they use :mod:`~lightning_wlb.schedule.fast_simulator`, which takes
-a tenth of the time of :mod:`~lightning_wlb.schedule.simulator`.
+Both score micro-batches that are not laid out yet (:func:`.laid_out`). For one stage per rank (with
+a profile also only for 1F1B) they use :mod:`~lightning_wlb.schedule.fast_simulator`, which takes a
+tenth of the time of :mod:`~lightning_wlb.schedule.simulator`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from lightning_wlb.schedule.packflow import backward_orders, packflow, planned_w
 from lightning_wlb.schedule.simulator import simulate_replicas
 
 MOST_JUDGED = 1 << 10
-"""Replicas whose judgement is remembered: those of a step's candidates on a thousand ranks."""
+"""Replicas whose totals are remembered: enough for a step's candidates on a thousand ranks."""
 
 
 _Fitting = tuple[tuple[ReplicaTotals, ...], tuple[int, ...]]
-"""Replicas that are settled together, and what ranks hold all along."""
+"""Replicas whose recomputation is chosen together, and the bytes that ranks hold all the time."""
 
 
 class PlanScore(NamedTuple):
-    """What a scorer says of some replicas."""
+    """The time and memory that a scorer predicts for some replicas."""
 
     time: int  #: time of the slowest replica, in the scorer's unit
-    #: the most that a rank holds at once, in the unit of the scorer's ``limit``; an upper bound of
-    #: that is enough where it does not exceed the limit
+    #: the most that a rank holds at once, in the unit of the scorer's ``limit``; may be an upper
+    #: bound where that does not exceed the limit
     peak: int
 
 
@@ -62,14 +62,14 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkScorer:
-    """Scores replicas by exact work; without a device neither recomputation nor ends are known."""
+    """Scores replicas by exact work; it knows no device, so no recomputation and no end times."""
 
     work: Work  #: forward and backward work of the model
     mesh: Mesh  #: its pipeline ranks and virtual stages are simulated
     overhead: int = 0  #: what each action costs beside its work, in the unit of ``work``
     #: tokens that a rank may have open, counted once for each of its stages
     limit: int = sys.maxsize
-    # By replica; the planner makes a new scorer for each step.
+    # Keyed by replica; the planner makes a new scorer for each step.
     _scores: dict[object, PlanScore] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -91,8 +91,8 @@ class WorkScorer:
         The peak counts tokens of open micro-batches, once for each stage.
 
         Args:
-            replicas: all of a step, or some that share no micro-batch with others; micro-batches
-                that they share must come first on all that share them.
+            replicas: all of a step, or some that share no micro-batch with others; shared
+                micro-batches must come first on all replicas that share them.
         """
         virtual = self.mesh.virtual_stages
         if virtual == 1 and not any(map(members_of, replicas)):
@@ -104,7 +104,7 @@ class WorkScorer:
         return self._together(replicas)
 
     def _alone(self, replica: ReplicaPlan) -> PlanScore:
-        """The score of a replica that shares nothing, remembered for that of the whole step."""
+        """The score of a replica that shares nothing, remembered for the score of the step."""
         key = _key(replica, estimated=True)
         if key not in self._scores:
             self._scores[key] = self._together([replica])
@@ -151,7 +151,7 @@ class WorkScorer:
 
     def _work(self, replica: ReplicaPlan, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Forward work, backward work and tokens of a micro-batch on one of its replicas."""
-        # Pairs are counted once for both passes: this is a hot loop of `auto`.
+        # Attention pairs are counted once for both passes: this is a hot loop of `auto`.
         forward, both = self.work.forward, self.work.total
         window = forward.window
         tokens = pairs = 0
@@ -187,7 +187,7 @@ class _Passes(NamedTuple):
 
 
 def _most_open(pipeline: Pipeline, passes: _Passes) -> int:
-    """Most tokens open on the first rank, where most forwards run before a backward."""
+    """Most tokens open on the first rank, which runs the most forwards before a backward."""
     order, planned = pipeline.order, pipeline.planned
     count, ranks = len(order), len(pipeline.forward)
     opened = [0, *accumulate(passes.tokens)]
@@ -203,7 +203,7 @@ class ProfileScorer:
     """Scores replicas by a device profile, in ns and bytes, under the device's memory."""
 
     predictor: Predictor  #: predicts steps of the model on the mesh
-    #: what all micro-batches recompute; ``"auto"``: each the least that fits
+    #: what all micro-batches recompute; ``"auto"``: for each micro-batch the least that fits
     activation_checkpointing: ActivationCheckpointing = "auto"
     _totals_of: dict[object, ReplicaTotals] = field(default_factory=dict, init=False, compare=False)
     _fitting_of: dict[_Fitting, list[ReplicaTotals]] = field(
@@ -259,9 +259,9 @@ class ProfileScorer:
     def _fitting(self, replicas: Sequence[ReplicaTotals], step: StepTotals) -> StepTotals:
         """The step with the least recomputation that fits.
 
-        What a replica recomputes is remembered by its totals and what ranks hold all along, all
-        that it depends on if nothing is shared: a step is judged again for when its replicas end,
-        and steps of which one replica differs are compared.
+        If nothing is shared, what a replica recomputes depends only on its totals and on the bytes
+        that ranks hold all the time. It is remembered by these, because a step is scored again for
+        its replicas' ends, and steps that differ in one replica are compared.
         """
         fitting = self._fitting_of
         if len(fitting) + len(replicas) > MOST_JUDGED:
@@ -287,7 +287,7 @@ class ProfileScorer:
         )
 
     def settled(self, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
-        """The replicas with the least recomputation that fits, or with the one that is given."""
+        """The replicas with the least recomputation that fits, or with the given recomputation."""
         predictor = self.predictor
         if self.activation_checkpointing != "auto":
             return recomputing(replicas, self.activation_checkpointing)
@@ -301,7 +301,7 @@ class ProfileScorer:
     def _known(
         self, replicas: Sequence[ReplicaPlan], *, estimated: bool = False
     ) -> list[ReplicaTotals]:
-        """The totals of each replica, remembered: a step is judged after each of its replicas."""
+        """The totals of each replica, remembered: replicas are scored alone, then in their step."""
         known = self._totals_of
         if len(known) + len(replicas) > MOST_JUDGED:
             known.clear()
@@ -318,7 +318,7 @@ PlanScorer = WorkScorer | ProfileScorer
 
 
 def _key(replica: ReplicaPlan, estimated: bool) -> object:
-    """What the judgement of a replica depends on; its number only where it shares micro-batches."""
+    """All that the totals of a replica depend on; its number only where it shares micro-batches."""
     return (
         replica.slices,
         tuple(

@@ -52,8 +52,8 @@ class PackingChoice:
         :data:`PACKINGS`.
 
         Raises:
-            ValueError: an unknown method, or an option that it has not or that is out of range;
-                the message lists those that are known.
+            ValueError: an unknown method, an unknown option (the message lists the known ones), or
+                an option out of range.
         """
         if isinstance(given, PackingChoice):
             return given

@@ -1,37 +1,37 @@
-"""The plan of each step that is simulated to be fastest: whole pieces or slices, and how many.
+"""Chooses each step's plan by simulation: whole pieces or slices, and how many micro-batches.
 
-The pieces of a step are dealt to the replicas by work. Each replica's pieces become micro-batches
-in the way whose simulated step is shortest (:mod:`~lightning_wlb.planning.micro_batch_search`)
-among those that fit: in the device's memory where that is known, else with no more tokens open than
-1F1B has with full micro-batches. The replica with the most work searches first, and the others take
-its way. While one of them would end later than all that have searched (of many replicas: clearly
-later), the last one takes the best way found so far, and if it has that already, searches itself.
+The pieces of a step are dealt to the replicas by work. For each replica's pieces a search
+(:mod:`~lightning_wlb.planning.micro_batch_search`) finds the kind and number of micro-batches, its
+*candidate*, with the shortest simulated step among those that fit: in the device's memory if that
+is known, else with no more tokens open than 1F1B has with full micro-batches. The replica with the
+most work searches first, and the others take its candidate. While the latest replica would end
+later than all that have searched (with many replicas: clearly later), it takes the best candidate
+found so far, or searches itself if it has that already.
 
-Where dealing whole pieces leaves one replica with 2 % more work than the mean, or on pipelines lets
+If dealing whole pieces leaves one replica with 2 % more work than the mean, or on pipelines lets
 one end later than the mean by more than sharing costs, several replicas may share a piece
-(:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which are shared: none, those above
-a replica's capacity, or those above a half, a quarter or an eighth of it. The number of
-micro-batches beside the shared ones is then chosen once more, by the whole step. Where memory is
-known, pieces that one replica cannot hold, however much it recomputes, are always shared, by as
-many as hold them together.
+(:mod:`~lightning_wlb.planning.dp_merge`). The simulator chooses which pieces are shared: none, or
+those above a replica's capacity, or above a half, a quarter or an eighth of it. The number of
+unshared micro-batches is then chosen once more, by the whole step. If memory is known, pieces that
+one replica cannot hold, however much it recomputes, are always shared by as many as they need.
 
 Times are predicted from a device profile if the planner has one (``Planner(scorer=...)``). Without
 one they are exact work, and every action also takes the forward work of a piece of 1 % of a context
 window; this overhead bounds the number of micro-batches. Predicted times are not proportional to
-work. So where some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
-less work for the replicas that were late. The longest pieces and the ways stay where they can. The
-two best dealings are evened so, and others that may become better than those.
+work. So if some replica ends 1 % later than the mean, pieces are dealt again, up to twice, with
+less work for the late replicas. The longest pieces and the candidates are kept where possible. This
+is done for the two best dealings, and for others that may become better than those.
 
 No pieces wait for later steps. On one stage there is no bubble to fill, so pieces stay whole, in as
-few micro-batches as the cap allows. Where memory is known there and the user gave no cap,
+few micro-batches as the cap allows. If memory is known there and the user gave no cap,
 micro-batches may be as long as memory allows, several numbers of them are tried, and pieces that no
 replica can hold without recomputation may also be shared.
 
-Cost, in plans scored: a search (4 to 9, see there) for the first replica and for each that searches
-again, 1 or 2 for the others; as many for each further dealing, and one to four of the step;
-on one stage where memory is short up to fifteen dealings. That is milliseconds for hundreds of
-pieces (``benchmarks/results/packing.md``), several times that by a device profile. On thousands of
-ranks it is most of a plan (``docs/scale.md``).
+Cost, in plans scored: a search (4 to 9) for the first replica and for each that searches again, 1
+or 2 for the others; the same for each further dealing, and one to four of the whole step. On one
+stage where memory is short there are up to fifteen dealings. That is milliseconds for hundreds of
+pieces (``benchmarks/results/packing.md``), several times that with a device profile. On thousands
+of ranks it is most of a plan's time (``docs/scale.md``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AutoPacker(Packer):
     arranges: ClassVar[bool] = True
 
     def cap(self, place: Placement) -> int:
-        """The user's cap or C; on one stage, without a cap of the user's, what memory holds."""
+        """The user's cap or C; on one stage, if the user gave none, what memory holds."""
         cap = self.rules.cap
         if place.mesh.pipeline > 1 or self.rules.cap_is_given:
             return cap
@@ -86,16 +86,16 @@ class AutoPacker(Packer):
         found.sort(key=lambda made: made.score)
         best = found[0]
         for at, each in enumerate(found):
-            # Which of them evens out best is not known before.
+            # Which dealing is best once it is dealt again is not known before.
             if at < tuning.EVENED or self._evened_at_best(each, place) < best.score:
                 best = min(best, self._evened(each, place), key=lambda made: made.score)
         return best.plans
 
     def _evened_at_best(self, made: _Made, place: Placement) -> Score:
-        """The best score that evening can be hoped to reach.
+        """An optimistic estimate of the score after :meth:`_evened`.
 
-        The step takes no less than the mean of the replicas' ends, and no less than any replica
-        would with only the pieces that it shares and the longest of its own.
+        The step takes at least the mean of the replicas' ends, and at least as long as any replica
+        takes with only the pieces that it shares and the longest of its own.
         """
         ends = place.scorer.ends(made.plans)
         merged, work = made.dealing.merged, self.rules.work.total
@@ -108,7 +108,7 @@ class AutoPacker(Packer):
         return made.score._replace(time=max(least))
 
     def _evened(self, best: _Made, place: Placement) -> _Made:
-        """Deal again, with less for replicas that end late, as long as the step gets shorter."""
+        """Deal again, with less work for late replicas, as long as the step gets shorter."""
         for _ in range(tuning.DEALT_AGAIN):
             ends = place.scorer.ends(best.plans)
             if 100 * len(ends) * max(ends, default=0) <= tuning.LATE_PERCENT * sum(ends):
@@ -120,7 +120,7 @@ class AutoPacker(Packer):
         return best
 
     def _sharing(self, first: _Made, place: Placement) -> Iterator[Dealing]:
-        """Dealings that share more pieces than the first, where that leaves some replica behind."""
+        """Dealings that share more pieces than the first, if the first leaves replicas behind."""
         mesh, scorer, fewest = place.mesh, place.scorer, first.dealing
         loads, ends = fewest.merged.loads, scorer.ends(first.plans)
         longest = max((piece.tokens for piece in fewest.pieces), default=0)
@@ -133,7 +133,7 @@ class AutoPacker(Packer):
             return
         seen = [fewest.merged]
         thresholds = (0, 1) if by_memory and mesh.data > tuning.MANY_REPLICAS else (0, 1, 2, 4, 8)
-        # What several replicas hold together need not be computed again.
+        # A piece that several replicas hold together needs less recomputation.
         for most_tokens in scorer.longest if by_memory else [fewest.most_tokens]:
             for per_capacity in thresholds if by_memory or uneven else (1, 2):
                 dealing = replace(fewest, per_capacity=per_capacity, most_tokens=most_tokens)
@@ -175,10 +175,10 @@ class AutoPacker(Packer):
     def _own(
         self, merged: Merged, count: int, place: Placement, before: Sequence[Chosen | None]
     ) -> list[Chosen | None]:
-        """The micro-batches of each replica's own pieces; ``count`` is the nominal number over all.
+        """The candidate for each replica's own pieces; ``count`` is the nominal number over all.
 
-        They are chosen without the shared pieces, which take as long whatever is chosen here.
-        Replicas begin with the ways that they took for other pieces ``before``, if there are any.
+        Candidates are chosen without the shared pieces, whose time does not depend on the choice.
+        Replicas begin with the candidates of the dealing ``before``, if there was one.
         """
         work = self.rules.work.total
         loads = own_work(merged, work)
@@ -202,7 +202,7 @@ class AutoPacker(Packer):
         chosen = {
             number: Chosen(search, ways.get(number, usual)) for number, search in searches.items()
         }
-        # With shared pieces, the replica with most work of its own need not be the latest.
+        # With shared pieces the replica with the most work of its own may not be the latest.
         by_load = merged.shared and place.mesh.pipeline == 1
 
         def lateness(number: int) -> Score:
@@ -226,7 +226,7 @@ class AutoPacker(Packer):
 
 
 class _Made(NamedTuple):
-    """The plans made of a dealing, and their score."""
+    """The plans made from a dealing, and their score."""
 
     score: Score
     dealing: Dealing

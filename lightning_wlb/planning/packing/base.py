@@ -8,9 +8,9 @@ split in two, because a run may move to another mesh and must see the same data:
 * :meth:`Packer.replicas` decides which replica runs what, and in which order. It knows the mesh.
   Methods that slice pieces form their micro-batches only here.
 
-The state of a method is the pieces that wait, with the few integers that it adds.
+The state of a method is the pieces that wait, and the few integers that it adds.
 
-Cost: that of the method; the base adds a sort of the waiting pieces in drain steps only.
+Cost: the method's own; the base adds only a sort of the waiting pieces in drain steps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MicroBatches = list[list[Piece]]
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Options of one packing method; those out of range raise ValueError, with the remedy."""
+    """Options of one packing method; a value out of range raises ValueError, with the remedy."""
 
     decide_data: ClassVar[tuple[str, ...]] = ()
-    """Options that change which pieces enter a step: a run resumes with the same ones only."""
+    """Options that change which pieces enter a step: a run resumes only with the same values."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class Rules:
     cap: int  #: most tokens of a micro-batch
     work: Work  #: forward and backward work of the model
     options: Any  #: an instance of the method's :attr:`Packer.Options`
-    cap_is_given: bool = True  #: whether the cap is the user's, which holds whatever fits in memory
+    cap_is_given: bool = True  #: whether the user gave the cap; then it holds even if more fits
 
     def work_scorer(self, mesh: Mesh) -> WorkScorer:
         """The scorer by exact work, for planners without a device profile."""
         stages, each = mesh.pipeline, mesh.virtual_stages
-        # Passes that are open on the first rank in 1F1B, plain or interleaved.
+        # Stage passes that are open on the first rank in 1F1B, plain or interleaved.
         most_open = stages if each == 1 else (each + 1) * stages - 1
         overhead = self.work.forward(max(self.window // ACTION_OVERHEAD, 1))
         return WorkScorer(self.work, mesh, overhead, most_open * self.cap)
@@ -80,7 +80,7 @@ class Packer:
     cuts_stream: ClassVar[bool] = False
     """Whether a global batch is the next N·C tokens of the documents, cut every C tokens."""
     compares_plans: ClassVar[bool] = False
-    """Whether it tries several plans of a step, and chooses by :attr:`.Placement.scorer`."""
+    """Whether it tries several plans of a step and chooses with :attr:`.Placement.scorer`."""
     arranges: ClassVar[bool] = False
     """Whether micro-batches are made by :meth:`.Packer.replicas`, from all pieces of the step."""
     cap_percent: ClassVar[int] = 100
@@ -88,7 +88,7 @@ class Packer:
     deal: ClassVar[Deal] = heaviest_first
     """How whole micro-batches are dealt to the replicas."""
     max_age: int = sys.maxsize
-    """Steps after which a carried piece opens further micro-batches rather than wait again."""
+    """Steps after which further micro-batches are opened for a carried piece."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -108,8 +108,8 @@ class Packer:
     def next_step(self, arrivals: GlobalBatches, step: int) -> tuple[MicroBatches, bool]:
         """The pieces of optimiser step ``step``, and whether it drains waiting pieces.
 
-        Some micro-batches may be empty; if there are none or all are empty, the epoch is over. A
-        method that slices pieces returns them in one micro-batch.
+        Some micro-batches may be empty; if all are or there is none, the epoch is over. A method
+        that slices pieces returns all of them in one micro-batch.
         """
         while (batch := arrivals.draw(step)) is not None:
             admitted = self.carried + self.admit(batch, step)
@@ -130,7 +130,7 @@ class Packer:
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
         """Put ``pieces`` into ``bins`` micro-batches; returns these and the pieces left over.
 
-        Methods that form micro-batches by the mesh (``arranges``) return all pieces in one.
+        A method that needs the mesh to form micro-batches (``arranges``) returns a single one.
         """
         assert self.arranges, "a method that does not arrange packs"
         return [pieces], []
@@ -160,11 +160,11 @@ class Packer:
     def _pack_in_time(
         self, pieces: list[Piece], step: int, bins: int, max_age: int
     ) -> MicroBatches:
-        """Pack, in up to twice as many micro-batches for pieces that may wait no longer.
+        """Pack, in up to twice as many micro-batches if pieces may wait no longer.
 
-        A micro-batch holds only one piece of just above half a cap, so with N micro-batches fewer
-        such pieces could be packed than arrive. With 2·N, each at least half full if any piece is
-        carried, a step takes as many tokens as arrive.
+        A micro-batch holds only one piece of just above half a cap, so N micro-batches could hold
+        fewer such pieces than arrive. With 2·N micro-batches, each at least half full if any piece
+        is carried, a step takes as many tokens as arrive.
         """
         if not pieces:
             return []

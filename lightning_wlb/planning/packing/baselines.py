@@ -2,14 +2,13 @@
 
 ``original`` concatenates the documents and cuts every C tokens ("Plain-4D" in WLB-LLM). Every
 micro-batch but the epoch's last has exactly C tokens, so memory is even and nothing is padded; but
-a window that holds one long document costs several times as much as a window of short ones. It is
-the choice for documents that are all short against the window.
+a window that holds one long document costs several times as much as a window of short ones. Use it
+where all documents are much shorter than the window.
 
 ``best_fit`` is best-fit-decreasing, the sample packing of axolotl and TRL and SlimPack's baseline:
-pieces go in descending length into the fullest micro-batch that still has room, and a new one is
-opened where none has. It wastes the least memory and knows nothing of work. A step has as many
-micro-batches as that takes, mostly one or two more than N at a cap of C and at most 2·N, beyond
-which pieces are carried.
+pieces go in descending length into the fullest micro-batch that still has room, or into a new one
+if none has. It wastes the least memory and ignores work. A step has as many micro-batches as this
+opens, mostly one or two more than N at a cap of C. It has at most 2·N; further pieces are carried.
 
 Cost for P pieces in M micro-batches: ``original`` O(P), ``best_fit`` O(P·(log P + M)).
 """
@@ -30,7 +29,7 @@ class OriginalPacker(Packer):
     deal: ClassVar[Deal] = round_robin
 
     def pack(self, pieces: list[Piece], bins: int) -> tuple[MicroBatches, list[Piece]]:
-        """A micro-batch for each window, the last ones possibly empty; nothing is carried."""
+        """One micro-batch for each window, the last ones possibly empty; nothing is carried."""
         micro_batches: MicroBatches = [[] for _ in range(bins)]
         taken, window = 0, self.rules.window
         for piece in pieces:

@@ -4,17 +4,17 @@ First the pieces of a step are dealt to the replicas, by the paper's Algorithm 1
 (:mod:`~lightning_wlb.planning.dealing`).
 
 Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as
-possible (Equation 1), for the V with the least product of P - 1 + V and the heaviest
-(:func:`pack_pipeline`). The cap bounds V from below; from above, micro-batches must be long enough
-to use a device well (Appendix C). The packing is greedy: an integer program, as in the paper, made
-no step shorter (docs/design.md, "What was tried and lost").
+possible (Equation 1). V minimises (P - 1 + V) times the cost of the heaviest micro-batch
+(:func:`pack_pipeline`). The cap bounds V from below; the bound from above keeps micro-batches long
+enough to use a device well (Appendix C). The packing is greedy: the paper's integer program made no
+step shorter (docs/design.md, "What was tried and lost").
 
 Pieces stay whole, none waits, none is shared. Costs are exact work, spread evenly over the stages.
 A piece uses a device well if its work is at least 85 % of the sum of that work and the overhead
 that ``auto`` counts for two passes. The method serves comparisons: ``auto`` deals by work alone,
 since slices leave a pipeline little to wait for (``benchmarks/results/hydraulis_paper.md``).
 
-Cost: that of the dealing, and a greedy packing for each V.
+Cost: the dealing, and a greedy packing for each V.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def pack_pipeline(
     least: float = inf
     for bins in range(fewest, len(pieces) + 1):
         if bins > most and best:
-            break  # until then, as many more as it takes
+            break  # without any packing yet, further numbers are tried
         packed, left = deal_capped(pieces, bins, cap, cost)
         heaviest = max(sum(cost(piece.tokens) for piece in own) for own in packed)
         time = (stages - 1 + bins) * heaviest

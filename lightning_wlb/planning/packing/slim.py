@@ -12,7 +12,7 @@ The paper also cuts backward into MicroPacks of its own (§4.1.2). Here forward 
 same ones: plans of unlike packs were slower in every simulation (docs/design.md, "What was tried
 and lost").
 
-Cost: that of slicing.
+Cost: the slicing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SlimOptions(PackingOptions):
     """Options of ``slim``. They do not change what enters a step.
 
     Args:
-        micro_packs: micro-batches that are made of a global batch, as a multiple of N. More fill
-            the pipeline better, and make kernels smaller.
+        micro_packs: micro-batches that are made of a global batch, as a multiple of N. More of them
+            fill the pipeline better but make kernels smaller.
     """
 
     micro_packs: int = 4

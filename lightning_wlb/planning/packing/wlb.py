@@ -1,20 +1,20 @@
 """WLB-LLM's variable-length packing by work, with multi-level outlier queues (§4.2, Algorithm 1).
 
-A piece with more work than short documents can match unbalances every micro-batch it is in, unless
-each of the others gets one like it. So pieces of at least L_1 tokens wait: queue i holds those with
-L_i <= tokens < L_{i+1}, first in, first out, and when it has N pieces, one for each micro-batch,
-the N oldest enter the step together (lines 3-15). They and the others are packed by work under the
-cap (:func:`~lightning_wlb.planning.dealing.deal_capped`, lines 16-28); what does not fit is carried
-to the next step. At the end of an epoch what still waits is drained, oldest first. More queues hold
-pieces of more equal work, and hold them longer.
+A piece with more work than short documents can match makes its micro-batch too heavy, unless each
+other micro-batch gets a similar piece. So pieces of at least L_1 tokens wait: queue i holds those
+with L_i <= tokens < L_{i+1}, first in, first out, and when it has N pieces, one for each
+micro-batch, the N oldest enter the step together (lines 3-15). They and the shorter pieces are
+packed by work under the cap (:func:`~lightning_wlb.planning.dealing.deal_capped`, lines 16-28);
+pieces that do not fit are carried to the next step. At the end of an epoch the waiting pieces are
+drained, oldest first. More queues hold pieces of more equal work, but for longer.
 
 Departures from the listing as printed (docs/design.md, "Where we left the papers"): a piece may
-fill a micro-batch exactly, the carried pieces are those of this step only, and ages are bounded: a
-queue lets a piece through that has waited ``max_age`` steps, which is rare.
+fill a micro-batch exactly; only pieces left over in this step are carried; and a queue lets through
+a piece that has waited ``max_age`` steps, which is rare.
 
-Cost: O(queues + P·log P + P·log N) a step for P pieces in N micro-batches, below a millisecond.
-Not for documents whose lengths are much alike, nor for runs of a few steps, in which queues hardly
-fill. Not for a cap of C: without room above the window it cannot add short documents beside long
+Cost: O(queues + P·log P + P·log N) a step for P pieces in N micro-batches, below a millisecond. Do
+not use it for documents of similar lengths, nor for runs of a few steps, in which queues hardly
+fill, nor with a cap of C: without room above the window it cannot put short documents beside long
 ones, and the carried list grows until the epoch's drain.
 """
 
@@ -41,8 +41,8 @@ class WlbOptions(PackingOptions):
     Args:
         queues: number of outlier queues, whose thresholds are set from the length distribution;
             0 for no delay.
-        max_age: steps after which a piece waits no longer (unless more than 2·N micro-batches
-            would be needed: one document of many global batches).
+        max_age: steps after which a piece waits no longer, unless the step would then need more
+            than 2·N micro-batches (which takes one document of many global batches).
     """
 
     # The queues are in the fingerprint as thresholds.
@@ -57,7 +57,7 @@ class WlbOptions(PackingOptions):
 
 
 class WlbPacker(Packer):
-    """Outlier queues before the greedy packing, heaviest-first dealing of micro-batches after."""
+    """Outlier queues, then the greedy packing, then heaviest-first dealing of micro-batches."""
 
     Options: ClassVar[type[PackingOptions]] = WlbOptions
     cap_percent: ClassVar[int] = 150
@@ -110,11 +110,11 @@ def thresholds_from_lengths(
 ) -> tuple[int, ...]:
     """Thresholds L_1 < ... < L_n for the pieces of a document store.
 
-    The fair share of a micro-batch is the work of C tokens of average documents. A piece above
-    it cannot be balanced within its step, however short its neighbours are; a piece at 1/n of
-    it still needs n - 1 like it. So L_1 is the length whose work is 1/n of the fair share. In
-    experiments this was about as even as the best other L_1, with less delay; how thresholds are
-    spaced mattered less, so they are spaced evenly in tokens from L_1 to C.
+    The fair share of a micro-batch is the work of C tokens of average documents. A piece with more
+    work cannot be balanced within its step, however short its neighbours are; a piece with 1/n of
+    the share still needs n - 1 like it. So L_1 is the length whose work is 1/n of the fair share.
+    In experiments this balanced about as well as the best other L_1, with less delay. The spacing
+    of thresholds mattered less, so they are spaced evenly in tokens from L_1 to C.
 
     Args:
         lengths: tokens of each document of the store; longer ones count as pieces of C.
@@ -123,7 +123,7 @@ def thresholds_from_lengths(
         work: cost of a piece from its tokens, an integer that grows with them.
 
     Returns:
-        At most n thresholds (fewer where the range from L_1 to C has not n lengths).
+        At most n thresholds (fewer if there are fewer than n lengths from L_1 to C).
     """
     if queues == 0:
         return ()
@@ -150,7 +150,7 @@ def release(
         arrivals: pieces of the global batch, in order of arrival.
         queues: waiting pieces of each queue, oldest first; not changed.
         thresholds: L_i, the least tokens of a piece of queue i; as many as queues.
-        count: N, pieces at which a queue releases, and how many it then releases.
+        count: N; a queue with at least N pieces releases its N oldest.
 
     Returns:
         The released pieces, and the queues that remain. A queue releases once per call.
