@@ -1,17 +1,18 @@
 """The parameters of a step on heterogeneous pipelines, pulled from shards; gradients pushed back.
 
-The counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose pipelines differ
-from the mesh's. :mod:`~lightning_wlb.training.bucket_lifetimes` says when each bucket travels,
-:mod:`.planning.exchanges` what every rank sends to every other in each turn; here it is sent. A
-turn is one uneven all-to-all over all ranks, which a rank that lacks nothing joins too.
+This is the counterpart of :mod:`~lightning_wlb.training.gather_and_reduce` for steps whose
+pipelines differ from the mesh's. :mod:`~lightning_wlb.training.bucket_lifetimes` decides when each
+bucket travels, :mod:`.planning.exchanges` what every rank sends to every other in each turn; this
+module sends it. A turn is one uneven all-to-all over all ranks, even those that receive nothing.
 
-Frozen parameters are pulled and never pushed. A shard gets the sum over all pipelines and context
-ranks, and over tensor-parallel ranks where these hold the parameter alike; each copy of a tied
-weight gets the whole sum. Ranks are summed in their order: a step gives the same bits again, and so
-do copies of a shard.
+Frozen parameters are pulled and never pushed. A shard gets the sum of the gradients over all
+pipelines and context ranks, and over tensor-parallel ranks that hold equal copies of the parameter;
+each copy of a tied weight gets the whole sum. Sums run in the order of ranks, so repeated steps
+give the same bits, and so do copies of a shard.
 
-Cost: a step holds its stage whole in both dtypes, sums from a first gradient to their push. Each
-piece is copied once where it is sent and once where it arrives. Not run on CUDA.
+Cost: a step holds its whole stage in the compute dtype, and gradient sums in their dtype from a
+first gradient to the push. Each piece is copied once at the sender and once at the receiver. Not
+run on CUDA.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ExchangedParameters(StepParameters):
 
 
 class _ExchangedBucket(BucketInStep):
-    """The bucket that is exchanged in one turn; empty where only other ranks have one."""
+    """The bucket that this rank exchanges in one turn; empty if only other ranks have one."""
 
     _run: ExchangedParameters
 
@@ -139,7 +140,7 @@ class _ExchangedBucket(BucketInStep):
             self._sums[name] = gradient.to(self._run.sum_dtype, copy=True)
 
     def reduce(self) -> None:
-        """Push the sums, zeros where no backward came through."""
+        """Push the sums; parameters that no backward has reached push zeros."""
         exchange = self._run.stage.redistribution.exchange(self._turn, push=True)
         trained = [self._numbered[number] for number in self._trained]
         missing = [name for name in trained if name not in self._sums]
@@ -149,7 +150,7 @@ class _ExchangedBucket(BucketInStep):
         self._sums = {}
 
     def add_reduced_to(self, totals: Mapping[str, Tensor]) -> None:
-        """Wait for the push, and add what has come to this rank's shards."""
+        """Wait for the push, and add the received gradients to the totals of this rank's shards."""
         assert self._push is not None, "a step has ended"
         self._push.arrive(totals, add=True)
 
@@ -159,7 +160,7 @@ class _ExchangedBucket(BucketInStep):
 
 
 class RunningExchange:
-    """One all-to-all under way, of parts of ``tensors`` by name; collective over all ranks."""
+    """A running all-to-all of parts of ``tensors``, by name; collective over all ranks."""
 
     def __init__(
         self,
@@ -181,11 +182,11 @@ class RunningExchange:
         )
 
     def wait(self) -> None:
-        """Wait until all has come, and all that was sent may be overwritten."""
+        """Wait until everything has arrived and the sent buffers may be overwritten."""
         self._work.wait()
 
     def arrive(self, target: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Wait, and copy into the target or add to it."""
+        """Wait, and copy the received parts into ``target`` or add them to it."""
         self.wait()
         for piece, part in _parts(self._got, self._into):
             box = target[piece.name][piece.place]

@@ -1,11 +1,11 @@
 """A rank's stage and process groups in steps on heterogeneous pipelines.
 
-For such a step a rank holds the stage of its own scheme. A :class:`HeterogeneousStage` has what all
-steps on the same pipelines share: the stage's modules, which have no values between steps, and
-which module waits for which parameters.
+For such a step a rank holds the stage of its own scheme. All steps on the same pipelines share a
+:class:`HeterogeneousStage`: the stage's modules, whose parameters have no values between steps, and
+the parameters that each module waits for.
 
-Pipelines that are alike may share micro-batches (DP-Merge): the context ranks at the same stage and
-tensor place of all of them then exchange keys as one group.
+Pipelines of equal shape may share micro-batches (DP-Merge): their context ranks at the same stage
+and tensor place then exchange keys as one group.
 
 Cost: process groups for each choice of pipelines, made and connected once in a process,
 collectively over all ranks. Not run on CUDA.
@@ -41,9 +41,9 @@ from lightning_wlb.training.pipeline_messages import PipelineRank
 def exchange_group(rank: int, ranks: int, device: torch.device) -> ProcessGroup:
     """The group of all ranks over which parameters and their gradients are exchanged.
 
-    Nothing else is sent over it. It is made at the first call; collective. All ranks are connected:
-    under NCCL an uneven all-to-all connects two ranks when one first sends something to the other,
-    and holds each up until the other has come too, which may be a rank that the step waits for.
+    Nothing else is sent over it. It is made at the first call, which is collective and connects all
+    ranks: else NCCL would connect two ranks in the first uneven all-to-all in which one sends to
+    the other, and block each until the other arrives, perhaps a rank that the step waits for.
     """
 
     def make() -> ProcessGroup:
@@ -63,8 +63,8 @@ class HeterogeneousStage:
 
     Attributes:
         waiting: each module that waits for parameters -> the turns in which these arrive.
-        places: name of a parameter in the whole model -> the modules that have it, and its name
-            there.
+        places: name of a parameter in the whole model -> the modules that hold it, with its name
+            in each.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def _groups_of(
     """The process groups of some pipelines, made and connected at the first call; collective."""
 
     def make() -> tuple[Mapping[Channel, ProcessGroup], ProcessGroups, MergedGroups]:
-        # All ranks make them in this order: two for messages, one each for context and tensor.
+        # All ranks make groups in this order: two for messages, one each for context and tensor.
         forward, backward, context, tensor = (
             own_group(sets, rank) if (sets := _along(schemes, axis)) else None
             for axis in ("pipeline", "pipeline", "context", "tensor")
@@ -120,8 +120,8 @@ def _groups_of(
             for kind, group in ((FORWARD, forward), (BACKWARD, backward))
             if group is not None
         }
-        # Messages between neighbours that cross must not be what connects them. In a collective
-        # all ranks wait for each other anyway.
+        # Crossing messages between neighbours must not open their connection. Here, in a
+        # collective, all ranks wait for each other anyway.
         place = rank_in(schemes, rank)
         connect_channels(_chain(schemes[place.data], place), rank, device, channels)
         kinds = [

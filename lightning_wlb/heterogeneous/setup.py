@@ -1,26 +1,26 @@
-"""Attaches heterogeneous pipelines to a run, as ``WLBStrategy(dynamic=...)`` gives or chooses them.
+"""Attaches the pipelines to a run that ``WLBStrategy(dynamic=...)`` gives or chooses.
 
 Parameters and optimizer state stay where the mesh has them. For a step whose plan has schemes,
 :class:`HeterogeneousPipelines` tells the executor what this rank runs: the stage of its pipeline's
 scheme (:mod:`.pipelines`), whose parameters are pulled from the shards and whose gradients are
 pushed back (:mod:`.parameters`).
 
-That stage is made by ``build_model`` once more, since a rank has only its mesh's part of the model.
-Changes to the model after it was built, and buffers read with its weights, would silently be
-missing there: such models are refused.
+For that stage ``build_model`` is called again, since a rank has only its mesh's part of the model.
+The rebuilt stage would silently lack changes made to the model after it was built, and buffers that
+were read with its weights, so such models are refused.
 
 With ``dynamic="auto"`` pipelines are chosen when a fit is set up, by the profile that plans the
-run's steps. A resumed run chooses the same on the same mesh.
+run's steps. A resumed run chooses the same pipelines on the same mesh.
 
-1. Where something keeps all steps on the mesh, such as a packing that deals to equal pipelines
-   only, a line of the log says what, and the remedy.
-2. Else rank 0 takes the answer from the user's cache folder, or simulates; the others wait for it
-   as long as it takes, and end with rank 0's error where it has one.
-3. The log has the figure, whether or not it is worth leaving the mesh for.
+1. If something keeps all steps on the mesh, such as a packing that deals only to equal pipelines,
+   the log says what, and the remedy.
+2. Else rank 0 reads the answer from the user's cache folder, or simulates. The other ranks wait as
+   long as that takes. An error of rank 0 ends all ranks.
+3. The log has the gain, whether or not it is worth leaving the mesh for.
 
 Cost: process groups, and modules without values, for each choice of pipelines. ``"auto"`` costs
-:func:`.choose_pool` on rank 0, minutes for many devices, once for a mesh, its documents, settings
-and profile. Not for an evaluation, which runs on the mesh.
+:func:`.choose_pool` on rank 0 (minutes for many devices), once for each mesh, documents, settings
+and profile. An evaluation always runs on the mesh.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from lightning_wlb.training.parallelize import refuse_empty_buffers
 
 Dynamic = Literal["off", "auto", False] | Sequence[Sequence[Scheme]]
 """``"off"``, ``"auto"``, or pipelines to choose from: a sequence of schemes for each choice. False
-is ``"off"``: so YAML reads it without quotes."""
+means ``"off"``, because YAML reads ``off`` without quotes as false."""
 
 
 def checked_schemes(given: Dynamic) -> tuple[Schemes, ...]:
     """The sets of pipelines that ``dynamic`` lists; empty for ``"off"`` and ``"auto"``.
 
     Raises:
-        ValueError: something else than schemes, or as for :func:`.check_schemes`.
+        ValueError: something other than schemes, or as for :func:`.check_schemes`.
     """
     if given is False or (isinstance(given, str) and given in ("off", "auto")):
         return ()
@@ -92,7 +92,7 @@ def attach_pipelines(
 
     Raises:
         MisconfigurationException: pipelines that do not fit the mesh or the model, or a model that
-            ``build_model`` does not make again.
+            differs from what ``build_model`` makes.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)
@@ -144,7 +144,7 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
 
 @dataclass(frozen=True, eq=False)
 class HeterogeneousPipelines:
-    """What a rank's steps on heterogeneous pipelines run on; for ``Executor.heterogeneous``."""
+    """Gives the runtime of a rank's steps on other pipelines; for ``Executor.heterogeneous``."""
 
     executor: Executor
     build: Callable[[], Decoder]  #: makes the whole model, on the meta device
@@ -155,8 +155,8 @@ class HeterogeneousPipelines:
     )
 
     def __call__(self, plan: StepPlan) -> StepRuntime:
-        """What a step runs on; collective over all ranks where its pipelines are new, or where
-        more of them than ever before share a micro-batch.
+        """The runtime of a step; collective over all ranks if its pipelines are new, or if more of
+        them share a micro-batch than ever before.
         """
         if plan.schemes not in self._made:
             mine, links = self.executor, self.redistribute(plan.schemes)
@@ -168,12 +168,13 @@ class HeterogeneousPipelines:
 
 
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
-    """Refuse a model that differs from what ``build_model`` makes, which other pipelines would run.
+    """Refuse a model that differs from what ``build_model`` makes, since pipelines run the latter.
 
-    The module's may have been split; ``rebuilt`` is a whole one from there, on the meta device.
+    The module's model may be split; ``rebuilt`` is a whole one by ``build_model``, on the meta
+    device.
 
     Raises:
-        MisconfigurationException: naming the module or parameter. Other ranks may not raise.
+        MisconfigurationException: names the module or parameter; possibly not on all ranks.
     """
     assert module.model is not None
     built = dict(_contents(rebuilt))
@@ -188,7 +189,7 @@ def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
 
 
 def check_buffers(rebuilt: Decoder) -> None:
-    """Raise ValueError, alike on all ranks, if buffers would be wrong in a model built again."""
+    """Raise ValueError, on all ranks alike, if buffers would be wrong in a rebuilt model."""
     refuse_empty_buffers(rebuilt)
     kept = [
         f"{path}.{name}"
@@ -222,9 +223,9 @@ def agreed_pool(
     """The sets of pipelines that steps may take in place of the mesh's; collective.
 
     Args:
-        request: the run's documents, model and ``profile``, with all sizes of the mesh open; called
-            on rank 0 only.
-        profile: the one that plans the run's steps.
+        request: makes the request of the run's documents, model and ``profile``, with all sizes of
+            the mesh open; called on rank 0 only.
+        profile: the profile that plans the run's steps.
     """
     reason = _obstacle(mesh, packer)
     if reason is None:  # a rank knows its own stages of the model
@@ -241,7 +242,7 @@ def agreed_pool(
 
 
 def _searched_pool(request: MeshRequest, mesh: Mesh) -> tuple[list[str], tuple[Schemes, ...]]:
-    """Lines for the log, and pipelines: a search's, or an earlier one's from the cache folder."""
+    """Lines for the log, and pipelines: from a search, or from the cache of an earlier one."""
     request = replace(request, steps=SAMPLE)
     name = f"pool-{request.digest[:16]}-{'-'.join(map(str, mesh.shape))}"
 
@@ -256,7 +257,7 @@ def _searched_pool(request: MeshRequest, mesh: Mesh) -> tuple[list[str], tuple[S
 
 
 def _obstacle(mesh: Mesh, packer: type[Packer]) -> str | None:
-    """Why no step can leave the mesh, and the remedy; None: some may."""
+    """Why no step can leave the mesh, and the remedy; None if steps can."""
     if mesh.devices == 1:
         return "there is only one rank."
     if mesh.virtual_stages > 1:
@@ -272,7 +273,7 @@ def _obstacle(mesh: Mesh, packer: type[Packer]) -> str | None:
 
 
 def _obstacle_of(module: LanguageModule) -> str | None:
-    """Why this rank's model cannot run on other pipelines; None: it can."""
+    """Why this rank's model cannot run on other pipelines; None if it can."""
     whole = module.build_blank_model()
     try:
         check_buffers(whole)

@@ -1,22 +1,22 @@
-"""A closed form of the step time on a mesh: it prunes meshes, and must not choose between them.
+"""A closed form of the step time on a mesh, good enough to prune meshes but not to choose one.
 
-From a sample of global batches it takes the tokens, the attention of all pieces (by the profile,
+From a sample of global batches it uses the tokens, the attention of all pieces (by the profile,
 summed once for each tensor-parallel size) and the longest piece. With M micro-batches of equal
 tokens and equal work on each replica, a step takes
 
     M · r + f + 2·(P - 1) · message
 
-where r is forward and backward of one micro-batch on all stages of the busiest rank. f is the time
-in which the pipeline fills and drains: forward and backward on all stages but the slowest, divided
-by the stages of a rank. Both count matrix products at the profile's rate for so many rows,
-communication over tensor- and context-parallel ranks, and an even share of the attention. A replica
-never takes less than its longest piece, unless the packing shares pieces between replicas. M is 1,
-2, 4 and 8 times the least number that the cap allows. All micro-batches recompute as little as fits
-in memory, with as many open as 1F1B opens.
+where r is the time of forward and backward of one micro-batch on all stages of the busiest rank. f
+is the time in which the pipeline fills and drains: forward and backward on all stages but the
+slowest, divided by the stages of a rank. Both count matrix products at the profile's rate for so
+many rows, communication over tensor- and context-parallel ranks, and an even share of the
+attention. A replica never takes less than its longest piece, unless the packing shares pieces
+between replicas. M is 1, 2, 4 and 8 times the least number that the cap allows. All micro-batches
+recompute as little as fits in memory, with as many open as 1F1B opens.
 
-It does not know how even planning makes micro-batches: on the settings of
-``benchmarks/results/meshes.json`` the best mesh that is known is among its first eleven, but seldom
-the first. It would not be among them if one left out the larger M, the longest piece, or f.
+The closed form does not know how even planned micro-batches are: on the settings of
+``benchmarks/results/meshes.json`` the best known mesh is among its first eleven, but seldom the
+first. Without the larger M, the longest piece or f, it would not be among the first eleven.
 
 Cost: about 2 ms for a mesh.
 """
@@ -44,7 +44,7 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding.integer_ranges import Integers
 
 MULTIPLES = (1, 2, 4, 8)
-"""Numbers of micro-batches that are tried, over the least."""
+"""Numbers of micro-batches that are tried, as multiples of the least."""
 
 SLICING = ("auto", "slim")
 """Packings that cut pieces into slices and share pieces between replicas."""
@@ -58,7 +58,7 @@ class ClosedForm:
     _by_tensor: dict[int, Integers] = field(default_factory=dict, init=False)
 
     def step_ns(self, mesh: Mesh) -> int:
-        """The fastest step over numbers of micro-batches and modes that fit; 0 where none does."""
+        """The fastest step over the numbers of micro-batches that fit; 0 if none fits."""
         predictor = self.request.predictor(mesh)
         if max(predictor.memory.state_bytes) > predictor.usable_bytes:
             return 0
@@ -104,7 +104,7 @@ class ClosedForm:
         return self.request.data.packing_choice.method in SLICING
 
     def _held(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
-        """Bytes of the fuller of first and last rank, with as many micro-batches as 1F1B opens."""
+        """Bytes of the fuller of first and last rank, with as many open micro-batches as 1F1B."""
         memory, mesh = predictor.memory, predictor.latency.mesh
         ranks, virtual = mesh.pipeline, mesh.virtual_stages
         opened = -(-((virtual + 1) * ranks - 1) // virtual) if virtual > 1 else ranks
@@ -118,7 +118,7 @@ class ClosedForm:
         stages = self._even_ns(predictor, rows, count, mode)
         busy, filling = count * _busiest(stages, mesh), _filling(stages, mesh)
         if not (slices and mesh.virtual_stages == 1):
-            # The longest piece runs on one replica, in one micro-batch where it is not sliced.
+            # The longest piece runs on one replica, and if it is not sliced in one micro-batch.
             stages = self._longest_ns(predictor)
             busy = max(busy, _busiest(stages, mesh))
             filling = filling if slices else max(filling, _filling(stages, mesh))
@@ -127,7 +127,7 @@ class ClosedForm:
     def _even_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> list[int]:
         """Time on each stage of a micro-batch with an even share of everything."""
         latency, context = predictor.latency, predictor.latency.mesh.context
-        # Pieces longer than a rank's rows are on several ranks, which exchange their keys.
+        # Pieces longer than a rank's rows lie on several ranks, which exchange their keys.
         spread = int(self._all[self._all > rows].sum()) // len(self._pieces)
         received = (context - 1) * rows * spread // self._step_tokens
         share = len(self._pieces) * latency.mesh.data * count * context
@@ -136,7 +136,7 @@ class ClosedForm:
         return _stage_ns(predictor, rows, attention, (received, read), mode)
 
     def _waits(self, latency: LatencyModel, rows: int) -> Integers:
-        """What a kernel call takes beyond the sum of its segments, for pieces of mean length."""
+        """Time of a kernel call beyond the sum of its segments, for pieces of mean length."""
         length = int((self._all * self._all).sum() // self._all.sum())
         part = -(-length // latency.mesh.context)
         queries = np.full(max(rows // part, 1), part)
@@ -167,11 +167,11 @@ class ClosedForm:
 def _stage_ns(
     predictor: Predictor, rows: int, attention: Integers, keys: tuple[int, int], mode: Recompute
 ) -> list[int]:
-    """Forward and backward of a micro-batch on each stage, virtual ones in order.
+    """Forward and backward time of a micro-batch on each stage, virtual stages in order.
 
     Args:
         rows: tokens on each rank.
-        attention: of each kind of layer on a rank, int64 [2 (pass), kinds].
+        attention: time of each kind of layer on a rank, int64 [2 (pass), kinds].
         keys: rows of keys that a rank receives from others, and rows that it puts in order.
     """
     exchange = exchange_ns(predictor.latency, [rows], [keys[0]], [[keys[1]]], [1])

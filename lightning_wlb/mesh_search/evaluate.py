@@ -1,11 +1,11 @@
-"""The first steps of a run, planned and simulated on one mesh; meshes are compared by their time.
+"""The first steps of a run, planned and simulated on one mesh; their time compares meshes.
 
-The planner of training plans the first steps of the run, from the same documents in the same order.
-The pieces of a step do not depend on the mesh, so all meshes train on the same pieces. Plans are
-chosen by the device profile, as in training with a profile.
+The planner that training uses plans the run's first steps, from the same documents in the same
+order. The pieces of a step do not depend on the mesh, so all meshes train on the same pieces. Plans
+are chosen by the device profile, as in training with a profile.
 
-Cost: that of planning ``request.steps`` steps and of simulating each once; ``auto`` simulates five
-to ten plans of each step.
+Cost: planning ``request.steps`` steps and simulating each once; ``auto`` simulates five to ten
+plans of each step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_wlb.prediction.step import StepPrediction
 IDLE = "waiting for other ranks"
 COMMUNICATION = ("gathering parameters", "tensor-parallel communication", "exchange of keys")
 LOSSES = (IDLE, *COMMUNICATION, "attention imbalance", "recomputation")
-"""What ranks spend time on beside arithmetic."""
+"""What ranks spend time on besides arithmetic."""
 
 SAMPLED = 32
-"""Micro-batches' worth of tokens of a sample, about."""
+"""A sample has the tokens of about so many micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class MeshRow:
 
     mesh: Mesh
     schedule: str
-    activation_checkpointing: str  #: what was asked for; by ``"auto"`` each micro-batch has its own
-    recomputed: float  #: share of the tokens whose micro-batches compute anything again
+    activation_checkpointing: str  #: the requested mode; with ``"auto"`` micro-batches may differ
+    recomputed: float  #: share of the tokens whose micro-batches recompute anything
     steps_ns: int  #: time of all simulated steps
     steps: int
     tokens: int
-    flops: int  #: their model FLOPs, recomputation left out
+    flops: int  #: model FLOPs of these steps, without recomputation
     peak_bytes: int  #: bytes of the fullest rank in the fullest step
     shares: Mapping[str, float]  #: share of the ranks' time that is spent on each of :data:`LOSSES`
 
@@ -62,7 +62,7 @@ class MeshRow:
         return self.flops * 1e9 / self.steps_ns
 
     def times(self, other: MeshRow) -> float:
-        """The mesh's time per model FLOP over that of another."""
+        """The mesh's time per model FLOP, divided by that of another mesh."""
         return (self.steps_ns / self.flops) / (other.steps_ns / other.flops)
 
     @property
@@ -77,23 +77,23 @@ class MeshRow:
 
     @property
     def bound_by(self) -> str:
-        """What takes most of the time beside arithmetic."""
+        """What takes most of the time besides arithmetic."""
         return max(self.shares, key=lambda name: (self.shares[name], name))
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain data, derived figures included."""
+        """All figures as plain data, with the derived ones."""
         derived = ("step_ms", "tokens_per_second", "idle", "bound_by")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Meshes that are not among the rows."""
+    """Meshes that are not among the rows, for one reason."""
 
     reason: str
     count: int
-    example: str  #: one of them, as ``--mesh`` takes it, with its virtual stages where it has any
+    example: str  #: one of these meshes, as ``--mesh`` takes it, with its virtual stages if any
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class MeshChoice:
     """Which mesh to take.
 
     Args:
-        rows: simulated meshes, best first; at least one. The first has least communication of those
-            within :data:`~.search.CLOSE` of the fastest.
-        left_out: meshes that were not simulated, or whose simulation does not fit in memory.
+        rows: simulated meshes, best first; at least one. The first has the least communication
+            among the meshes within :data:`~.search.CLOSE` of the fastest; the others go by time.
+        left_out: meshes without all steps simulated, or that do not fit in memory.
     """
 
     rows: tuple[MeshRow, ...]
@@ -116,18 +116,18 @@ class MeshChoice:
 
 
 def name_of(mesh: Mesh) -> str:
-    """A mesh as ``--mesh`` takes it, with its virtual stages where it has any."""
+    """A mesh as ``--mesh`` takes it, with its virtual stages if it has any."""
     virtual = f" with {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
     return ",".join(map(str, mesh.shape)) + virtual
 
 
 class Evaluation:
-    """The first steps of a run on a mesh, planned and simulated as they are asked for.
+    """The first steps of a run on a mesh, planned and simulated on demand.
 
     Attributes:
         steps: the predicted steps so far.
-        ps: picoseconds per token on all devices, of these steps, or of a sample before them.
-        fits: whether they stay within the device's memory.
+        ps: picoseconds per token on all devices, of these steps or, before them, of a sample.
+        fits: whether these steps or the sample stay within the device's memory.
     """
 
     def __init__(self, request: MeshRequest, mesh: Mesh) -> None:
@@ -139,10 +139,10 @@ class Evaluation:
         self.ps, self.fits = 0, True
 
     def go_on(self, steps: int) -> None:
-        """Plan and simulate the next steps, until there are so many; 0: a sample of the first.
+        """Plan and simulate steps until there are so many; 0: a sample of the first step.
 
-        A sample has as many tokens for each replica as the step, but where the step has many
-        micro-batches fewer replicas, with the memory and the links of the whole mesh.
+        A sample has as many tokens for each replica as the step. If the step has many micro-batches
+        the sample has fewer replicas, with the memory and the links of the whole mesh.
         """
         data, mesh, predictor = self._request.data, self.mesh, self._predictor
         most = 1 if steps else max(data.micro_batches // SAMPLED, 1)
@@ -193,7 +193,7 @@ def evaluate(request: MeshRequest, mesh: Mesh) -> Evaluation:
 
 
 def recomputed_share(plans: Sequence[StepPlan]) -> float:
-    """The share of tokens whose micro-batches compute anything again."""
+    """The share of tokens whose micro-batches recompute anything."""
     tokens = (
         replica.tokens_of(each) / len(each.replicas)
         for plan in plans

@@ -1,4 +1,4 @@
-"""The input of a mesh search: documents, model, settings, device, and what is fixed of the mesh.
+"""The input of a mesh search: documents, model, settings, device, and fixed sizes of the mesh.
 
 Everything that decides the answer is in a :class:`MeshRequest` and in its digest: two ranks, or two
 runs, with the same digest and the same code get the same answer.
@@ -37,7 +37,7 @@ from lightning_wlb.schedule.programs import SCHEDULES, check_stages
 from lightning_wlb.sharding import ADAPTIVE, SHARDINGS
 
 MOST_DEVICES = 1 << 20
-"""Most devices that steps are planned for: every replica and size is looked at."""
+"""Most devices for which steps are planned: the cost grows with replicas and mesh sizes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +46,23 @@ class MeshRequest:
 
     Args:
         lengths: int64 [documents], tokens of each document.
-        data: the data settings, packing included; ``max_tokens`` is not looked at.
+        data: the data settings, packing included; ``max_tokens`` is ignored.
         profile: rates and memory of the device; its devices per node are replaced by
             ``devices_per_node``.
-        devices_per_node: how many of them share a node's link; None: as the profile says.
+        devices_per_node: how many devices share a node's link; None: as the profile says.
         fixed: sizes of axes that the search may not change, by :data:`~lightning_wlb.mesh.AXES`.
         schedule: a name in ``lightning_wlb.schedule.programs.SCHEDULES``; None: whichever is
             fastest of 1F1B and interleaved.
-        virtual_stages: stages of each pipeline rank; None: 1, 2 or 4 where ``schedule`` runs
+        virtual_stages: stages of each pipeline rank; None: 1, 2 or 4 if ``schedule`` can run
             several.
-        activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: for
-            each the least that fits.
+        activation_checkpointing: what all micro-batches recompute in backward; ``"auto"``: for
+            each micro-batch the least that fits.
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         compiled: whether blocks of the model are compiled.
         overlap: which messages travel while layers compute.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
-        mixture: what is taken of each of several stores, as for the planner.
+        mixture: the share of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.
 
     Raises:
@@ -131,7 +131,7 @@ class MeshRequest:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that may be filled; process groups of a mesh may leave less."""
+        """Bytes of a device that may be filled; a mesh's process groups may leave less."""
         return self.profile.memory_bytes * USABLE_PERCENT // 100
 
     @property
@@ -146,7 +146,7 @@ class MeshRequest:
         return "interleaved" if mesh.virtual_stages > 1 else "1f1b"
 
     def predictor(self, mesh: Mesh) -> Predictor:
-        """Predicts steps on a mesh; ValueError where the model or the schedule cannot run on it."""
+        """Predicts steps on a mesh; ValueError if the model or the schedule cannot run on it."""
         return Predictor(
             LatencyModel(
                 self.profile, self.shape, mesh, self.reduce_dtype, self.compiled, self.overlap
@@ -161,7 +161,7 @@ class MeshRequest:
     ) -> Planner:
         """The run's planner on the predictor's mesh; without a scorer it goes by exact work.
 
-        ``mesh`` may be one of fewer replicas, whose steps the predictor cannot tell from others.
+        ``mesh`` may be one of fewer replicas, for which the predictor is valid as well.
         """
         return Planner(
             self.lengths,
@@ -177,6 +177,6 @@ class MeshRequest:
 
     @cached_property
     def _stages_of(self) -> Callable[[int], tuple[range, ...]]:
-        """The layers of each of so many stages, split once for each number."""
+        """Number of stages -> the layers of each stage; split once for each number."""
         mean_context = mean_context_of(self.lengths, self.data.context_window)
         return cache(lambda number: tuple(model_stages(self.shape, number, mean_context)))

@@ -5,17 +5,17 @@
    communicate in every layer. A pipeline rank has 1, 2 or 4 stages.
 2. Meshes whose state or activations do not fit are left out. The others are ordered by the closed
    form (:mod:`~lightning_wlb.mesh_search.closed_form`).
-3. On the first :data:`SAMPLED_MESHES` of them a sample of the first step is planned and simulated
-   by the profile (:mod:`~lightning_wlb.mesh_search.evaluate`): the step, or of a step with many
-   micro-batches a part on fewer replicas. On those that are near to the fastest the first steps of
-   the run follow, one by one, and a mesh that falls behind is left out after each: further behind
-   than chance explains (:data:`NOISE`), the less so the more tokens have been simulated.
-4. First of those that have run all steps comes the one with least communication of those that are
-   about as fast (:data:`CLOSE`).
+3. For the first :data:`SAMPLED_MESHES` meshes a sample of the first step is planned and simulated
+   by the profile (:mod:`~lightning_wlb.mesh_search.evaluate`): the whole step, or if it has many
+   micro-batches a part of it on fewer replicas. For meshes near the fastest the first steps of the
+   run follow, one by one. After each step meshes are left out that are further behind than chance
+   explains (:data:`NOISE`), which is less the more tokens have been simulated.
+4. Among the meshes that have run all steps and are about as fast as the fastest (:data:`CLOSE`),
+   the one with the least communication is chosen.
 
 Whole numbers, IEEE arithmetic and ties that go by the sizes make the answer the same on every rank
 and processor. Cost: the closed form of every legal mesh, twelve samples, and all steps of a few
-meshes; ``benchmarks/results/search_time.json`` has what that takes.
+meshes; ``benchmarks/results/search_time.json`` has the times.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ VIRTUAL_STAGES = (1, 2, 4)
 """Stages of a pipeline rank that are tried."""
 
 SAMPLED_MESHES = 12
-"""Meshes of which samples are simulated: on the settings of ``benchmarks/results/meshes.json`` the
-best mesh that is known is among the first eleven of the closed form."""
+"""Meshes for which samples are simulated: on the settings of ``benchmarks/results/meshes.json`` the
+best known mesh is among the first eleven of the closed form."""
 
 MORE_SAMPLED = 4
-"""Further ones where none of these fits."""
+"""Further meshes that are sampled if none of these fits."""
 
 CLOSE = 1.01
-"""Times of meshes that differ by no more count as equal, and the mesh with least communication is
-taken: simulations are further from the truth than that, and furthest in what networks do."""
+"""Times of meshes within this factor count as equal, and the mesh with the least communication is
+taken: simulations have larger errors than that, and the largest ones for networks."""
 
 NOISE = 0.1
-"""Part by which times of meshes over one micro-batch's worth of tokens differ by chance, about, and
-over n of them by this over the root of n. What is further behind is simulated no longer."""
+"""Relative difference by chance of the times of meshes over the tokens of one micro-batch, about;
+over n micro-batches it is this divided by √n. A mesh further behind is not simulated further."""
 
 LARGEST = 1 << 16
-"""Most devices that are tried where nothing fits on those given."""
+"""Most devices that are tried if nothing fits on the given ones."""
 
 Progress = Callable[[str, int, int], None]
-"""Is told what is being done, how much of it is done, and how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is in all."""
 
 
 @contextmanager
 def progress_bar(search: str) -> Iterator[Progress]:
-    """A bar that a search moves; where no terminal can show it, a line that says ``search``."""
+    """A progress bar for a search; without a terminal it only prints a line with ``search``."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -78,10 +78,10 @@ def progress_bar(search: str) -> Iterator[Progress]:
 
 BEHIND = "slower than others in the first step or steps, or in a part of the first"
 TOO_LARGE = "simulated: more than the device's memory"
-"""Why meshes are left out whose steps are simulated, in whole or in part."""
+"""Reasons to leave out meshes whose steps are simulated, in whole or in part."""
 
 LeftOutMeshes = dict[str, list[Mesh]]
-"""What is left out, by reason."""
+"""The meshes that are left out, by reason."""
 
 
 def legal_meshes(request: MeshRequest, reasons: LeftOutMeshes | None = None) -> list[Mesh]:
@@ -112,7 +112,7 @@ def _meshes(request: MeshRequest) -> Iterator[Mesh]:
 
 def _virtual_stages(request: MeshRequest, pipeline: int) -> tuple[int, ...]:
     if pipeline == 1:
-        return (1,)  # A pipeline of one rank has no bubble that more stages would fill.
+        return (1,)  # A pipeline of one rank has no bubble that more stages could reduce.
     if request.virtual_stages is not None:
         return (request.virtual_stages,)
     if request.schedule is None:
@@ -135,15 +135,15 @@ def _objection(request: MeshRequest, mesh: Mesh) -> str | None:
 
 
 def silent(what: str, done: int, whole: int) -> None:
-    """Progress that nobody asked for."""
+    """Shows no progress."""
 
 
 def choose_mesh(request: MeshRequest, *, progress: Progress = silent) -> MeshChoice:
-    """The fastest mesh for a request, with the next ones.
+    """The fastest mesh for a request, and the next best ones.
 
     Raises:
         ValueError: no mesh is legal, or none fits in memory; the message says why, and how many
-            devices would do.
+            devices would be enough.
     """
     found = _search(request, progress)
     if found.rows:
@@ -152,7 +152,7 @@ def choose_mesh(request: MeshRequest, *, progress: Progress = silent) -> MeshCho
 
 
 def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
-    """As :func:`choose_mesh`, with no rows where no mesh fits."""
+    """As :func:`choose_mesh`, but without rows if no mesh fits."""
     reasons: LeftOutMeshes = {}
     ordered = _pruned(request, legal_meshes(request, reasons), reasons, tell)
     first, others = ordered[:SAMPLED_MESHES], ordered[SAMPLED_MESHES:]
@@ -163,7 +163,7 @@ def _search(request: MeshRequest, tell: Progress) -> MeshChoice:
     if others:
         reasons["slower than others, by the closed form"] = others
     rows = [each.row for each in fit]
-    # All meshes train on the same pieces. Of equal times those with most replicas come first.
+    # All meshes train on the same pieces. In a tie the mesh with the most replicas comes first.
     rows.sort(key=lambda row: (row.steps_ns, [-n for n in row.mesh.shape], row.mesh.virtual_stages))
     if rows:
         close = [row for row in rows if row.steps_ns <= CLOSE * rows[0].steps_ns]
@@ -182,7 +182,7 @@ def _raced(
 ) -> list[Evaluation]:
     """Simulate all steps of the meshes that fit and keep up; others go to ``reasons``.
 
-    Where none is left of those ahead, those that had fallen behind go on (``sampled``).
+    If no mesh that kept up fits, the meshes that had fallen behind go on (``sampled``).
     """
     left: list[Evaluation] = []
     steps, micro_batches = request.steps, request.data.micro_batches
@@ -193,12 +193,12 @@ def _raced(
             made.go_on(number)
         best = sorted(made.ps for made in going_on if made.fits)[:2] or [0]
         simulated = number * micro_batches or min(micro_batches, SAMPLED)
-        # The second goes on too, to be named beside the best.
+        # The second best goes on too, to be named beside the best.
         most = max(best[0] * (CLOSE + NOISE / math.sqrt(simulated)), best[-1])
         ahead = [made for made in going_on if made.fits and (made.ps <= most or number == steps)]
         left += [made for made in going_on if made not in ahead]
         going_on = ahead
-    # The sample of a mesh that fits may be too large.
+    # A sample may exceed the memory even if the mesh's steps fit.
     again = [] if going_on else [made for made in left if made.fits or not made.steps]
     for made in left:
         if made not in again:
@@ -209,7 +209,7 @@ def _raced(
 def _pruned(
     request: MeshRequest, legal: list[Mesh], reasons: LeftOutMeshes, tell: Progress
 ) -> list[Mesh]:
-    """The meshes that fit by the closed form, best first by it."""
+    """The meshes that fit by the closed form, the fastest by it first."""
     form = ClosedForm(request)
     fit: list[tuple[int, tuple[int, ...], Mesh]] = []
     for number, mesh in enumerate(legal):
@@ -226,7 +226,7 @@ def _pruned(
 
 
 def _nothing(request: MeshRequest, found: MeshChoice) -> str:
-    """Why nothing was found, and what would help."""
+    """Why no mesh was found, and what would help."""
     why = "; ".join(f"{each.reason}: {each.count}, as {each.example}" for each in found.left_out)
     smallest = None if set(request.fixed) >= set(AXES) else _smallest(request)
     remedy = (
@@ -243,7 +243,7 @@ def _nothing(request: MeshRequest, found: MeshChoice) -> str:
 
 
 def _smallest(request: MeshRequest) -> int | None:
-    """The least number of devices on which a mesh fits: twice, four times, ... those given."""
+    """The least of 2, 4, 8, ... times the given devices on which a mesh fits."""
     devices = 2 * request.devices
     while devices <= LARGEST:
         try:

@@ -1,9 +1,9 @@
 """The plan of one optimiser step: which tokens run when, on which replica, in which micro-batch.
 
-A planner writes a :class:`.StepPlan`; the data loader turns it into tensors, a schedule turns it
-into actions, the simulator predicts it and the executor runs it. A plan holds plain integers and
-strings only, is the same on every rank, and can be printed, validated, compared by digest and
-sent through JSON.
+A planner writes a :class:`.StepPlan`; the data loader makes tensors from it, a schedule makes
+actions from it, the simulator predicts it and the executor runs it. A plan holds only plain
+integers and strings, is the same on every rank, and can be printed, validated, compared by digest
+and written as JSON.
 
 A *piece* is the part of a *document* that attends only to itself, a *slice* the part of a piece
 that runs in one micro-batch (docs/design.md, "What the words mean").

@@ -1,4 +1,4 @@
-"""What a step plan is made of: pieces, slices, micro-batches, and a replica's grouping of them."""
+"""The parts of a step plan: pieces, slices, micro-batches, and the plan of one replica."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward computes again of a layer: nothing, its feed-forward half, or all of it."""
+"""The part of a layer that backward recomputes: nothing, its feed-forward half, or all of it."""
 
 ActivationCheckpointing = Literal["auto", Recompute]
-"""``"auto"``: the plan decides for each micro-batch; else what all of them compute again."""
+"""What all micro-batches recompute; ``"auto"``: the plan decides for each micro-batch."""
 
 _AT_ONCE = 1 << 18
-"""Documents that are looked at together, so that millions of them need no further memory."""
+"""Documents that are counted at a time, so that millions of them need little further memory."""
 
 
 class Piece(NamedTuple):
     """Tokens ``[origin, stop)`` of a document, which attend to each other and nothing else.
 
-    ``document`` is its number in the store; a mixture that passes over a store again adds the
-    number of documents for each pass. ``arrival`` is the optimiser step whose global batch brought
-    the piece (0-based); a piece released at step s was delayed by ``s - arrival`` steps.
+    ``document`` is its number in the store; for each further pass over a store a mixture adds the
+    number of documents. ``arrival`` is the optimiser step (0-based) whose global batch contained
+    the piece; a piece released at step s was delayed by ``s - arrival`` steps.
     """
 
     document: int
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def piece_counts(lengths: NDArray[np.int64], window: int) -> dict[int, int]:
-    """How many pieces of each length documents are cut into: tokens -> pieces, where there are any.
+    """The number of pieces of each length into which documents are cut: tokens -> pieces.
 
     ``lengths`` are the documents' tokens, ``window`` is the most tokens of a piece.
     """
@@ -93,10 +93,10 @@ class MicroBatch:
             (``lightning_wlb.sharding.SHARDINGS``).
         rows: rows per context-parallel rank after padding, so that every rank knows the size
             of every message without asking.
-        replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge
-            an aligned power-of-two range, all of which list it. Where a step has schemes, the
-            range counts only pipelines that are alike.
-        recompute: what its backward computes again of every layer, in place of holding it
+        replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge an
+            aligned power-of-two range of replicas, which all list it. If a step has schemes, only
+            pipelines of the same shape count for the range.
+        recompute: the part of every layer that its backward recomputes instead of storing it
             (activation checkpointing).
     """
 
@@ -131,10 +131,10 @@ class ReplicaPlan:
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """For each micro-batch how many forwards must have run before its backward.
+        """For each micro-batch the number of forwards that must have run before its backward.
 
-        These are the forwards up to the last slice of each of its pieces, because a slice's keys
-        and values receive gradients from every later slice (SlimPack §4.1).
+        The forwards up to the last slice of each of its pieces must have run, because a slice's
+        keys and values receive gradients from every later slice (SlimPack §4.1).
         """
         last = self._last
         return tuple(
@@ -175,7 +175,7 @@ class ReplicaPlan:
         """
         order: list[int] = []
         for place, need in enumerate(accumulate(self.needs, max)):
-            if need == place + 1:  # nothing up to here is needed by what follows: a chain ends
+            if need == place + 1:  # no later micro-batch has a slice of these pieces: chain ends
                 order += range(place, len(order) - 1, -1)
         return tuple(order)
 

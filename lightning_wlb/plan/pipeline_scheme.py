@@ -3,9 +3,9 @@
 A run has one mesh, over which parameters and optimizer state are sharded. A step may compute on
 other pipelines than the mesh's: its :data:`Schemes` are one :class:`.Scheme` for each pipeline, and
 together they hold every rank once. The order of ranks in a pipeline is that of a mesh: stages
-outermost, tensor innermost. So tensor-parallel ranks are neighbours, and pipelines whose sizes are
-powers of two, the largest first, put no such group astride two nodes. Schemes have one stage on
-each pipeline rank, no virtual stages.
+outermost, tensor innermost. So tensor-parallel ranks are neighbours, and if pipeline sizes are
+powers of two in descending order, no tensor-parallel group crosses a node boundary. Schemes have
+one stage on each pipeline rank, no virtual stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_wlb.argument_checks import whole, wholes
 from lightning_wlb.mesh import Mesh, Rank
 
 Shape = tuple[tuple[int, ...], int, int]
-"""Layers of each stage, context and tensor ranks: what pipelines that are alike have in common."""
+"""Layers of each stage, context ranks and tensor ranks; pipelines of equal shape are *alike*."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Scheme:
     """How one pipeline of a step is spread over ranks.
 
     Args:
-        first: its first global rank; it has the :attr:`size` ranks from there on.
+        first: its first global rank; it takes :attr:`size` consecutive ranks.
         stages: decoder layers of each stage, the model's first layers in the first stage.
         context: ranks that share the tokens of a micro-batch.
         tensor: ranks that share each weight.
@@ -92,7 +92,7 @@ Schemes = tuple[Scheme, ...]
 
 
 def check_schemes(where: str, schemes: Sequence[Scheme]) -> None:
-    """Raise ValueError for pipelines that leave ranks out, share some, or lack a part of the model.
+    """Raise ValueError for pipelines that skip or share ranks, or lack a part of the model.
 
     The message begins with ``where``.
     """
@@ -112,7 +112,7 @@ def check_schemes(where: str, schemes: Sequence[Scheme]) -> None:
 
 
 def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
-    """A mesh's replicas as schemes, given its stages' layers; ValueError if some are virtual."""
+    """A mesh's replicas as schemes, given its stages' layers; ValueError for virtual stages."""
     if mesh.virtual_stages > 1:
         raise ValueError(
             f"virtual_stages={mesh.virtual_stages}, but pipelines that differ have one stage on"
@@ -125,16 +125,16 @@ def schemes_of(mesh: Mesh, stages: Sequence[range]) -> Schemes:
 
 
 def rank_in(schemes: Schemes, number: int) -> Rank:
-    """The place in its pipeline of a global rank, for which the data of a step are made.
+    """The place of a global rank in its pipeline, for which the data of a step are made.
 
-    Its mesh has as many pipelines as ``schemes``, taken to be all like the rank's own.
+    The result's mesh has as many pipelines as ``schemes``, all of the shape of the rank's own.
     """
     at, scheme = next((at, each) for at, each in enumerate(schemes) if number in each.ranks)
     return Rank(scheme.mesh(len(schemes)), at, *scheme.place(number))
 
 
 def alike(schemes: Sequence[Scheme]) -> dict[Shape, list[int]]:
-    """The numbers of the pipelines of each shape, ascending; shapes in the order of the first."""
+    """The numbers of the pipelines of each shape, ascending; shapes in order of appearance."""
     found: dict[Shape, list[int]] = {}
     for number, scheme in enumerate(schemes):
         found.setdefault(scheme.shape, []).append(number)

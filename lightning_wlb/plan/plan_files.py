@@ -1,10 +1,10 @@
 """Plans as a file: JSON lines that another language can read, of a named and numbered format.
 
-The first line is the header: ``format``, ``version``, what the writer says of the plans, and how
-many ``plans`` follow, by which a file that was cut short is known. Each
-further line is one step in the fields of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes
-them. ``docs/planner.md`` says what every field means. A change that old readers would misread has
-another ``version``; a field more has not.
+The first line is the header: ``format``, ``version``, what the writer says of the plans, and the
+number of ``plans`` that follow, by which a truncated file is recognised. Each further line is one
+step with the fields of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes them.
+``docs/planner.md`` says what every field means. A change that old readers would misread gets a new
+``version``; an added field does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def write_plans(path: Path, plans: Iterable[StepPlan], about: Mapping[str, Any]) -> None:
-    """Write plans to ``path``; ``about`` says in plain types what they were made of."""
+    """Write plans to ``path``; ``about`` describes in plain types what they were made from."""
     plans = list(plans)
     header = {"format": FORMAT, "version": VERSION, **about, "plans": len(plans)}
     with path.open("w", encoding="utf-8") as file:
@@ -36,8 +36,8 @@ def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
 
     Raises:
         ValueError: another format or a later version, a line that is no plan, a plan that cannot
-            run, one of a step that is no later than the line before, or fewer plans than the header
-            says; the message names the line.
+            run, a step that is not later than the step of the line before, or fewer plans than the
+            header says; the message names the line.
     """
     with open_regular(Path(path)) as file:
         lines = file.read().decode().splitlines() or [""]

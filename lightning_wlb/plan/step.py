@@ -29,14 +29,14 @@ class StepPlan:
         epoch: pass over the document store, 0-based.
         replicas: one plan for each data-parallel replica.
         pieces: the pieces released in this step, in a canonical order.
-        target_tokens: tokens with a next-token target, over all replicas: the loss divides by it.
+        target_tokens: tokens with a next-token target, over all replicas; the loss's divisor.
         cap: most new tokens of a micro-batch over its context-parallel group.
         micro_batches: N, the configured number of micro-batches of a global batch. A step may run
-            fewer (empty ones are left out), and then N counts them in every imbalance degree; or
-            more, where the packing chooses their number.
+            fewer, as empty ones are left out; imbalance degrees then count the empty ones too. It
+            may run more if the packing chooses their number.
         nominal_tokens: the configured tokens of a global batch, N times the context window.
         drain: whether the step empties queues after the epoch's last arrival.
-        schemes: of each replica's pipeline, where they are not those of the run's mesh; else empty.
+        schemes: the scheme of each replica's pipeline; empty if the step runs on the run's mesh.
     """
 
     step: int
@@ -87,9 +87,9 @@ class StepPlan:
 
     @staticmethod
     def from_json(text: str) -> StepPlan:
-        """Read what :meth:`to_json` wrote; ValueError for other values than a plan has.
+        """Read what :meth:`to_json` wrote; ValueError for values that no plan has.
 
-        Fields that a plan has not are passed over: a later writer may have more.
+        Unknown fields are ignored, because a later version may write more.
         """
         given: dict[str, Any] = json.loads(
             text,
@@ -143,16 +143,16 @@ class StepPlan:
 
 
 def _number(text: str) -> int:
-    """A number of a plan. Larger ones may have hashes that somebody chose, and take for ever."""
+    """An integer of a plan; large ones are refused, as hash collisions could be made from them."""
     if len(text) > 10 or not text.isdecimal():
         raise ValueError(f"{text[:20]} is no whole number of up to 10 digits")
     return int(text)
 
 
 def _as_fields(part: Any) -> dict[str, Any]:
-    """The fields of one of a plan's dataclasses, by name; without schemes where there are none.
+    """The fields of one of a plan's dataclasses, by name; empty ``schemes`` are left out.
 
-    Readers in other languages are given ``backward`` too, as micro-batches in its order.
+    For readers in other languages ``backward`` is added, the micro-batches in backward order.
     """
     named = {field.name: getattr(part, field.name) for field in fields(part)}
     if isinstance(part, ReplicaPlan):

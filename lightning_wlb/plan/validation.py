@@ -1,4 +1,4 @@
-"""The rules of a step plan that can run; each is a function that names what breaks it.
+"""The rules that a step plan must keep to run; each is a function that names what breaks it.
 
 Cost: linear in the number of slices, except for sorting them.
 """
@@ -18,7 +18,7 @@ from lightning_wlb.plan.pipeline_scheme import Scheme, alike, check_schemes
 _MODES = get_args(Recompute)
 
 _Shared = tuple[tuple[int, ...], str, int, Recompute, tuple[Slice, ...]]
-"""A micro-batch that replicas share: these, its sharding, rows and recompute, and its slices."""
+"""A shared micro-batch: its replicas, sharding, rows, recompute and slices."""
 
 
 def check(
@@ -59,7 +59,7 @@ def check(
 def _check_fits(
     where: str, schemes: Sequence[Scheme], replica: ReplicaPlan, micro_batch: MicroBatch
 ) -> None:
-    """Replicas that share a micro-batch are alike, and its rows were laid out for them."""
+    """Replicas that share a micro-batch have equal shapes, and its rows were laid out for them."""
     first, *others = micro_batch.replicas
     scheme = schemes[first]
     unlike = [n for n in others if schemes[n].shape != scheme.shape]
@@ -149,7 +149,7 @@ def _check_slices(where: str, replica: ReplicaPlan) -> None:
 
 
 def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch, cap: int) -> None:
-    """A micro-batch has no more tokens than the cap, and recomputes something that exists."""
+    """A micro-batch has at most the cap's tokens, and names a sharding and a known recompute."""
     tokens = replica.tokens_of(micro_batch)
     if tokens > cap:
         raise ValueError(f"{where} has {tokens} tokens, more than the cap of {cap}.")
@@ -160,7 +160,7 @@ def _check_micro_batch(where: str, replica: ReplicaPlan, micro_batch: MicroBatch
 
 
 def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
-    """Slices of a piece are on the same replicas, and run forward in order, each once."""
+    """Slices of a piece are on the same replicas, and each runs forward once, in order."""
     on: dict[tuple[int, ...], tuple[int, ...]] = {}
     for number, replica in enumerate(replicas):
         seen: dict[tuple[int, ...], tuple[int, Slice]] = {}
@@ -187,10 +187,10 @@ def _check_merged(
 ) -> None:
     """A shared micro-batch names an aligned power-of-two range of replicas, which all list it.
 
-    The range counts only replicas that are alike: ``like`` lists these for each replica, itself
-    included. Replicas run what they share in one order, or they would wait for each other.
+    The range counts only replicas of equal shape: ``like`` lists these for each replica, itself
+    included. Replicas run shared micro-batches in one order, else they would deadlock.
     """
-    # One that only its own replica runs, which `check` knows, has nothing to agree on.
+    # An unshared micro-batch is left out: `check` has seen that its own replica runs it.
     listed: dict[_Shared, list[int]] = {}
     order: TopologicalSorter[_Shared] = TopologicalSorter()
     for number, replica in enumerate(replicas):
@@ -202,7 +202,7 @@ def _check_merged(
                 if shared not in listed:
                     _check_range(f"step {step}, replica {number}", each.replicas, like[number])
                 listed.setdefault(shared, []).append(number)
-                if slices:  # each of which is in one micro-batch
+                if slices:  # they identify it, as each slice is in one micro-batch
                     order.add(shared, *([before] if before else []))
                     before = shared
     for (members, *_), own in listed.items():

@@ -9,7 +9,7 @@ Every rank runs the same planner and gets the same plan: costs are integers, tie
 number, the order comes from ``numpy.random.default_rng((seed, epoch))``. The state is plain and
 global, so a run resumes on any mesh.
 
-Cost: milliseconds of plain Python for a step of some hundred pieces, part of it the validation of
+Cost: milliseconds of plain Python for a step of some hundred pieces, including the validation of
 the plan; once per epoch a permutation of the document numbers, of 4 bytes each. The planner of ten
 million documents is ready in seconds (``benchmarks/results/scale.json``).
 """
@@ -44,8 +44,8 @@ Targets = Callable[[int, int, int], int]
 class Release(NamedTuple):
     """The pieces that enter optimiser step ``step``, on any mesh.
 
-    ``drain`` says whether the step drains waiting pieces after the epoch's last arrival. A packing
-    that slices pieces has all of them in one micro-batch here.
+    ``drain`` says whether the step drains waiting pieces after the epoch's last arrival. For a
+    packing that slices pieces, all pieces are in one micro-batch here.
     """
 
     step: int
@@ -63,22 +63,22 @@ class Planner:
         work: forward and backward work of the model on a slice.
         mesh: the ranks that the steps are planned for.
         sharding: how micro-batches lie on the context ranks, a name in
-            ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each the one of least
-            predicted attention latency.
+            ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch the
+            sharding with the least predicted attention latency.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.
-        scorer: compares the plans of methods that try several for a step, such as a
+        scorer: compares plans for packings that try several for a step, such as a
             :class:`~lightning_wlb.planning.plan_scoring.ProfileScorer`; None: by exact work.
-        activation_checkpointing: what all micro-batches compute again in backward; ``"auto"``: what
-            the scorer decides, or nothing without one.
+        activation_checkpointing: what all micro-batches recompute in backward; ``"auto"``: what the
+            scorer decides, or nothing without a scorer.
         mixture: the share of each of several stores, whose ``lengths`` follow one another; empty
-            where there is one store (:mod:`lightning_wlb.planning.mixture`).
-        step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
+            for a single store (:mod:`lightning_wlb.planning.mixture`).
+        step_chooser: may give a step other pipelines than the mesh's; None: all run on the mesh.
 
     Attributes:
-        packer: the packing of the run, with the pieces that have arrived and wait.
+        packer: the packing of the run, with the pieces that wait.
 
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
@@ -144,8 +144,8 @@ class Planner:
         """The plan of the next step.
 
         Returns:
-            None once when the epoch is over, and the next call starts the next one; None for ever
-            when ``max_tokens`` is reached (:attr:`finished`).
+            None once when the epoch is over (the next call starts the next epoch), and None for
+            ever when ``max_tokens`` is reached (:attr:`finished`).
         """
         release = self.release()
         return None if release is None else self.place(release)
@@ -153,10 +153,9 @@ class Planner:
     def release(self) -> Release | None:
         """The pieces of the next step without its plan, in a small part of the time of a plan.
 
-        Returns:
-            None where :meth:`next_step` returns it.
+        Returns None where :meth:`next_step` returns it.
         """
-        # A run that ends with its epoch stands in the next one.
+        # A run whose last step ends an epoch first goes on to the next epoch.
         if self.finished and (self.packer.held or not self._arrivals.exhausted):
             return None
         micro_batches, drain = self.packer.next_step(self._arrivals, self._step)
@@ -209,7 +208,7 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last plan, in plain ints, strings, lists and dicts.
 
-        The same on every rank, and independent of the mesh.
+        The state is the same on every rank, and independent of the mesh.
         """
         return {
             "settings": dict(self._settings),
@@ -255,7 +254,7 @@ class Planner:
             ) from error
 
     def _check_held(self) -> None:
-        """Refuse pieces that wait and are no part of a document, or are there twice."""
+        """Refuse waiting pieces that are no part of a document, or that wait twice."""
         before = None
         for piece in sorted(self.packer.held):
             document, origin, stop, arrival = wholes("a piece that waits", piece, 0)
@@ -299,7 +298,7 @@ class Planner:
 def arrivals_of(
     lengths: NDArray[np.int64], data: DataSettings, mixture: Sequence[StoreShare]
 ) -> GlobalBatches:
-    """The global batches of a run; ``lengths`` are those after truncation."""
+    """The global batches of a run; ``lengths`` are the documents' tokens after truncation."""
     settings = data.nominal_tokens, data.context_window, data.packer.cuts_stream
     stream = Stream(*settings, data.seed, data.shuffle)
     return MixedBatches(mixture, lengths, stream) if mixture else GlobalBatches(lengths, stream)

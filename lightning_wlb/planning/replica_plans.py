@@ -7,9 +7,9 @@ micro-batches a sharding and the rows of a rank (:mod:`lightning_wlb.sharding`) 
 equal lengths after equally many tokens are laid out once, whatever documents they are of.
 
 Cost: :func:`replica_plan` is linear in slices. :func:`laid_out` takes about 0.1 ms for a
-micro-batch where the sharding is adaptive and there is context parallelism, a tenth of it where
-not. Leave it out for plans that are only compared: their times are estimated without it
-(:mod:`lightning_wlb.prediction.estimate`).
+micro-batch with context parallelism and an adaptive sharding, else a tenth of that. Plans that are
+only compared need no :func:`laid_out`: :mod:`lightning_wlb.prediction.estimate` predicts their
+times without it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def replica_plan(
     Args:
         packs: the slices of each of the replica's own micro-batches, in forward order.
         replica: number of the replica.
-        sharding: a name in ``lightning_wlb.sharding.SHARDINGS`` or ``"adaptive"``, of every
-            micro-batch.
+        sharding: the sharding of every micro-batch, a name in ``lightning_wlb.sharding.SHARDINGS``
+            or ``"adaptive"``.
         shared: micro-batches that replicas share, in order; this replica's run before its own.
     """
     slices: list[Slice] = []
@@ -59,9 +59,9 @@ def laid_out(
     """The same replicas with the sharding and the rows of every micro-batch.
 
     Args:
-        replicas: all replicas of a step; the shardings and rows that they have are replaced.
+        replicas: all replicas of a step; their shardings and rows are replaced.
         mesh: its context and tensor ranks share each micro-batch.
-        sharding: as for :func:`replica_plan`; an adaptive one becomes, for each micro-batch, the
+        sharding: as for :func:`replica_plan`; ``"adaptive"`` becomes, for each micro-batch, the
             sharding with the least predicted attention latency.
         kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
             sharding is chosen.

@@ -1,7 +1,7 @@
 """The data settings: what decides which pieces of which documents enter a step.
 
-What enters a step depends on them alone and never on the mesh, so that a run can move to another
-cluster and see the same data.
+Which data enter a step depends on these settings alone and never on the mesh, so that a run can
+move to another cluster and see the same data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_wlb.planning.packing import PackingChoice
 from lightning_wlb.planning.packing.base import Packer, Rules
 
 MOST_WINDOW, MOST_MICRO_BATCHES = 1 << 27, 1 << 20
-"""Beyond these planning alone takes all memory, or ever: a number of tokens or bytes was meant."""
+"""Beyond these limits planning would exhaust time or memory: the user meant tokens or bytes."""
 
 LongDocuments = Literal["split", "truncate", "error"]
 
@@ -34,16 +34,16 @@ class DataSettings:
             N·C tokens, half a window more or less.
         packing: the packing method, by name or with options of its own, as in
             ``{"method": "wlb", "queues": 3}`` (:data:`~lightning_wlb.planning.packing.PACKINGS`
-            lists the methods, the ``Options`` of each say what it takes), or a subclass of
-            ``Packer``. The default has the shortest simulated steps per unit of work
+            lists the methods, each method's ``Options`` its options), or a subclass of ``Packer``.
+            The default has the shortest simulated steps per unit of work
             (``benchmarks/results/packing.md``).
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
             default (C or 1.5·C, see its ``cap_percent``).
         long_documents: what becomes of a document above C: cut into pieces of C tokens, cut off
             at C, or an error.
         seed: gives the order of documents, at least 0.
-        shuffle: whether each epoch has a new order; else it is the order of the store.
-        max_tokens: the first step that brings the run to so many tokens is its last.
+        shuffle: whether each epoch has a new order; else every epoch has the store's order.
+        max_tokens: the run ends with the first step that brings it to at least so many tokens.
 
     Raises:
         ValueError: a value out of range, with the remedy.

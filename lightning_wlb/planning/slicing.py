@@ -5,43 +5,44 @@ Phase 1 of SlimPack deals whole pieces to replicas, by work
 MicroPacks of each replica one after another, each to the work that is left divided by the packs
 that are left:
 
-* a piece with more work than a pack starts in a fresh pack and is cut where the target is reached
+* a piece with more work than a pack starts in an empty pack and is cut where the target is reached
   ("slim"); its last slice leaves a gap;
 * a gap is filled with whole pieces, the largest that fits first ("mix", "pack");
-* only where none fits and more than 1/400 of the target is open, the smallest piece that does not
+* only if no piece fits and more than 1/400 of the target is open, the smallest piece that does not
   fit is cut;
-* a pack that must take at least half of its cap, by the tokens that are left, gets first every k-th
-  of the short pieces, k packs being left. Else short pieces with little work for their tokens would
-  all be left for the last pack, which the cap then closes before it reaches the target.
+* with k packs left, a pack that must take at least half of its cap so that the others can hold the
+  rest first gets every k-th short piece. Else short pieces with little work for their tokens would
+  all be left for the last pack, and the cap would close it before it reaches the target.
 
 So few pieces are cut, packs that share a piece are consecutive, and mostly they share only one
 long piece: its slices run forward in order and backward in reverse
 (:attr:`.ReplicaPlan.backward`), and nothing else waits for them.
 
-Work is that of forward and backward together. The work of a slice is that of the prefix up to its
-end less that of the prefix up to its start; both are quadratic in tokens (beyond a sliding window
-linear), so a cut position is the root of a quadratic, in exact integers. Positions are rounded to
-whole kernel tiles (128 tokens) from the piece's origin, and no slice is shorter than 512 tokens,
-unless the token cap leaves no other way: each pack takes at least the tokens that would not fit the
-packs after it.
+Work counts forward and backward together. The work of a slice is the work of the prefix up to its
+end less the work of the prefix up to its start. Both are quadratic in tokens (beyond a sliding
+window linear), so a cut position is the root of a quadratic, in exact integers. Positions are
+rounded to whole kernel tiles (128 tokens) from the piece's origin, and no slice is shorter than 512
+tokens, unless the cap forces it: each pack takes at least the tokens that the packs after it cannot
+hold.
 
-Equal packs are the paper's. Where the pipeline has P stages, P - 1 last packs that each have 5/6 of
-the work of the one before drain it sooner, because nothing else runs beside their backwards.
+The paper's packs are equal. On a pipeline of P stages the last P - 1 packs may taper, each with 5/6
+of the work of the one before: the pipeline then drains sooner, since nothing else runs beside their
+backwards.
 
-Where a micro-batch ends one piece and begins the next, their slices are one chain, whose backward
-runs in reverse as a whole: a step of such micro-batches opens all of them at once.
+If a micro-batch ends one piece and begins the next, the slices of both form one chain, whose
+backward runs in reverse as a whole: a step of such micro-batches opens all of them at once.
 :func:`cut_apart` makes micro-batches in which no two slices of different pieces meet. For M
 micro-batches of equal work w, a piece of k·w, k rounded to a whole number of at least 2, becomes k
 slices of equal work, each in a micro-batch of its own. The other pieces stay whole and go, in
-descending length, to the micro-batch with the least work: one that has a slice, or one of the M
-that have none. Micro-batches with slices come first, those of the longest piece before the others,
-so that a chain never needs more forwards than the chain before it. At most one long piece is then
-open on the last stage. Micro-batches are less equal, by up to half where pieces have little more
-work than one of them: use it where memory is short, and for long pieces of similar length.
+descending length, to the micro-batch with the least work, with or without a slice. Micro-batches
+with slices come first, the longest piece's before the others, so that a chain never needs more
+forwards than the chain before it. At most one long piece is then open on the last stage.
+Micro-batches are less equal, by up to half if pieces have little more work than a micro-batch: use
+it where memory is short, and for long pieces of similar length.
 
 Cost: O(P·log P + M) searches for P pieces, and O(P·M) where the cap binds: below a millisecond for
-hundreds of pieces. Not for executors that keep no keys and values between micro-batches, nor for so
-many packs that their kernels no longer fill the device: only a scorer can see that.
+hundreds of pieces. Do not use it for executors that keep no keys and values between micro-batches,
+nor for so many packs that their kernels do not fill the device (only a scorer can see that).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _SHARE = 1 << 20  # relative work of a pack that is not tapered
 def share_packs(loads: Sequence[int], packs: int, total: int) -> list[int]:
     """The number of packs of each replica, in proportion to its work; at least one if it has any.
 
-    ``loads`` is the work of each replica, ``total`` that of all ``packs``. Shares are rounded half
-    up, so their sum may differ from ``packs``.
+    ``loads`` is the work of each replica, ``total`` the work of all ``packs``. Shares are rounded
+    half up, so their sum may differ from ``packs``.
     """
     total = max(total, 1)
     return [max((2 * packs * load + total) // (2 * total), 1) if load else 0 for load in loads]
@@ -92,12 +93,12 @@ def slice_pieces(
         work: work of a piece or slice, forward and backward together.
         tile: pieces are cut at multiples of so many tokens from their origins.
         least: tokens of the shortest slice; whole pieces may be shorter.
-        taper: how many of the last MicroPacks have 5/6 of the work of the one before, each; at
-            most a quarter of all packs.
+        taper: how many of the last MicroPacks each have 5/6 of the work of the one before; at most
+            a quarter of all packs.
 
     Returns:
         The slices of each MicroPack in forward order, every token once, no pack empty. Slices of
-        a piece are in order, in strictly increasing packs.
+        a piece are in order, at most one in each pack.
     """
     if not pieces:
         return []
@@ -116,7 +117,7 @@ def pack_shares(packs: int, taper: int) -> list[int]:
 
 
 class _Waiting:
-    """Pieces of which no pack has any part yet, ascending by length and so by work."""
+    """Pieces that are in no pack yet, ascending by length and so by work."""
 
     def __init__(self, pieces: Sequence[Piece], work: PassWork) -> None:
         self.pieces = longest_first(pieces)[::-1]
@@ -124,7 +125,7 @@ class _Waiting:
         self.works = [work(tokens) for tokens in self.lengths]
 
     def count_fitting(self, tokens: int, work: int) -> int:
-        """How many pieces, the first ones, have at most so many tokens and so much work each."""
+        """How many of the pieces have at most so many tokens and so much work each."""
         return min(bisect_right(self.lengths, tokens), bisect_right(self.works, work))
 
     def take(self, index: int) -> tuple[Piece, int, int]:
@@ -145,11 +146,11 @@ class _Pack:
     """The pack that is being filled."""
 
     room: int  #: tokens that still fit
-    gap: int  #: work that is still missing; below 0 where it has more than its target
-    slack: int  #: work that may be missing, or too much
+    gap: int  #: work that is still missing; negative if it has more than its target
+    slack: int  #: by how much work it may end below or above its target
     tight: bool  #: whether it must take at least half of its cap in tokens
     slices: list[Slice] = field(default_factory=list)
-    open: int = -1  #: index of the slice of a piece that was cut here; -1 if none was
+    open: int = -1  #: index of the slice at whose end a piece is cut; -1 if none is
 
 
 class _Filling:
@@ -160,8 +161,8 @@ class _Filling:
     ) -> None:
         self.cap, self.work, self.tile, self.least = cap, work, tile, least
         self.waiting = _Waiting(pieces, work)
-        self.cut: _Part | None = None  # the piece of which only a part is placed
-        # Tokens and work that are in no finished pack.
+        self.cut: _Part | None = None  # the piece that is only partly placed
+        # Tokens and work that no finished pack holds.
         self.tokens = sum(self.waiting.lengths)
         self.rest = sum(self.waiting.works)
 
@@ -173,7 +174,7 @@ class _Filling:
         for number, share in enumerate(shares):
             left = len(shares) - number
             target = self.rest * share // shares_left
-            # Tokens that this pack must take, because those after it cannot hold them.
+            # Tokens that this pack must take, because the packs after it cannot hold them.
             owed = self.tokens - (left - 1) * self.cap
             pack = _Pack(self.cap, target, target // OPEN_GAPS, tight=2 * owed > self.cap)
             if pack.tight:
@@ -196,12 +197,12 @@ class _Filling:
                 self._place_whole(pack, index)
 
     def _fill_by_work(self, pack: _Pack) -> None:
-        """Take whole pieces, and where none fits a part of one, until the pack has its work."""
+        """Take whole pieces, or a part of one if none fits, until the pack has its work."""
         waiting = self.waiting
         while pack.gap > pack.slack and pack.room:
             part = self.cut
             if part is None:
-                # Some piece waits: without any the pack would have the work that is missing.
+                # Some piece waits, because work is missing.
                 exceeds = waiting.works[-1] > pack.gap + pack.slack
                 if exceeds and (pack.tight or not pack.slices):
                     part = self._waiting_part(len(waiting.pieces) - 1)
@@ -234,8 +235,8 @@ class _Filling:
             pack: the pack that takes them.
             room: most tokens to take.
             gap: work to take.
-            slack: how far the work may be from that, either way.
-            one: whether to take one piece at most.
+            slack: by how much the work taken may differ from ``gap``.
+            one: whether to take at most one piece.
         """
         taken = False
         while gap > slack and not (one and taken):
@@ -248,10 +249,10 @@ class _Filling:
         return taken
 
     def _stop(self, pack: _Pack, part: _Part) -> int:
-        """The end of the slice that fills the pack's gap; 0 where no slice can.
+        """The end of the slice that fills the pack's gap; 0 if there is none.
 
-        The slice is the rest of the piece if that fits; else it ends on a tile and leaves at least
-        ``least`` tokens.
+        The slice is the rest of the piece if that fits; else it ends on a tile, and it and the rest
+        have at least ``least`` tokens each.
         """
         start, end = part.placed, part.piece.tokens
         before = self.work(start)
@@ -299,12 +300,12 @@ def cut_apart(
     least: int = LEAST_SLICE,
     taper: int = 0,
 ) -> list[list[Slice]]:
-    """The micro-batches of one replica, none of which has slices of two pieces that were cut.
+    """The micro-batches of one replica; none has slices of two pieces that were cut.
 
     The arguments are those of :func:`slice_pieces`. But no piece may be longer than ``cap``, the
     least length of slices is kept only roughly, and only micro-batches without slices are tapered.
-    There are more than ``packs`` micro-batches where pieces do not fit into so many, fewer where no
-    piece is left for them.
+    There are more than ``packs`` micro-batches if pieces do not fit into so many, and fewer if some
+    would be empty.
 
     Returns:
         The slices of each micro-batch in forward order, every token once, none empty.
@@ -324,7 +325,7 @@ def cut_apart(
         else:
             uncut.append(piece)
     begun = [(work(part.tokens, part.context), part.tokens) for (part,) in made]
-    # A tapered micro-batch counts as having the work already that it shall not get.
+    # A tapered micro-batch begins with the work that it is to have less than others.
     shares = pack_shares(packs, taper)
     begun += [(total * (shares[0] - share) // sum(shares), 0) for share in shares[len(made) :]]
     while True:
@@ -339,7 +340,7 @@ def cut_apart(
 
 
 def _equal_slices(piece: Piece, count: int, work: PassWork, tile: int) -> list[Slice]:
-    """``count`` slices of a piece with about equal work, fewer where cuts fall together."""
+    """``count`` slices of a piece with about equal work, fewer if cuts coincide."""
     total = work(piece.tokens)
     stops = [
         (work.tokens_within(total * at // count) + tile // 2) // tile * tile

@@ -15,7 +15,7 @@ from lightning_wlb.planning.packing.base import Packer
 from lightning_wlb.planning.plan_scoring import PlanScore
 
 WORTH_PER_MILLE = 5
-"""Simulated gain for which a step leaves the mesh."""
+"""Least simulated gain, in per mille of the step, for which a step leaves the mesh."""
 
 
 class PlannedStep(NamedTuple):
@@ -23,13 +23,13 @@ class PlannedStep(NamedTuple):
 
     schemes: Schemes  #: the pipelines
     excess: int  #: bytes by which the fullest device overflows; 0 if all fit
-    time_ns: int  #: predicted, until the gradients have arrived where parameters are sharded
+    time_ns: int  #: predicted, until the gradients have arrived at the shards of the parameters
     replicas: tuple[ReplicaPlan, ...]  #: the plan of each pipeline
     cap: int  #: most tokens of a micro-batch
 
 
 class StepChooser(Protocol):
-    """Chooses pipelines that a step may take, and plans it there."""
+    """Chooses other pipelines for a step, and plans the step on them."""
 
     def arranged(self, pieces: Sequence[Piece], packer: Packer) -> Sequence[PlannedStep]:
         """A step of these pieces on other pipelines; none where it must stay on the mesh."""

@@ -1,9 +1,9 @@
 """Generator A: document lengths like those of long-context pretraining.
 
-Log-normal lengths, of which one in a hundred is drawn from a Pareto tail instead, bounded by the
-context window. On it the imbalance degree of the original packing is that of WLB-LLM's Table 2
-(``benchmarks/results/packing.md``). For planning before the real corpus is at hand; not a
-substitute for its lengths.
+Lengths are log-normal, but one in a hundred is drawn from a Pareto tail; all are bounded by the
+context window. The imbalance degree of the original packing on them is that of WLB-LLM's Table 2
+(``benchmarks/results/packing.md``). Use it for planning before the real corpus is at hand; it does
+not replace the corpus's lengths.
 
 Cost: 20 ms for 300,000 documents.
 """
@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-MEAN_LENGTH = 2600  # tokens; the generator's mean, which sizes a sample of so many steps
+MEAN_LENGTH = 2600  # tokens; the generator's mean, for `documents_for`
 
 
 def generator_a(documents: int, window: int, seed: int) -> npt.NDArray[np.int64]:

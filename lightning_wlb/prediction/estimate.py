@@ -3,13 +3,13 @@
 While a packing looks for the best plan, no sharding is chosen yet, because choosing one takes
 longer than everything else. The sharding that is chosen in the end gives ranks equal rows and
 nearly equal attention (:mod:`~lightning_wlb.sharding.adaptive`). So the mean rank stands here for
-the slowest one. A piece with less than 1/8 of a rank's attention and 1/4 of its rows is taken to
-stay whole. A longer one is spread over so many ranks that each part is that small, or over all of
-them; each part is a chunk from the front and one from the back
+the slowest rank. A piece with less than 1/8 of a rank's attention and 1/4 of its rows is assumed to
+stay whole. A longer piece is spread over so many ranks that each part is that small, or over all
+ranks; each part is a chunk from the front and a chunk from the back
 (:mod:`~lightning_wlb.sharding.hybrid`).
 
-On a single rank the estimate is exact. On more, a micro-batch mostly takes up to 2 % more than
-estimated, and even more the shorter its pieces are, as remainders and tiles do not divide evenly
+On a single rank the estimate is exact. On several ranks, a micro-batch mostly takes up to 2 % more
+than estimated. The error grows for shorter pieces, as remainders and tiles do not divide evenly
 (``tests/prediction/test_estimate.py``).
 
 Cost: about 0.2 ms for a call, and 20 µs per micro-batch and kind of layer.
@@ -33,7 +33,7 @@ from lightning_wlb.sharding.integer_ranges import Integers, offsets, reach_of
 from lightning_wlb.sharding.rank_indices import ALL_TO_ALL_PERCENT
 
 MOST_REMEMBERED = 1 << 12
-"""Costs that are remembered: those of the micro-batches tried in a step on a thousand ranks."""
+"""Costs that are remembered: enough for the micro-batches tried in a step on a thousand ranks."""
 CUT_ATTENTION = 8
 """A piece with more than 1/8 of a rank's attention is cut. With this and :data:`CUT_ROWS`, steps of
 long documents are estimated within 4 % (``tests/prediction/test_estimate.py``)."""
@@ -42,15 +42,15 @@ CUT_ROWS = 4
 
 
 class UnplacedMicroBatch(NamedTuple):
-    """What the estimated cost of a micro-batch depends on."""
+    """The properties of a micro-batch on which its estimated cost depends."""
 
     slices: tuple[Slice, ...]
     replicas: int  #: how many replicas share it
-    going_on: int  #: pieces with which later micro-batches go on, and so read its keys
+    going_on: int  #: pieces that have slices in later micro-batches, which read its keys
 
 
 class Estimates:
-    """Estimated costs, remembered, because the plans that a search tries have most in common."""
+    """Estimated costs, remembered because the plans of a search share most micro-batches."""
 
     def __init__(self, latency: LatencyModel) -> None:
         self._latency = latency
@@ -133,15 +133,15 @@ def estimated_costs(
 
 
 class _Slices:
-    """The slices of some micro-batches one after another, and what a rank has of each.
+    """The concatenated slices of some micro-batches, and the parts of them that a rank has.
 
     Attributes:
         ranks: int64 [micro-batches], ranks of the context-parallel group.
         tokens: int64 [slices], tokens of each slice. All following arrays have the same shape.
         context: tokens of the piece before the slice.
-        parts: ranks that the slice lies on, each with two chunks if there are several.
-        queries: queries of a chunk, or of a slice on one rank.
-        near: keys that a rank's first chunk reads, or a slice on one rank.
+        parts: ranks that the slice lies on; if there are several, each has two chunks.
+        queries: queries of a chunk, or of a whole slice on one rank.
+        near: keys that a rank's first chunk reads, or a whole slice on one rank.
         far: keys that a rank's second chunk reads.
     """
 
@@ -177,9 +177,9 @@ class _Slices:
         return np.diff(sums[:, self._first])
 
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
-        """What the mean rank of each micro-batch has, int64 [..., micro-batches].
+        """The total of the mean rank of each micro-batch, int64 [..., micro-batches].
 
-        ``near`` and ``far`` are what the first and the second chunk of each slice have, int64
+        ``near`` and ``far`` are the values of the first and the second chunk of each slice, int64
         [..., slices].
         """
         both = np.where(self.parts > 1, near + far, near)
@@ -197,7 +197,7 @@ class _Slices:
         return times * (np.diff(self._first) > 0)
 
     def _of_chunks(self, values: Integers, cut: npt.NDArray[np.bool_]) -> Integers:
-        """:meth:`on_a_rank` of values [2, chunks] of all first chunks, then of the second ones."""
+        """:meth:`on_a_rank` of values [2, chunks] of all first chunks, then all second chunks."""
         far = np.zeros((2, len(cut)), dtype=np.int64)
         far[:, cut] = values[:, len(cut) :]
         return self.on_a_rank(values[:, : len(cut)], far)

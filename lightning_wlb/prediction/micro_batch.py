@@ -1,13 +1,13 @@
-"""What one micro-batch costs on its context-parallel group, once it is laid out.
+"""The cost of one micro-batch on its context-parallel group, once it is laid out.
 
-Each rank's attention segments go through the latency model. A layer takes as long as on the group's
-slowest rank, because all ranks wait for it at the exchange of keys and values. A slice also attends
-to the earlier keys of its piece: they are put together with its own keys in forward and again in
-backward, gathered from the group or copied on a single rank.
+The latency model predicts each rank's attention segments. A layer takes as long as on the group's
+slowest rank, because all ranks wait for that rank at the exchange of keys and values. A slice also
+attends to the earlier keys of its piece. These are joined with its own keys in forward and again in
+backward: gathered from the group, or copied on a single rank.
 
-Recomputation (``MicroBatch.recompute``) adds to a layer's backward the forward of what is computed
-again. A recomputed attention has just put its keys together, so its backward need not do it again.
-The three modes differ by sums of the same numbers, so their times are made together.
+Recomputation (``MicroBatch.recompute``) adds the forward of the recomputed part to a layer's
+backward. Recomputed attention has just joined its keys, so its backward need not do it again. The
+times of the three modes are sums of the same numbers, so they are computed together.
 
 Cost: about 0.1 ms per context rank and kind of layer. While a packing still searches, use
 :mod:`~lightning_wlb.prediction.estimate`, which needs no layout.
@@ -35,14 +35,14 @@ PASSES = (False, True)
 
 
 def modes_of(given: ActivationCheckpointing) -> Sequence[Recompute]:
-    """What a micro-batch may recompute where this was asked for, the least first."""
+    """What a micro-batch may recompute under the user's choice ``given``, the least first."""
     return MODES if given == "auto" else (given,)
 
 
 class PassTimes(NamedTuple):
     """Times of a micro-batch in ns with one kind of recomputation, as (forward, backward)."""
 
-    #: the kernel of one layer on the slowest rank; the mean where layers differ
+    #: the kernel of one layer on the slowest rank; the mean over layers if they differ
     attention_ns: tuple[int, int]
     mean_attention_ns: tuple[float, float]  #: the same as a mean over the ranks
     #: everything in a layer of each kind (``ModelShape.kinds``) on the slowest rank, communication
@@ -55,13 +55,13 @@ class MicroBatchCost(NamedTuple):
 
     rows: int  #: rows of each rank, padding included
     keys: int  #: most keys that the attention segments of a rank read
-    indexed: int  #: how many of these keys are put in order by an index
+    indexed: int  #: how many of these keys an index puts in order
     kept_rows: int  #: rows whose keys and values later slices read; 0 if none do
     by_mode: tuple[PassTimes, ...]  #: times with each recomputation, in the order of :data:`MODES`
-    recompute: Recompute = "none"  #: the mode of the plan; ``_replace`` gives the cost with another
+    recompute: Recompute = "none"  #: the mode of the plan; ``_replace`` gives another
     segments: int = 1  #: most attention segments of a rank
-    going_on: int = 0  #: pieces with which later micro-batches go on
-    ranks: int = 1  #: context-parallel ranks that share the rows, of all replicas
+    going_on: int = 0  #: pieces that have slices in later micro-batches
+    ranks: int = 1  #: context-parallel ranks of all replicas that share the micro-batch
 
     @property
     def times(self) -> PassTimes:
@@ -89,16 +89,16 @@ def micro_batch_cost(
     """The cost of a micro-batch of slices, without recomputation.
 
     Args:
-        placed: their layout on the context-parallel ranks of all replicas that share it.
+        placed: the slices' layout on the context-parallel ranks of all replicas that share them.
         replicas: how many replicas share the micro-batch (DP-Merge).
-        going_on: pieces with which later micro-batches go on, and so read its keys.
+        going_on: pieces that have slices in later micro-batches, which read its keys.
     """
     before = np.array([each.context for each in slices], dtype=np.int64)
     sliced = going_on > 0 or bool(before.any())
     window = latency.shape.sliding_window  # the widest: all layers exchange the same keys
     reach = reach_of(window)
     earlier = int(np.minimum(before, reach).sum())
-    if sliced:  # every rank sends all its rows, and those of earlier keys that it holds
+    if sliced:  # every rank sends all its rows, and the rows of earlier keys that it holds
         received = (placed.ranks - 1) * (placed.rows - (-earlier // placed.ranks))
     else:
         received = _received_rows(placed, window)
@@ -136,10 +136,10 @@ def micro_batch_cost(
 def most_of_a_rank(
     latency: LatencyModel, sharding: str, micro_batches: Sequence[Sequence[Slice]], ranks: int
 ) -> list[tuple[int, int]]:
-    """``keys``, where ranks exchange them, and ``segments`` of :class:`MicroBatchCost`, of each.
+    """``keys`` and ``segments`` of :class:`MicroBatchCost`, for each of several micro-batches.
 
-    ``micro_batches`` has the slices of each, at least one, ``ranks`` is the size of the
-    context-parallel group of each.
+    ``micro_batches`` has the slices of each, at least one; ``ranks`` is the size of their
+    context-parallel groups, whose ranks exchange keys.
     """
     lengths = [np.array([part.tokens for part in slices]) for slices in micro_batches]
     before = np.array([part.context for slices in micro_batches for part in slices])
@@ -158,14 +158,14 @@ def exchange_ns(
     keys: Sequence[Sequence[int]],
     replicas: Sequence[int],
 ) -> Integers:
-    """Time in which ranks put together keys and values, int64 [3, kinds, micro-batches, ranks].
+    """Time in which ranks join keys and values, int64 [3, kinds, micro-batches, ranks].
 
-    That is in forward, in backward for their gradients, and there for keys that are put together
-    again; of messages it is what layers wait for. In a layer without attention, what goes into a
-    recurrence and comes out of it is exchanged, which only a recomputed forward repeats.
+    The three times are: in forward, in backward for the gradients, and in backward for keys that
+    are joined again. Of messages only the part that layers wait for counts. A layer without
+    attention exchanges its recurrence's input and output; only a recomputed forward repeats that.
 
     Args:
-        rows: of each rank, for each micro-batch.
+        rows: rows of each rank, for each micro-batch.
         received: rows that the busiest rank receives or sends, for each micro-batch.
         keys: rows that each rank puts in order, [micro-batches][ranks].
         replicas: how many replicas share each micro-batch.
@@ -200,7 +200,7 @@ def times_by_mode(
 
     Args:
         rows: rows of each rank, for each micro-batch.
-        attention: of the kernel, int64 [2 (pass), kinds of layers, micro-batches, ranks].
+        attention: kernel times, int64 [2 (pass), kinds of layers, micro-batches, ranks].
         exchange: :func:`exchange_ns`, int64 [3, kinds of layers, micro-batches, ranks].
     """
     counts = np.array(list(latency.shape.kinds.values()))
@@ -228,7 +228,7 @@ def times_by_mode(
 
 
 def _received_rows(placed: Layout, sliding_window: int | None) -> int:
-    """Rows of keys that the group's busiest rank receives or sends, where no piece is sliced."""
+    """Rows of keys that the group's busiest rank receives or sends if no piece is sliced."""
     if placed.ranks == 1 or not placed.shared:
         return 0
     moved = traffic(placed, sliding_window)

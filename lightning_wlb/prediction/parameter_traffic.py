@@ -1,12 +1,12 @@
 """When parameters have been gathered and gradients reduced, while the actions of a step run.
 
-:mod:`~lightning_wlb.training.gather_and_reduce` gathers a pipeline rank's buckets (layers and ends)
-one after another from the step's begin on, in the order of its stages, and a forward goes on as
-soon as its next bucket is there. The gradients of a bucket are reduced when the last backward of
-every replica has passed through it, from the last bucket to the first, one after another.
+:mod:`~lightning_wlb.training.gather_and_reduce` gathers a pipeline rank's buckets (layers,
+embedding and head) one after another from the step's begin on, in the order of its stages, and a
+forward goes on as soon as its next bucket has arrived. The gradients of a bucket are reduced when
+the last backward of every replica has passed through it, one after another from last to first.
 
-This is a closed form: the buckets of a stage are taken to be equal in bytes and in time, so that
-only the first and the last of them can hold a rank up. A test holds it to buckets one by one.
+This is a closed form: the buckets of a stage are assumed to be equal in bytes and in time, so that
+only the first and the last of them can delay a rank. A test compares it with single buckets.
 
 Cost: O(stages).
 """
@@ -23,17 +23,17 @@ from lightning_wlb.schedule.simulator import LastBackward
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """What a rank of each stage exchanges with the ranks that share its parameters; times in ns."""
+    """The exchanges of each stage's ranks with the ranks that share its parameters; times in ns."""
 
     ranks: int  #: ranks of the pipeline
-    buckets: tuple[int, ...]  #: number of buckets of each stage, virtual ones in order
+    buckets: tuple[int, ...]  #: number of buckets of each stage, virtual stages in order
     gather: tuple[int, ...]  #: time to gather all buckets of a stage
     reduce: tuple[int, ...]  #: time to reduce the gradients of all buckets of a stage
     optimise: int  #: time of the optimizer on the shards of the slowest rank
 
     @staticmethod
     def of(latency: LatencyModel, memory: StepMemory) -> ParameterTraffic:
-        """The traffic of parameters that are sharded over data × context of the models' mesh."""
+        """The traffic of parameters that are sharded over data × context of the model's mesh."""
         parts = memory.parts
         counts = [memory.model.parameters(each) for each in parts]
         of_ranks = map(memory.model.parameters, memory.rank_parts)
@@ -46,7 +46,7 @@ class ParameterTraffic:
         )
 
     def begins(self, stage: int, forward_ns: int) -> int:
-        """The earliest time at which a stage's first forward can begin and run without a pause."""
+        """The earliest time at which a stage's first forward can begin and run without waits."""
         before = sum(self.gather[stage % self.ranks : stage : self.ranks])
         each, buckets = self.gather[stage], self.buckets[stage]
         last = before + each - (forward_ns - forward_ns // buckets)

@@ -1,15 +1,15 @@
-"""What a plan will take: every action's duration, and the simulated step.
+"""Predicts a plan: every action's duration, and the simulated step.
 
 The predictor connects the plan, the cost model and the simulator. A micro-batch is laid out on its
 context-parallel group as the plan says (:mod:`~lightning_wlb.prediction.micro_batch`). An action
-takes the time of its stage's layers, its ends and its overhead; messages between stages are the
-simulator's transfers; parameters are gathered and gradients reduced while actions run
-(:mod:`~lightning_wlb.prediction.parameter_traffic`). A micro-batch of several replicas (DP-Merge)
-begins when all of them can, and its keys are sent over the links of the data-parallel axis. Bytes
-come from :mod:`~lightning_wlb.prediction.step_memory`.
+takes the time of its stage's layers, of the embedding or the head there, and an overhead. Messages
+between stages are the simulator's transfers. Parameters are gathered and gradients reduced while
+actions run (:mod:`~lightning_wlb.prediction.parameter_traffic`). A micro-batch of several replicas
+(DP-Merge) begins when all of them can, and its keys are sent over the links of the data-parallel
+axis. Bytes come from :mod:`~lightning_wlb.prediction.step_memory`.
 
-The prediction is of the list of actions that the executor runs, so the two compare action by
-action. In it a layer's rows and keys travel behind products (:mod:`~lightning_wlb.cost.overlap`).
+The predictor simulates the list of actions that the executor runs, so both can be compared action
+by action. Products hide messages of a layer's rows and keys (:mod:`~lightning_wlb.cost.overlap`).
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
 simulation. Where only the end of a step and its peak are wanted,
@@ -58,7 +58,7 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
     """The layers of each pipeline stage, split by cost as the strategy does.
 
     Args:
-        stages: number of stages, virtual ones counted.
+        stages: number of stages, with virtual stages.
         mean_context: tokens that a token attends to on average (:func:`mean_context_of`).
 
     Raises:
@@ -76,9 +76,9 @@ def model_stages(shape: ModelShape, stages: int, mean_context: int) -> list[rang
 def split_stages(costs: Sequence[int], stages: int) -> list[range]:
     """The layers of each stage by number: the split whose most expensive stage is cheapest.
 
-    Of equal ones it is the split with more layers in earlier stages. It is found by dynamic
-    programming in O(stages · layers²). ``costs`` are those of the layers in any unit, the last
-    one's with the head, which over a large vocabulary costs as much as several layers.
+    Among equal splits the one with more layers in earlier stages is taken. It is found by dynamic
+    programming in O(stages · layers²). ``costs`` are the layers' costs in any unit; the last
+    layer's includes the head, which over a large vocabulary costs as much as several layers.
 
     Raises:
         ValueError: there are fewer layers than stages, or no stage.
@@ -94,7 +94,7 @@ def split_stages(costs: Sequence[int], stages: int) -> list[range]:
 
     @cache
     def best(stage: int, first: int) -> tuple[int, int]:
-        """(cost of the most expensive stage from here on, minus the layer where this one stops)."""
+        """(cost of the most expensive stage from here on, minus the layer where it stops)."""
         if stage == stages - 1:
             return prefix[count] - prefix[first], -count
         return min(
@@ -129,11 +129,11 @@ class Predictor:
     """
 
     latency: LatencyModel
-    stages: tuple[range, ...]  #: layers of each stage, virtual ones in order
+    stages: tuple[range, ...]  #: layers of each stage, virtual stages in order
     schedule: str = "1f1b"  #: a name in ``lightning_wlb.schedule.programs.SCHEDULES``
     rest_dtype: str = "float32"  #: dtype of sharded parameters and optimizer state
-    #: times of gathering and reducing parameters, where they are sharded over another mesh; None:
-    #: they are sharded over data × context of this one
+    #: times of gathering and reducing parameters if they are sharded over another mesh; None: they
+    #: are sharded over data × context of this mesh
     linked: ParameterTraffic | None = None
     #: process groups of a rank, which take memory; by default those of the mesh
     groups: int | None = None
@@ -149,7 +149,7 @@ class Predictor:
 
     @cached_property
     def memory(self) -> StepMemory:
-        """Bytes that the ranks hold."""
+        """The bytes that the ranks hold."""
         latency = self.latency
         model = MemoryModel(
             latency.shape,
@@ -181,14 +181,14 @@ class Predictor:
     def micro_batch(
         self, slices: Sequence[Slice], sharding: str, *, replicas: int = 1, going_on: int = 0
     ) -> MicroBatchCost:
-        """The cost of a micro-batch under the sharding of that name (:func:`.micro_batch_cost`)."""
+        """The cost of a micro-batch under the named sharding (:func:`.micro_batch_cost`)."""
         lengths = [each.tokens for each in slices]
         mesh = self.latency.mesh
         placed = layout(sharding, lengths, mesh.context * replicas, mesh.tensor)
         return micro_batch_cost(self.latency, slices, placed, replicas=replicas, going_on=going_on)
 
     def action_ns(self, stage: int, cost: MicroBatchCost) -> tuple[int, int]:
-        """Forward and backward of one micro-batch on one stage."""
+        """Forward and backward time of one micro-batch on one stage."""
         parts = self.memory.parts[stage]
         forward, backward = self._rest_ns(parts, cost.rows)
         for count, (of_forward, of_backward) in zip(parts.layers, cost.times.layer_ns, strict=True):
@@ -197,23 +197,23 @@ class Predictor:
         return forward, backward
 
     def predict(self, plan: StepPlan) -> StepPrediction:
-        """The simulated step of a plan for the mesh; one with schemes is a :class:`.Pool`'s.
+        """The simulated step of a plan for the mesh; a :class:`.Pool` predicts plans with schemes.
 
         Raises:
-            ValueError: micro-batches that are shared with virtual stages.
+            ValueError: shared micro-batches with virtual stages.
         """
         assert not plan.schemes, "pipelines of its own"
         assert len(plan.replicas) == self.latency.mesh.data, "a plan for another mesh"
         return StepPrediction(plan, self.latency, *self.simulate(plan.replicas))
 
     def simulate(self, replicas: Sequence[ReplicaPlan]) -> SimulatedReplicas:
-        """The step of replicas that share micro-batches with each other only."""
+        """The step of replicas that share micro-batches only with each other."""
         return self.run(replicas, list(map(self.costs, replicas)))
 
     def programs(
         self, replicas: Sequence[ReplicaPlan], costs: Sequence[Sequence[MicroBatchCost]]
     ) -> tuple[list[list[list[Action]]], list[Mapping[Action, int]]]:
-        """[replicas][ranks], the actions of each rank; and what they free (:meth:`.freed`)."""
+        """[replicas][ranks], the actions of each rank; and the bytes they free (:meth:`.freed`)."""
         ranks, virtual = self.latency.mesh.pipeline, self.latency.mesh.virtual_stages
         orders = backward_orders(replicas)
         programs = [
@@ -287,7 +287,7 @@ class Predictor:
         key = parts, rows
         if key not in self._rests:
             latency = self.latency
-            # The gradient of an embedding is in the time of its look-up.
+            # The time of an embedding's look-up includes its gradient.
             summed = self.memory.model.parameters(replace(parts, embedding=False))
             forward, backward = (
                 latency.action_ns(rows, summed, backward=each)
@@ -301,7 +301,7 @@ class Predictor:
     def costs(self, replica: ReplicaPlan, *, estimated: bool = False) -> list[MicroBatchCost]:
         """The costs of a replica's micro-batches.
 
-        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if asked for, or if a
+        They are estimates (:mod:`~lightning_wlb.prediction.estimate`) if ``estimated``, or if a
         sharding is still to be chosen (``lightning_wlb.sharding.ADAPTIVE``).
         """
         if estimated or any(each.sharding == ADAPTIVE for each in replica.forward):
@@ -321,7 +321,7 @@ class Predictor:
         return Estimates(self.latency)
 
     def sizes(self, replica: ReplicaPlan) -> list[MicroBatchCost]:
-        """The :meth:`costs` of a replica that is laid out, with exact sizes and estimated times."""
+        """The :meth:`costs` of a laid-out replica, with exact sizes but estimated times."""
         context, result = self.latency.mesh.context, self.costs(replica, estimated=True)
         alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for at, each in enumerate(replica.forward):

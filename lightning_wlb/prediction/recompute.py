@@ -1,32 +1,32 @@
 """Choosing the least recomputation with which a step fits in memory.
 
-A micro-batch holds its activations from its forward to its backward, or holds less of them and
-computes the rest again (``MicroBatch.recompute``). :func:`settled` gives every micro-batch of a
-plan a mode, such that each pipeline rank stays within the memory that may be filled, at little
-time.
+A micro-batch holds its activations from its forward to its backward, or only some of them and
+recomputes the rest (``MicroBatch.recompute``). :func:`settled` gives every micro-batch of a plan a
+mode, such that each pipeline rank stays within the memory that may be filled and the step gets
+little longer.
 
-What a rank holds while it runs an action does not depend on times: it is a prefix sum over its
+The bytes that a rank holds during an action do not depend on times: they are a prefix sum over its
 program, and largest in one of its backwards. So nothing is simulated. The search is greedy:
 
 1. All micro-batches begin with ``"none"``. While a rank holds too much, one of the micro-batches
    that are open in its fullest backward is raised to a higher mode: the one that frees most of the
-   excess for each nanosecond of recomputation, the first of equal ones.
-2. Every mode is lowered again as far as the step still fits, the dearest first, because what was
-   raised later may have made it needless.
-3. Step 2 is repeated from ``"none"``, ``"selective"`` and ``"full"`` for all micro-batches. Of the
-   four results the one with the shortest estimate of the step is taken, which is the sum of its
-   actions and the bubble that the longest of them makes.
+   excess for each nanosecond of recomputation, in a tie the first.
+2. Every mode is lowered again as far as the step still fits, the most expensive first, because
+   later raises may have made earlier ones unnecessary.
+3. Step 2 is repeated from ``"none"``, ``"selective"`` and ``"full"`` for all micro-batches. Among
+   the four results the one with the shortest estimated step is taken: the sum of its actions, and
+   the bubble of the longest of them.
 
 Replicas that share a micro-batch raise it together.
 
-Where a stage has one layer, computing that layer again takes as much memory as holding it, so
-raising a micro-batch adds to its own backward what it frees in others. The search may then miss
-modes that fit, but only where the excess is less than a micro-batch's hidden states, and never
-where one mode for all fits. Where nothing fits, the result is the one whose fullest rank holds
-least.
+In a stage of one layer, recomputing that layer takes as much memory as holding it, so raising a
+micro-batch adds to its own backward what it frees in others. The search may then miss modes that
+fit, but only if the excess is less than a micro-batch's hidden states, and never if one mode for
+all micro-batches fits. If nothing fits, the result with the least bytes on the fullest rank is
+taken.
 
-Cost: some tenths of a millisecond per micro-batch that is raised, beside what preparing a
-simulation takes; a part of that where nothing is raised.
+Cost: some tenths of a millisecond per raised micro-batch, besides the preparation of a simulation;
+a part of that if nothing is raised.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightning_wlb.schedule.actions import FORWARD, Action
 from lightning_wlb.sharding.integer_ranges import Integers
 
 Place = tuple[int, int]
-"""A micro-batch: the place of its replica among those settled together, and its number there."""
+"""A micro-batch: the index of its replica among those settled together, and its number there."""
 
 
 def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[ReplicaPlan]:
@@ -68,7 +68,7 @@ def recomputing(replicas: Sequence[ReplicaPlan], mode: Recompute) -> list[Replic
 def settled(predictor: Predictor, replicas: Sequence[ReplicaPlan]) -> list[ReplicaPlan]:
     """The same replicas with the least recomputation that fits in memory.
 
-    They share micro-batches with each other only. What they recompute so far does not matter.
+    They share micro-batches only with each other. Their present modes are ignored.
     """
     costs = list(map(predictor.sizes, replicas))
     orders = orders_of(replicas) if has_totals(predictor) else None
@@ -95,9 +95,9 @@ def least_recomputation(
 
     Args:
         replicas: as for :func:`settled`.
-        costs: [replicas][micro-batches]; what they recompute so far does not matter.
-        orders: :func:`.orders_of` the replicas; None where the predictor has no totals.
-        constant: what each rank holds all along in their step (:meth:`.StepMemory.constant`).
+        costs: [replicas][micro-batches]; their present modes are ignored.
+        orders: :func:`.orders_of` the replicas; None if the predictor has no totals.
+        constant: bytes that each rank always holds in the step (:meth:`.StepMemory.constant`).
     """
     memory, ranks = predictor.memory, predictor.latency.mesh.pipeline
     if orders is None:
@@ -126,21 +126,21 @@ def least_recomputation(
 
 
 def _sharing(replicas: Sequence[ReplicaPlan]) -> list[list[int]]:
-    """Numbers of the replicas, in groups that share micro-batches with each other only."""
+    """Numbers of the replicas, in groups that share micro-batches only with each other."""
     groups: dict[object, list[int]] = defaultdict(list)
     for at, replica in enumerate(replicas):
-        # Sets of replicas that share are aligned, so that one of two that meet holds the other.
+        # Sets of sharing replicas are aligned: of two that overlap, one contains the other.
         widest = max((each.replicas for each in replica.forward), key=len, default=())
         groups[widest if len(widest) > 1 else at].append(at)
     return list(groups.values())
 
 
 def _alike(replicas: Sequence[ReplicaPlan], group: Sequence[int]) -> dict[Place, list[Place]]:
-    """For each micro-batch of some replicas, those that must have its mode, itself included."""
+    """For each micro-batch of some replicas, all that must have its mode, itself included."""
     found: dict[object, list[Place]] = defaultdict(list)
     for at in group:
         for number, each in enumerate(replicas[at].forward):
-            # Shared micro-batches come first, so each has the same number on all that share it.
+            # Shared micro-batches come first, so each has the same number on all its replicas.
             owner = each.replicas if len(each.replicas) > 1 else at
             found[owner, number].append((at, number))
     return {place: places for places in found.values() for place in places}
@@ -148,10 +148,10 @@ def _alike(replicas: Sequence[ReplicaPlan], group: Sequence[int]) -> dict[Place,
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Looks for the modes of replicas that share micro-batches with each other only."""
+    """Looks for the modes of replicas that share micro-batches only with each other."""
 
-    accounts: dict[int, _Account]  # what the ranks of each replica hold, by the replica's place
-    alike: Mapping[Place, Sequence[Place]]  # for each micro-batch those with the same mode
+    accounts: dict[int, _Account]  # bytes on the ranks of each replica, by the replica's index
+    alike: Mapping[Place, Sequence[Place]]  # for each micro-batch all that must have its mode
 
     @property
     def excess(self) -> int:
@@ -173,7 +173,7 @@ class _Search:
             self.accounts[at].give(modes)
 
     def _lowered(self) -> tuple[tuple[bool, int], dict[int, list[int]]]:
-        """Lower modes as far as all still fits; returns a score (less is better) and the modes."""
+        """Lower modes while the step still fits; returns a score (less is better) and the modes."""
         excess = self.excess
         if excess <= 0:
             self._lower()
@@ -182,7 +182,7 @@ class _Search:
         return score, {at: [*each.modes] for at, each in self.accounts.items()}
 
     def _raise(self) -> None:
-        """Raise modes until every replica fits, or nothing more helps its fullest rank."""
+        """Raise modes until every replica fits, or nothing more helps a replica's fullest rank."""
         for at, account in self.accounts.items():
             while account.excess > 0 and (found := account.best()) is not None:
                 number, mode = found
@@ -191,7 +191,7 @@ class _Search:
                     changed.change(number, mode, changed.held_with(number, mode))
 
     def _lower(self) -> None:
-        """Lower modes as far as all still fits, the dearest first."""
+        """Lower modes while the step still fits, the most expensive first."""
         spent = {at: account.spent_ns for at, account in self.accounts.items()}
         first = sorted({places[0] for places in self.alike.values()})
         first.sort(key=lambda place: -spent[place[0]][place[1]])
@@ -211,7 +211,7 @@ class _Backwards(NamedTuple):
     """When a replica's backwards run, and the bytes held in each that do not depend on modes."""
 
     first: Integers  # [stages, micro-batches], backwards that a rank has run before each forward
-    last: Integers  # [stages, micro-batches], backwards that it has run before each backward
+    last: Integers  # [stages, micro-batches], backwards that a rank has run before each backward
     held: Integers  # [ranks, backwards], bytes that a rank holds besides what forwards have saved
 
 
@@ -235,16 +235,16 @@ def _of_programs(
                 last[action.stage, action.micro_batch] = done
                 bytes_held[rank, done] = held
                 done += 1
-            # As the simulator has it: when a forward begins, and when a backward has ended.
+            # As in the simulator: a forward's at its begin, a backward's at its end.
             held -= freed.get(action, 0)
     return _Backwards(first, last, bytes_held)
 
 
 class _Account:
-    """What the ranks of one replica hold in each of their backwards, by the modes given so far.
+    """Bytes that the ranks of one replica hold in each of their backwards, with the present modes.
 
     Attributes:
-        modes: the place of each micro-batch's mode in :data:`.MODES`.
+        modes: the index of each micro-batch's mode in :data:`.MODES`.
     """
 
     def __init__(
@@ -275,13 +275,13 @@ class _Account:
 
     @property
     def step_ns(self) -> int:
-        """An estimate of the step on all ranks: every action, and a pipeline's bubble."""
+        """An estimate of the step's length on all ranks: every action, and a pipeline's bubble."""
         spent = self._times_ns[self.modes, np.arange(len(self.modes))]
         return int(spent.sum() + (self._ranks - 1) * spent.max(initial=0))
 
     @property
     def spent_ns(self) -> list[int]:
-        """What the mode of each micro-batch adds to the time of the model."""
+        """The time that the mode of each micro-batch adds."""
         spent: list[int] = self._costs_ns[self.modes, np.arange(len(self.modes))].tolist()
         return spent
 
@@ -300,20 +300,20 @@ class _Account:
         self._held = self._without + self._of_ranks(held)
 
     def held_with(self, number: int, mode: int) -> Integers:
-        """Bytes held with another mode of a micro-batch, [ranks, backwards of its window]."""
+        """Bytes held if a micro-batch had another mode, [ranks, backwards of its window]."""
         return self._held[:, self._windows[number]] + self._added(number, mode)
 
     def change(self, number: int, mode: int, held: Integers) -> None:
-        """Give a micro-batch another mode, with what is :meth:`held_with` it."""
+        """Give a micro-batch another mode; ``held`` is :meth:`held_with` that mode."""
         self._held[:, self._windows[number]] = held
         self.modes[number] = mode
 
     def fits(self, held: Integers) -> bool:
-        """Whether all fits with a change that makes ranks hold this, if all fits as it is."""
+        """Whether the step still fits after a change to ``held``, if it fits now."""
         return bool(held.max() <= self._limit)
 
     def best(self) -> tuple[int, int] | None:
-        """The micro-batch to raise next, and the mode to give it; None where none would help."""
+        """The micro-batch to raise next, and the mode to give it; None if none would help."""
         rank, at = np.unravel_index(int(self._held.argmax()), self._held.shape)
         own = slice(int(rank), None, self._ranks)  # stages of the rank
         opened = ((self._first[own] <= at) & (at <= self._last[own])).T
@@ -343,7 +343,7 @@ class _Account:
         return added
 
     def _of_ranks(self, of_stages: Integers) -> Integers:
-        """Sums over the stages of each rank; stage s is one of rank s modulo the ranks."""
+        """Sums over the stages of each rank; stage s is on rank s % ranks."""
         *more, stages, backwards = of_stages.shape
         if stages == self._ranks:
             return of_stages

@@ -1,4 +1,4 @@
-"""What the prediction of a step consists of: its simulation, and figures derived from it."""
+"""The prediction of a step: its simulation, and figures derived from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepPrediction:
     def work_ns(self) -> npt.NDArray[np.int64]:
         """Forward + backward of each micro-batch over all stages, on its slowest context rank.
 
-        int64 [replicas, micro-batches]; 0 where a replica has fewer.
+        int64 [replicas, micro-batches], padded with 0 for replicas with fewer micro-batches.
         """
         most = max(map(len, self.costs), default=0)
         work = np.zeros((len(self.costs), most), dtype=np.int64)
@@ -52,7 +52,7 @@ class StepPrediction:
 
     @cached_property
     def flops(self) -> int:
-        """Model FLOPs of the step, recomputation left out."""
+        """Model FLOPs of the step, without recomputation."""
         total = Work.of(self.latency.shape).total
         return sum(total(piece.tokens) for piece in self.plan.pieces)
 
@@ -63,7 +63,7 @@ class StepPrediction:
 
     @property
     def total_ns(self) -> int:
-        """The step time, which is that of the latest replica."""
+        """The step time, up to the end of the latest replica."""
         return max(simulation.total_ns for simulation in self.simulations)
 
     @property
@@ -76,7 +76,7 @@ class StepPrediction:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time from a replica's first action to the last one."""
+        """Idle share of the ranks' time from each replica's first action to the last of all."""
         each = list(zip(self.abreast, self.simulations, strict=True))
         idle = sum(ranks * sum(simulation.idle_ns) for ranks, simulation in each)
         whole = idle + sum(ranks * sum(simulation.busy_ns) for ranks, simulation in each)
@@ -84,7 +84,7 @@ class StepPrediction:
 
     @property
     def context_ns(self) -> tuple[float, float]:
-        """Attention time if every rank took as long as the slowest, and attention time as it is.
+        """Attention time if every rank took as long as the slowest, and the actual attention time.
 
         Both are of one layer, forward and backward, summed over micro-batches and over the ranks
         that hold that layer.

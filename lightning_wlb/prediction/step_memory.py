@@ -1,14 +1,14 @@
 """How many bytes the ranks of a pipeline hold in the course of a step, by the memory model.
 
-A forward opens bytes that its own backward frees (:meth:`StepMemory.saved`). Some bytes are made by
-one action and freed by another (:meth:`StepMemory.freed`):
+A forward allocates bytes that its own backward frees (:meth:`StepMemory.saved`). Some bytes are
+allocated by one action and freed by another (:meth:`StepMemory.freed`):
 
 * the gradients of an earlier micro-batch's keys, and of a recurrence's state at its end: the first
-  backward of a later slice of the same piece makes them for the whole micro-batch, and the
+  backward of a later slice of the same piece allocates them for the whole micro-batch, and the
   micro-batch's own backward frees them (:mod:`~lightning_wlb.attention.key_exchange`);
 * the gradient that a backward sends to the stage before, which is held until a message comes back
-  that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). What a forward sends on is held
-  until its own backward anyway.
+  that proves its arrival (:mod:`~lightning_wlb.schedule.actions`). A forward's output is held until
+  its own backward anyway.
 
 Cost: about 2 µs per action. Without actions, :mod:`~lightning_wlb.prediction.step_totals` has the
 peak of a 1F1B step from the same sizes.
@@ -39,7 +39,7 @@ class StepMemory:
     """Bytes on the ranks of a pipeline; ``costs`` are those of one replica's micro-batches."""
 
     model: MemoryModel
-    layers: tuple[tuple[int, ...], ...]  #: layers of each kind on each stage, virtual ones in order
+    layers: tuple[tuple[int, ...], ...]  #: number of layers of each kind on each stage, in order
 
     @staticmethod
     def of(model: MemoryModel, stages: Sequence[range]) -> StepMemory:
@@ -73,11 +73,11 @@ class StepMemory:
         return tuple(map(self.model.state_bytes, self.rank_parts))
 
     def constant(self, replicas: Sequence[Sequence[MicroBatchCost]]) -> list[int]:
-        """Bytes that each rank holds all along: state, and the inputs of the fullest replica."""
+        """Bytes that each rank always holds: state, and the inputs of the fullest replica."""
         return self.held_all_along(map(self.inputs, replicas))
 
     def held_all_along(self, inputs: Iterable[Sequence[int]]) -> list[int]:
-        """Bytes of state on each rank, and most bytes of :meth:`inputs` of any replica."""
+        """Bytes of state on each rank plus the most bytes of :meth:`inputs` of any replica."""
         most = map(max, zip(*inputs, strict=True))
         return [state + held for state, held in zip(self.state_bytes, most, strict=True)]
 
@@ -89,7 +89,7 @@ class StepMemory:
     def saved(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
         """Bytes that each forward holds until its backward has run, int64 [micro-batches, stages].
 
-        ``mode`` is what all of them recompute; None: each what its cost says.
+        ``mode`` is what all micro-batches recompute; None: each recomputes what its cost says.
         """
         rows, kept = self._row_units(costs)
         each, keys = self._unit_bytes[:, _modes(costs, mode)]
@@ -97,7 +97,7 @@ class StepMemory:
         return saved
 
     def inside(self, costs: Sequence[MicroBatchCost], mode: Recompute | None = None) -> Integers:
-        """Bytes that live only inside a pass of each micro-batch, int64 [micro-batches, stages].
+        """Bytes that exist only inside a pass of each micro-batch, int64 [micro-batches, stages].
 
         The arguments are those of :meth:`saved`.
         """
@@ -127,7 +127,7 @@ class StepMemory:
         return gradients + self._states(costs)
 
     def _states(self, costs: Sequence[MicroBatchCost]) -> Integers | int:
-        """What recurrences have left at the ends of slices, int64 [micro-batches, stages]."""
+        """Bytes of recurrent states at the ends of slices, int64 [micro-batches, stages]."""
         if not self.model.shape.recurrent:
             return 0
         pieces = np.array([(cost.going_on, cost.ranks) for cost in costs], dtype=np.int64)
@@ -136,7 +136,7 @@ class StepMemory:
 
     @cached_property
     def _piece_bytes(self) -> Integers:
-        """What each stage hands from a slice of a piece to the next, of all context ranks."""
+        """Bytes that each stage passes from a slice to the next one, on all context ranks."""
         width, wide = DTYPE_BYTES[self.model.dtype], max(DTYPE_BYTES[self.model.dtype], 4)
         # Every tensor-parallel rank computes whole convolutions.
         of_kinds = [
@@ -147,7 +147,7 @@ class StepMemory:
         return bytes_of
 
     def boundaries(self, costs: Sequence[MicroBatchCost]) -> Integers:
-        """Bytes that every micro-batch sends to a neighbouring stage, int64 [micro-batches]."""
+        """Bytes that each micro-batch sends to a neighbouring stage, int64 [micro-batches]."""
         unit = self.model.mesh.tensor
         sent: Integers = self._row_units(costs)[0] * self.model.boundary_bytes(unit)
         return sent
@@ -178,7 +178,7 @@ class StepMemory:
         replica: ReplicaPlan,
         costs: Sequence[MicroBatchCost],
     ) -> Mapping[Action, int]:
-        """Bytes that each action frees of what others made, less those that it leaves for others.
+        """Bytes of other actions that each action frees, less bytes that it leaves for others.
 
         No entry means 0. ``programs`` are the actions of each rank of the replica.
         """
@@ -205,7 +205,7 @@ class StepMemory:
         return freed
 
     def peak(self, simulation: Simulation, costs: Sequence[MicroBatchCost]) -> int:
-        """Most bytes on a rank of a replica, with what lives only inside a backward."""
+        """Most bytes on a rank of a replica, with the bytes that exist only inside a backward."""
         inside = self.inside(costs).tolist()
         every = zip(chain(*simulation.spans), chain(*simulation.held_bytes), strict=True)
         return max(
@@ -219,12 +219,12 @@ class StepMemory:
 
 
 def _modes(costs: Sequence[MicroBatchCost], mode: Recompute | None) -> list[int]:
-    """The recomputation of each micro-batch, as a place in :data:`.MODES`."""
+    """The recomputation of each micro-batch, as an index in :data:`.MODES`."""
     return [MODES.index(mode or cost.recompute) for cost in costs]
 
 
 def most_open(program: Sequence[Action], virtual_stages: int) -> int:
-    """Most micro-batches that a rank's program holds at once, through all its stages together."""
+    """Most micro-batches that a rank's program has open at once, over all its stages together."""
     passes = accumulate(-1 if action.kind == BACKWARD else 1 for action in program)
     return -(-max(passes, default=0) // virtual_stages)
 

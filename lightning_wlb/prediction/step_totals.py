@@ -3,12 +3,12 @@
 A predicted step (:mod:`~lightning_wlb.prediction.predictor`) has the begin, end and bytes of every
 action. A planner that compares plans needs only its length and its peak. Here they come from arrays
 over micro-batches and ranks: times from the recurrence of
-:mod:`~lightning_wlb.schedule.fast_simulator`, bytes from what has run before each backward, which
-in 1F1B is known without times. Both equal those of the simulation, which a test holds.
+:mod:`~lightning_wlb.schedule.fast_simulator`, bytes from the actions that have run before each
+backward, which in 1F1B are known without times. A test holds that both equal the simulation's.
 
 It knows the schedule 1F1B with one stage per rank (:func:`has_totals`); other steps are simulated.
 
-Cost: about 0.1 ms and 20 µs per micro-batch for a replica, the costs of micro-batches not counted.
+Cost: about 0.1 ms and 20 µs per micro-batch for a replica, without the costs of micro-batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_wlb.sharding.integer_ranges import Integers
 
 
 class ActionOrder(NamedTuple):
-    """The order in which a replica's actions run, whatever they take."""
+    """The order in which a replica's actions run, which does not depend on their times."""
 
     order: Sequence[int]  #: micro-batches in the order of their backwards
     planned: Sequence[int]  #: forwards that the last rank runs before each backward
@@ -40,12 +40,12 @@ class ActionOrder(NamedTuple):
 class StepTimes(NamedTuple):
     """When a step ends."""
 
-    total_ns: int  #: its length, with the reduction of gradients and the optimizer
+    total_ns: int  #: length of the step, with the reduction of gradients and the optimizer
     ends_ns: tuple[int, ...]  #: when each replica has run all its actions
 
 
 class Ends(NamedTuple):
-    """When the ranks of a replica have run their actions, and how long their last ones take, ns."""
+    """When a replica's ranks have run their actions, and how long their last backwards take, ns."""
 
     ends: Sequence[int]
     last: Sequence[int]
@@ -89,7 +89,7 @@ def rank_ends(replicas: Sequence[ReplicaTotals], orders: Sequence[ActionOrder]) 
 
 
 def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> list[list[int]]:
-    """How long a boundary tensor takes to each rank from the one before, [ranks][micro-batches]."""
+    """Time of a message to each rank from the rank before, [ranks][micro-batches]."""
     latency = predictor.latency
     links = latency.communication.pipeline
     of_links = {
@@ -102,7 +102,7 @@ def _message_times(predictor: Predictor, costs: Sequence[MicroBatchCost]) -> lis
 def peaks_besides(
     memory: StepMemory, costs: Sequence[MicroBatchCost], order: ActionOrder
 ) -> Integers:
-    """Most bytes that a replica's ranks hold besides what they hold all along, int64 [ranks]."""
+    """Most bytes that a replica's ranks hold besides those that they always hold, int64 [ranks]."""
     backwards = np.array(order.order, dtype=np.int64)
     ranks = len(memory.parts)
     run = _forwards_run(order, ranks)
@@ -116,22 +116,22 @@ def peaks_besides(
 
 @dataclass(frozen=True, eq=False)
 class ReplicaTotals:
-    """What a replica adds to the totals of its step, each part made once when it is asked for."""
+    """A replica's part of the totals of its step; each value is computed on demand, once."""
 
-    predictor: Predictor  #: one that :func:`has_totals`
+    predictor: Predictor  #: a predictor that :func:`has_totals`
     replica: ReplicaPlan
     costs: Sequence[MicroBatchCost]
-    #: the totals of the same plan with other costs, whose order is the same
+    #: the totals of the same plan with other costs, which has the same order
     alike: ReplicaTotals | None = None
 
     @cached_property
     def shares(self) -> bool:
-        """Whether a micro-batch is shared with other replicas, which then decide when it ends."""
+        """Whether other replicas share a micro-batch, and so influence when this replica ends."""
         return any(len(each.replicas) > 1 for each in self.replica.forward)
 
     @cached_property
     def order(self) -> ActionOrder:
-        """The order of the replica's actions; of one that shares its step decides."""
+        """The order of the replica's actions; valid only if it shares no micro-batch."""
         return self.alike.order if self.alike else orders_of([self.replica])[0]
 
     @cached_property
@@ -141,7 +141,7 @@ class ReplicaTotals:
 
     @cached_property
     def inputs(self) -> list[int]:
-        """See :meth:`.StepMemory.inputs`, which do not depend on what is recomputed."""
+        """See :meth:`.StepMemory.inputs`; they do not depend on recomputation."""
         return self.alike.inputs if self.alike else self.predictor.memory.inputs(self.costs)
 
     @cached_property
@@ -154,9 +154,9 @@ class StepTotals:
     """The totals of a step from those of its replicas.
 
     Args:
-        predictor: one that :func:`has_totals`.
-        replicas: all of a step, or some that share micro-batches with each other only; these come
-            first on all that share them.
+        predictor: a predictor that :func:`has_totals`.
+        replicas: all of a step, or some that share micro-batches only with each other. Shared
+            micro-batches come first on all their replicas.
 
     Attributes:
         shares: whether any micro-batch is shared.
@@ -175,7 +175,7 @@ class StepTotals:
 
     @cached_property
     def constant(self) -> list[int]:
-        """What each rank holds all along."""
+        """Bytes that each rank always holds."""
         return self._predictor.memory.held_all_along([each.inputs for each in self._replicas])
 
     @property
@@ -209,11 +209,11 @@ class StepTotals:
 def held_besides(
     memory: StepMemory, order: ActionOrder, costs: Sequence[MicroBatchCost], constant: Sequence[int]
 ) -> Integers:
-    """Bytes that each rank holds while it runs each backward, besides what forwards have saved.
+    """Bytes that each rank holds during each backward, besides what forwards have saved.
 
     Args:
-        costs: what they recompute does not matter.
-        constant: bytes that each rank holds all along.
+        costs: their modes of recomputation are ignored.
+        constant: bytes that each rank always holds.
 
     Returns:
         int64 [backwards, ranks].
@@ -228,7 +228,7 @@ def held_besides(
         received = np.searchsorted(run[:, rank - 1], run[:, rank] - 1, side="right")
         held[:, rank] += sent[:-1] - sent[received]
     if order.readers:
-        # Held from the end of the reader's backward to that of the owner's.
+        # Held from the end of the reader's backward to the end of the owner's.
         size = memory.key_gradients(costs)
         place = np.empty_like(backwards)
         place[backwards] = np.arange(count)

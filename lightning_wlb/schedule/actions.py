@@ -1,4 +1,4 @@
-"""Actions: what a pipeline rank does, which messages follow from it, and when it ran.
+"""Actions of pipeline ranks, the messages that follow from them, and the times at which they ran.
 
 An action is written ``2F0``: stage 2 runs the forward of micro-batch 0; ``2B0`` is its backward. A
 *program* is the list of actions of one rank, a *schedule* the programs of all ranks of one
@@ -6,8 +6,8 @@ pipeline. Stages are numbered over the whole pipeline; stage s is on rank s % ra
 
 Sends and receives are not written down, because they follow from the actions: a forward begins with
 a receive from the stage before, if there is one, and ends with a send to the stage after, if there
-is one; a backward does so the other way round. Between two stages of one rank nothing is sent.
-:func:`receipts` says when a rank knows, without asking, that a message of its own has arrived.
+is one; for a backward it is the reverse. Between two stages of one rank nothing is sent.
+:func:`receipts` says when a rank knows, without asking, that a message it sent has arrived.
 
 :class:`Timing` is an action as it was measured, :class:`Span` an action on a time axis, measured or
 predicted.
@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """Which messages share a process group, and so a queue on each rank."""
+    """Messages that share a process group, and so a queue on each rank."""
 
     kind: Kind
     closes_ring: bool
@@ -46,8 +46,8 @@ class Channel(NamedTuple):
 def source_of(action: Action, stages: int) -> Action | None:
     """The action whose message ``action`` needs among ``stages`` stages of all ranks, or None.
 
-    A forward needs that of the stage before, a backward that of the stage after; the last stage's
-    backward needs only the forward on its own rank.
+    A forward needs the message of the stage before, a backward that of the stage after; the last
+    stage's backward needs only the forward on its own rank.
     """
     stage = action.stage - 1 if action.kind == FORWARD else action.stage + 1
     return action._replace(stage=stage) if 0 <= stage < stages else None
@@ -68,24 +68,24 @@ def channel_of(action: Action, ranks: int) -> Channel:
 def receipts(
     programs: Mapping[int, Sequence[Action]], rank: int, ranks: int, stages: int
 ) -> dict[Action, list[Action]]:
-    """Which messages of a rank have certainly been received when an action's own has arrived.
+    """The messages that a rank sent and that are proven received once an action's input arrives.
 
     A neighbour sends the message of an action after it has received what that action needed. So
-    when that message arrives, a rank can free the buffers of everything it had sent for it;
-    otherwise it would hold every message until the end of the step. Messages that no answer follows
-    (of the pipeline's last backwards, one for each forward of the warm-up) are held until then.
-    The cost is linear in the actions of two neighbours.
+    when that message arrives, the rank can free the buffers of everything that it sent for that
+    action; otherwise it would hold every message until the end of the step. Messages without an
+    answer (of the pipeline's last backwards, one for each forward of the warm-up) are held until
+    then. The cost is linear in the actions of two neighbours.
 
     Args:
-        programs: by rank, of at least the neighbours of ``rank`` in the ring of ranks.
+        programs: programs by rank, of at least the neighbours of ``rank`` in the ring of ranks.
         rank: the rank that sent the messages.
         ranks: number of ranks of the pipeline.
         stages: number of stages over all ranks.
 
     Returns:
-        For actions of the rank that receive a message from another rank: those of its actions
+        For each action of the rank that receives a message from another rank: the rank's actions
         whose messages the sender had received before it sent this one. Each is listed once, in
-        the order in which they were received.
+        the order in which their messages were received.
     """
     proven: dict[Action, list[Action]] = {}
     for peer in sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank}):
@@ -106,8 +106,8 @@ class Timing:
 
     action: Action
     begin: float  #: when it began, from the start of the rank's step (receives included before it)
-    #: elapsed time of the computation: without waits for the neighbouring stages, with waits inside
-    #: it (collectives of context and tensor parallelism)
+    #: elapsed time of the computation, without waits for the neighbouring stages, but with waits in
+    #: collectives of context and tensor parallelism
     wall: float
     compute: float  #: time the rank itself worked: its own CPU time on CPU, ``wall`` on a GPU
     attention: float  #: the part of ``compute`` spent in attention kernels, collectives excluded

@@ -7,9 +7,9 @@ micro-batches (DP-Merge) advance through the shared backwards together: shared m
 first on all replicas that share them, and their warm-up is planned together
 (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
 
-The times are exactly those of :mod:`~lightning_wlb.schedule.simulator`, which a test holds, in a
-tenth of the time. Use the simulator for several stages per rank, for other programs than
-PackFlow's, and where more is wanted than the end.
+The times equal those of :mod:`~lightning_wlb.schedule.simulator` exactly (a test holds this), in a
+tenth of the time. Use the simulator for several stages per rank, for programs other than
+PackFlow's, or if more than the end is needed.
 
 Cost: about 0.2 µs for an action.
 """
@@ -30,21 +30,21 @@ class Pipeline(NamedTuple):
 
     forward: Durations
     backward: Durations
-    #: how long a message between a rank and the one before it takes, activations or their
+    #: how long a message between a rank and the rank before takes, with activations or their
     #: gradients; unused for rank 0
     transfer: Durations
     order: Sequence[int]  #: micro-batches in the order of their backwards
     #: forwards that the last rank runs before each backward, see
     #: :func:`~lightning_wlb.schedule.packflow.planned_warm_up`
     planned: Sequence[int]
-    #: for each shared micro-batch, the numbers of the replicas that share it; shared ones are the
-    #: first
+    #: for each shared micro-batch, the numbers of the replicas that share it; shared micro-batches
+    #: come first
     members: Sequence[tuple[int, ...]] = ()
     begins: Sequence[int] = ()  #: the time before which each rank runs nothing; empty: 0 for all
 
 
 def members_of(replica: ReplicaPlan) -> list[tuple[int, ...]]:
-    """The replicas that share each of a replica's first micro-batches, one entry for each."""
+    """The replicas that share each of a replica's shared micro-batches, which come first."""
     return [members for members in replica.sharers if len(members) > 1]
 
 
@@ -72,9 +72,9 @@ class _PipelineRun:
         self.ranks = len(pipeline.forward)
         self.count = len(pipeline.order)
         self.clock = list(pipeline.begins) or [0] * self.ranks
-        self.arrived = [0] * self.count  # when the last rank to run a forward has ended it
-        self.done = [0] * self.ranks  # forwards
-        self.ready = 0  # when the rank before has ended the backward that is passing through
+        self.arrived = [0] * self.count  # when each forward ended on the last rank that ran it
+        self.done = [0] * self.ranks  # forwards that each rank has run
+        self.ready = 0  # when the current backward ended on the last rank that ran it
 
     def stop(self, place: int, rank: int) -> int:
         """How many forwards the rank runs before the backward at ``place``."""
@@ -115,7 +115,7 @@ class _PipelineRun:
         return clock
 
     def forward_begin(self, rank: int, index: int) -> int:
-        """When the rank can begin this forward, which is its next."""
+        """When the rank can begin its next forward, which is this one."""
         arrival = self.arrived[index] + self.pipeline.transfer[rank][index] if rank else 0
         return max(self.clock[rank], arrival)
 

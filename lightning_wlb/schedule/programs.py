@@ -4,7 +4,7 @@ Every schedule is a case of PackFlow (:mod:`~lightning_wlb.schedule.packflow`); 
 :data:`SCHEDULES` registers another, and the tests prove that none of them deadlocks
 (``tests/schedule/proof.py``).
 
-Cost: linear in actions; for shared micro-batches in those of all replicas.
+Cost: linear in a rank's actions; with shared micro-batches, in the actions of all replicas.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def program_of(
     number: int,
     orders: Sequence[tuple[list[int], list[int]]] = (),
 ) -> list[Action]:
-    """What one rank of a replica does in a step.
+    """The program of one rank of a replica in a step.
 
-    Replicas that share micro-batches (DP-Merge) plan their warm-up together, or they would meet in
-    different orders.
+    Replicas that share micro-batches (DP-Merge) plan their warm-up together, else they would meet
+    in different orders.
 
     Args:
         number: which replica the rank belongs to.
         orders: :func:`.backward_orders` of the replicas, if they are known.
 
     Raises:
-        ValueError: for shared micro-batches with virtual stages; and as :func:`check_stages`.
+        ValueError: shared micro-batches with virtual stages, or as :func:`check_stages`.
     """
     check_stages(schedule, virtual_stages)
     replica = replicas[number]

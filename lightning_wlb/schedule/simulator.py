@@ -2,14 +2,14 @@
 
 An action begins when its rank has ended the action before it and when its input has arrived: a
 forward needs the message of the stage before, a backward that of the stage after, and the last
-stage's backward its own forward. Every rank runs as far as it can, and goes on when what it waits
-for has ended, which gives all times in exact integers. Programs may be any lists of actions. They
-deadlock here if and only if they do where sends are buffered; the tests prove more of the
-schedules, that they need no buffers (``tests/schedule/proof.py``).
+stage's backward its own forward. Every rank runs as far as it can, and goes on when the action that
+it waits for has ended, which gives all times in exact integers. Programs may be any lists of
+actions. They deadlock here if and only if they deadlock with buffered sends; the tests prove that
+the package's schedules do not deadlock even without buffers (``tests/schedule/proof.py``).
 
-Parameters and gradients bound the actions: the first forward of a stage does not run before
-``begins``, when its parameters have been gathered, and the step does not end before ``reduced``,
-when the gradients of the last backwards have been reduced.
+Parameters and gradients bound the actions: the first forward of a stage does not begin before its
+parameters have been gathered (``begins``), and the step does not end before the gradients of the
+last backwards have been reduced (``reduced``).
 
 A prediction is a lower bound in three respects: messages do not share links and do not occupy the
 rank's compute; a send does not wait for its receive; ranks do not slow each other down.
@@ -29,7 +29,7 @@ Programs = Sequence[Sequence[Action]]
 """One program for each rank of a pipeline."""
 
 LastBackward = tuple[int, int]
-"""When a replica's last backward on a stage ends, and how long it takes, in ns."""
+"""The end of a replica's last backward on a stage, and its duration, in ns."""
 
 _Function = Callable[[int, Action], int]
 """An integer for (replica, action)."""
@@ -42,14 +42,14 @@ _Key = tuple[int, str, int]
 class Simulation:
     """The predicted step of one pipeline. Times are integer ns from the start of the step."""
 
-    #: for each rank its actions with begin and end, in the order of its program
+    #: each rank's actions with begin and end, in the order of its program
     spans: Sequence[Sequence[Span]]
-    #: for each of these actions the bytes that a forward adds when it begins, or that a backward
-    #: frees when it ends
+    #: for each of these actions the bytes that a forward allocates at its begin or a backward frees
+    #: at its end
     changes: Sequence[Sequence[int]]
     constant_bytes: Sequence[int]  #: what each rank holds all the time
     compute_ns: int  #: when the last action of the step ends, on this or on another replica
-    #: how long the step goes on after that: gradients that are still sent, and what follows them
+    #: how long the step goes on after ``compute_ns``: rest of the gradient reduction and optimizer
     synchronisation_ns: int
 
     @property
@@ -64,22 +64,22 @@ class Simulation:
 
     @cached_property
     def begin_ns(self) -> int:
-        """The begin of this pipeline's first action, which may wait for its parameters."""
+        """The begin of this pipeline's first action, which may wait for parameters."""
         return min((of_rank[0].begin_ns for of_rank in self.spans if of_rank), default=0)
 
     @cached_property
     def idle_ns(self) -> tuple[int, ...]:
         """For each rank the time in which it runs no action: its bubble.
 
-        It counts from the first action of this pipeline to the last one of all: where several
-        replicas were simulated it includes the wait for the slowest.
+        It counts from the first action of this pipeline to the last action of all pipelines, so
+        with several replicas it includes the wait for the slowest.
         """
         whole = self.compute_ns - self.begin_ns
         return tuple(whole - busy for busy in self.busy_ns)
 
     @cached_property
     def held_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank what it holds while each action runs, in the order of its program."""
+        """For each rank the bytes that it holds during each action, in the order of its program."""
         result = []
         for spans, changes, held in zip(self.spans, self.changes, self.constant_bytes, strict=True):
             of_rank = []
@@ -118,12 +118,12 @@ def simulate_replicas(
         duration: how long the action computes, in ns.
         transfer: how long the message that the action needs takes, in ns. Called only for actions
             whose message comes from another rank.
-        changed_bytes: what a forward adds when it begins, or a backward frees when it ends.
-        constant_bytes: what each rank holds all the time, the same for all replicas; empty: 0.
+        changed_bytes: bytes that a forward allocates at its begin, or a backward frees at its end.
+        constant_bytes: bytes that each rank always holds, the same for all replicas; empty: 0.
         begins: the earliest begin of an action. Called only for the first forward of each stage.
         reduced: when all gradients have arrived, given the last backward on each stage of each
             replica that has one.
-        synchronisation_ns: how long the step goes on after that and after the last action.
+        synchronisation_ns: how long the step goes on after ``reduced`` and after the last action.
         sharers: for each replica :attr:`.ReplicaPlan.sharers`, the replicas that begin the actions
             of each micro-batch together (DP-Merge); empty: none is shared.
 
@@ -131,8 +131,8 @@ def simulate_replicas(
         One simulation for each replica; ``compute_ns`` and ``total_ns`` are those of the step.
 
     Raises:
-        ValueError: the programs deadlock, or need an action that no rank runs; the message says
-            where each rank stands still.
+        ValueError: the programs deadlock, or need an action that no rank runs; the message names
+            the action at which each rank stands still.
     """
     runs = [_Run(of_replica) for of_replica in programs]
     _run_to_the_end(runs, duration, transfer, begins, sharers)
@@ -152,15 +152,15 @@ def simulate_replicas(
 
 
 class _Run:
-    """How far the ranks of a replica have come."""
+    """How far the simulation of a replica's ranks has come."""
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self.last_stage = max((action.stage for action in programs[-1]), default=0)
-        # When the actions that have run began, of each rank, and ended.
+        # The begins of each rank's actions that have run, and the ends of all of them.
         self.begins: list[list[int]] = [[] for _ in programs]
         self.ends: dict[_Key, int] = {}
-        self.waiting: dict[_Key, int] = {}  # the rank that stands still until an action has ended
+        self.waiting: dict[_Key, int] = {}  # by action, the rank that waits for its end
         self.started: set[int] = set()  # stages that have run a forward
 
     def spans(self) -> list[list[Span]]:
@@ -179,7 +179,7 @@ def _run_to_the_end(
     sharers: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
     """Let every rank run as far as it can, again and again, until all have ended."""
-    # When each replica that has come to a shared action could begin it.
+    # By shared action, when each replica that has reached it could begin it.
     arrivals: dict[tuple[tuple[int, ...], Action], dict[int, int]] = {}
     ready = [(replica, rank) for replica, run in enumerate(runs) for rank in range(len(run.begins))]
     while ready:

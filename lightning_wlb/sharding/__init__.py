@@ -5,19 +5,20 @@ of one piece) and deals them to the ranks of the context-parallel group:
 
 ===========================  ==================================================================
 ``per_sequence``             the concatenation in 2·CP chunks, in pairs (Llama 3)
-``per_document``             every piece so cut, its remainder token by token (WLB-LLM §5.1)
-``per_document_contiguous``  the same with each remainder kept together
+``per_document``             each piece in such pairs, its remainder token by token (WLB-LLM §5.1)
+``per_document_contiguous``  each piece in such pairs, its remainder in one chunk
 ``hybrid``                   long pieces cut at tile boundaries, short ones whole on one rank
 ``ptrr``                     tiles of queries dealt greedily by work
 ===========================  ==================================================================
 
-:func:`.choose` takes the one of least predicted latency for a micro-batch; a plan names it.
+:func:`.choose` takes the sharding with the least predicted latency for a micro-batch; a plan names
+it.
 
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
-equally many and tensor parallelism can divide them. Each chunk is one attention segment. Its
-queries are the chunk's rows. Its keys are the piece from its start (with a sliding window, from the
-first key that its first query sees) to the chunk's end, causal and aligned at the bottom right: the
-last query is that of the last key.
+equally many rows and tensor parallelism can divide them. Each chunk is one attention segment. The
+segment's queries are the chunk's rows. Its keys are the piece's tokens from the piece's start (with
+a sliding window, from the first key that the first query sees) to the chunk's end. The causal mask
+is aligned at the bottom right: the last query belongs to the same token as the last key.
 """
 
 from lightning_wlb.sharding.adaptive import ADAPTIVE as ADAPTIVE

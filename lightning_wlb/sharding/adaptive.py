@@ -1,14 +1,14 @@
-"""Which sharding a micro-batch gets: the one of least predicted latency (WLB-LLM §5.3).
+"""Chooses the sharding with the least predicted latency for a micro-batch (WLB-LLM §5.3).
 
-Ranks wait for each other, so a sharding is as fast as its slowest rank: the sum of the predicted
-kernel costs of that rank's segments. The paper chooses between two shardings by a device profile;
-here any cost of segments may drive the choice.
+Ranks wait for each other, so a sharding takes as long as its slowest rank, whose latency is the sum
+of the predicted kernel costs of its segments. The paper chooses between two shardings by a device
+profile; here any segment cost can be used.
 
-Candidates are tried in order, those first that send least. The first one within 2 % of the ideal
-(whole pieces on equally loaded ranks) ends the search: no prediction is better than that.
+Candidates are tried in order, beginning with those that send least. The first one within 2 % of the
+ideal (whole pieces on equally loaded ranks) ends the search: no prediction is better than that.
 
-Only the cutting is done for each micro-batch of a step, the rest is array arithmetic over all of
-their chunks (:func:`choose_each`).
+Only the cutting is done micro-batch by micro-batch; the rest is array arithmetic over the chunks of
+all of them (:func:`choose_each`).
 
 Cost: about 50 µs for each candidate tried. A run whose micro-batches must all have the same
 sharding should name it instead.
@@ -26,22 +26,22 @@ from lightning_wlb.sharding.integer_ranges import Integers, offsets
 from lightning_wlb.sharding.layout import Layout, chunks_of_each, layout
 
 ADAPTIVE = "adaptive"
-"""The name that stands for this choice where a sharding is asked for."""
+"""The name by which a user asks for this choice."""
 
 CANDIDATES = ("hybrid", "per_document_contiguous", "per_sequence", "ptrr")
-"""Every sharding by keys but ``per_document``, whose contiguous form has better tiles. What each is
-worth to the others: ``benchmarks/candidate_shardings.py``."""
+"""Every sharding but ``per_document``, whose contiguous form has better tiles.
+``benchmarks/candidate_shardings.py`` measures what each adds to the others."""
 
 IDEAL_PERCENT = 102
 """Predicted latency at which the search for a sharding ends, in percent of the ideal."""
 
 
 class Tokens(NamedTuple):
-    """What the choice of a sharding needs to know of a micro-batch."""
+    """The properties of a micro-batch by which its sharding is chosen."""
 
     lengths: Sequence[int]  #: tokens of each piece, at least 1
-    #: tokens in front of each piece that its queries see too, where pieces are slices. The
-    #: shardings do not depend on them, but the choice among them does
+    #: earlier tokens that each slice attends to, 0 for a whole piece. Shardings do not depend on
+    #: them, but the choice among shardings does
     contexts: Sequence[int]
     ranks: int  #: size of the micro-batch's context-parallel group
 
@@ -68,7 +68,7 @@ def choose_each(
     cost: SegmentCost = reference_kernel_cost,
     candidates: Sequence[str] = CANDIDATES,
 ) -> list[tuple[str, int]]:
-    """The sharding of least predicted latency for each micro-batch; of equal ones the first tried.
+    """The sharding with the least predicted latency for each micro-batch; in a tie the first tried.
 
     Args:
         tensor_parallel_size: the padded rows are a multiple of it.
@@ -82,7 +82,7 @@ def choose_each(
     least: dict[int, int] = {}
     alike: dict[int, list[int]] = {}
     for at, each in enumerate(micro_batches):
-        # One rank has all tokens whatever the sharding; without tokens there is nothing to spread.
+        # A single rank has all tokens whatever the sharding; an empty micro-batch has none.
         if each.ranks > 1 and len(each.lengths):
             alike.setdefault(each.ranks, []).append(at)
     for ranks, left in alike.items():

@@ -3,26 +3,25 @@
 A kernel computes queries in tiles of 128 rows, so that a cut between tiles is free as long as both
 sides keep two tiles, and any other cut costs about one more tile. So
 
-1. pieces whose work is a small share of a rank's stay whole: longest first, each goes to the rank
-   with the least work that has room for its rows;
-2. a piece that no rank should have whole is cut at tile boundaries counted from its *end*, which
-   leaves its partial tile at the head. That head reads one key/value tile and is dealt like any
-   short piece. A piece of few tiles is cut into just enough shares to make each small; a share is a
-   pair of chunks from both ends (early and late tiles together are average work), and is dealt like
-   a whole piece;
-3. the shortest pieces are held back. They fill every rank up to the number of rows at which only
-   whole tiles are missing. Where a piece does not fit it is cut, so that token counts are equal to
-   within one, at the price of one cheap tile for a rank;
+1. pieces whose work is a small share of a rank's work stay whole: longest first, each goes to the
+   rank with the least work that has room for its rows;
+2. a larger piece is cut at tile boundaries counted from its *end*, which leaves its partial tile at
+   the head. That head reads one key/value tile and is dealt like any short piece. A piece of few
+   tiles is cut into just enough shares to make each small; a share is a pair of chunks from both
+   ends (early and late tiles together are average work), and is dealt like a whole piece;
+3. the shortest pieces are held back. They fill every rank until it misses only whole tiles. A piece
+   that does not fit is cut, so that token counts are equal to within one, at the price of one cheap
+   tile for a rank;
 4. the longest pieces give every rank the tiles that it misses, in pairs from both ends. Taking a
    tile from the front instead of the back changes a rank's work, by the same amount for each tile,
-   and not its rows. So the number of front tiles that brings a rank's work to the mean has a closed
-   form, and what rounding leaves is passed on to the next, shorter piece.
+   but not its rows. So the number of front tiles that brings a rank's work to the mean has a closed
+   form; the next, shorter piece evens out the rounding.
 
-A small share is 1/8 of a rank's work; where that does not balance well enough 1/32 is tried too.
+A small share is 1/8 of a rank's work; if that does not balance well enough, 1/32 is tried too.
 Whole pieces need no keys of other ranks, so the larger share comes first.
 
-It optimises the reference kernel cost, a model: measure before believing. It gains nothing on
-micro-batches of a few tiles per rank, where there is nothing to align.
+The sharding optimises the reference kernel cost, which is a model: measure on your device. It gains
+nothing on micro-batches of a few tiles per rank, where there is nothing to align.
 
 Cost: plain Python over pieces and ranks, O((pieces + ranks) · ranks).
 """
@@ -43,7 +42,7 @@ WHOLE_SHARES = (8, 32)
 """A piece stays whole up to 1/8 of a rank's work, or up to 1/32; tried in this order."""
 
 GOOD_PERMILLE = 20
-"""A share is good enough where no rank has more work than the mean by more than this."""
+"""A share is good enough if no rank exceeds the mean work by more than this."""
 
 LEAST_TILES = 4
 """Tiles of a rank's share of a cut piece: two from each end, so that no segment is one tile."""
@@ -91,7 +90,7 @@ class _Deal:
 @one_by_one
 def hybrid(lengths: Integers, ranks: int) -> Integers:
     """Cut long pieces at tile boundaries, keep short ones whole, equalise rows and work."""
-    # Most micro-batches are of a few pieces, too few for numpy to pay.
+    # Most micro-batches have too few pieces for numpy to pay.
     sizes = lengths.tolist()
     costs = [_cost(0, size) for size in sizes]
     deals = []
@@ -135,7 +134,7 @@ def _dealt(lengths: list[int], costs: list[int], ranks: int, share: int) -> _Dea
 
 
 def _cost(start: int, stop: int) -> int:
-    """What :func:`.reference_kernel_cost` says of one chunk, in fewer operations."""
+    """:func:`.reference_kernel_cost` of one chunk, in fewer operations."""
     tiles = -(-(stop - start) // TILE)
     before = -(-start // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-stop // TILE)
@@ -143,7 +142,7 @@ def _cost(start: int, stop: int) -> int:
 
 
 def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
-    """Append equal shares of a piece: pairs of chunks from both ends, and at last its middle."""
+    """Append equal shares of a piece: pairs of chunks from both ends, and last its middle."""
     front, back = 0, long.tiles
     for left in range(parts, 0, -1):
         tiles = (back - front) // left
@@ -158,8 +157,8 @@ def _cut(long: _Long, parts: int, shares: list[_Share]) -> None:
 def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:
     """Deal shares, longest first, to the rank with the least work that has room.
 
-    What is held back is returned: the shortest shares, about 3/4 of a tile for each rank (with
-    nothing held back work is less even), and those that fit no rank.
+    Returns the shares that are held back: the shortest ones, about 3/4 of a tile for each rank
+    (without them work is less even), and those that fit no rank.
     """
     room = deal.room
     held: list[_Share] = []
@@ -187,10 +186,10 @@ def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:
 
 
 def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
-    """Fill the ranks with what was held back until each misses only tiles of the longest pieces.
+    """Fill the ranks with the shares held back until each misses only tiles of the longest pieces.
 
-    The result is the number of tiles that each rank misses. Together they are those of ``longs``,
-    the first of which may lose some of its first tiles here.
+    Returns the number of tiles that each rank misses, in sum the tiles of ``longs``. The first of
+    ``longs`` may lose some of its first tiles here.
     """
     ranks = range(len(deal.room))
     pieces = [(share.document, *chunk) for share in held for chunk in share.chunks]
@@ -216,7 +215,7 @@ def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
         rank = min(fitting, key=deal.cost.__getitem__)
         deal.add(rank, document, start, stop)
         needs[rank] -= stop - start
-    # Pieces that fit nowhere whole go round the ranks and are cut where one is full.
+    # Pieces that fit on no rank whole fill one rank after another, cut where a rank is full.
     for rank in sorted(ranks, key=lambda rank: (-needs[rank], rank)):
         while needs[rank]:
             document, start, stop = unfit.pop()
@@ -239,14 +238,14 @@ def _deal_longs(deal: _Deal, longs: list[_Long], tiles_of: list[int]) -> None:
         counts = _apportioned(long.tiles, tiles_of, later_tiles)
         later_cost -= cost
         later_tiles -= long.tiles
-        # What this piece should cost a rank whose tiles of later pieces cost their average.
+        # What each rank should get of this piece if its tiles of later pieces cost their average.
         wanted = [mean - spent for spent in deal.cost]
         for rank in ranks:
             tiles_of[rank] -= counts[rank]
             if later_tiles:
                 wanted[rank] -= later_cost * tiles_of[rank] // later_tiles
         front, back = 0, long.tiles
-        # Ranks that want tiles far from the piece's average choose while it has both its ends.
+        # Ranks that need tiles far from the piece's average choose first, while both ends are left.
         average = cost // long.tiles
         order = sorted(
             (rank for rank in ranks if counts[rank]),

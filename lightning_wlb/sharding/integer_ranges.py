@@ -17,7 +17,7 @@ def reach_of(sliding_window: int | None) -> int:
 
 
 def offsets(lengths: Integers) -> Integers:
-    """Where each of several concatenated ranges begins, then where the last one ends."""
+    """The begin of each of several concatenated ranges, then the end of the last one."""
     result = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=result[1:])
     return result
@@ -40,10 +40,10 @@ def cut(lengths: Integers, cuts: Integers) -> Integers:
 
     Returns:
         int64 [parts, 4]: interval, piece, first token and end of each part of a piece that lies in
-        one interval, in the order of tokens, which are counted from the piece's start.
+        one interval, in the order of tokens. Tokens are counted from the piece's start.
     """
     first = offsets(lengths)
-    # At a fraction of numpy.unique's overhead.
+    # This has a fraction of numpy.unique's overhead.
     every = np.sort(np.concatenate((first, cuts)))
     bounds = every[np.append(True, every[1:] != every[:-1])]
     start, stop = bounds[:-1], bounds[1:]

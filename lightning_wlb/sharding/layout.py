@@ -36,12 +36,12 @@ class Layout:
     lengths: tuple[int, ...]  #: tokens of each piece
     rows: int  #: rows of each rank, with padding at the end
     #: most rows that any rank holds of pieces that lie on several ranks. These rows come first on
-    #: each rank, so other ranks read none beyond the first ``shared``
+    #: each rank, so other ranks read only among the first ``shared``
     shared: int
     #: int64 [chunks, 4], rank, piece, start and stop of each chunk, in the order of ranks and of
-    #: their local rows; none is empty, none is adjacent to its predecessor
+    #: their local rows; no chunk is empty or adjacent to its predecessor
     table: Integers
-    first: Integers  #: int64 [ranks + 1], where the chunks of each rank begin, then their number
+    first: Integers  #: int64 [ranks + 1], index of each rank's first chunk, then their number
 
     @property
     def ranks(self) -> int:
@@ -77,7 +77,7 @@ def layout(
     assert sizes.min(initial=1) >= 1, "a plan has no empty pieces"
     table, first = chunks_of_each(sharding, [sizes], context_parallel_size)
     rank, document, start, stop = table.T
-    # The last assignment to an element stands, so these are the highest and the lowest rank.
+    # Later assignments to an element win, so these are the highest and the lowest rank.
     highest, lowest = np.zeros((2, len(sizes)), dtype=np.int64)
     highest[document] = rank
     lowest[document[::-1]] = rank[::-1]
@@ -102,11 +102,11 @@ def chunks_of_each(
     Args:
         sharding: a name in :data:`SHARDINGS`.
         lengths: tokens of the pieces of each micro-batch; a single one may have none.
-        ranks: of the context-parallel group of each.
+        ranks: ranks of each micro-batch's context-parallel group.
 
     Returns:
-        int64 [chunks, 4], whose ranks and pieces are numbered over all micro-batches; and where the
-        chunks of each of these ranks begin, then their number.
+        int64 [chunks, 4], whose ranks and pieces are numbered over all micro-batches; and the index
+        of the first chunk of each of these ranks, then the number of chunks.
     """
     every = np.concatenate(lengths)
     if ranks == 1 or not len(every):
@@ -120,7 +120,8 @@ def chunks_of_each(
 def merged(table: Integers, lengths: Integers) -> Integers:
     """Chunks in the order of rank, piece and token, adjacent ones joined to one segment.
 
-    ``table`` is int64 [chunks, 4], rank, piece, start and stop of each, ``lengths`` the pieces'.
+    ``table`` is int64 [chunks, 4], rank, piece, start and stop of each; ``lengths`` is the tokens
+    of the pieces.
     """
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start

@@ -7,10 +7,10 @@ attention chunk c of 2·CP equal chunks reads c earlier chunks and half of itsel
 **Tiles** (``ptrr``, torch's PTRR balancer). The concatenated micro-batch is cut in tiles of 128
 rows. Tiles are dealt in descending work, one to each rank in a round, and every other round goes
 the other way, so that every rank gets equally many tiles and nearly equal work. Rows that do not
-divide are a last round of smaller, equal tiles. Most segments are one tile with keys of its own,
+divide form a last round of smaller, equal tiles. Most segments are one tile with keys of its own,
 and most keys are sent to every rank, so the total work is more than with other shardings, but
-evenly spread. It is for micro-batches that the others leave unequal, and not for a document as long
-as most of the window: a rank then reads half as many copies of it as it has tiles.
+evenly spread. Use it for micro-batches that the others leave unequal, but not for a document that
+fills most of the window: a rank with n tiles of it then reads its keys n/2 times.
 
 Cost: vectorised, linear in chunks; one heap operation for each remainder, one sort of the tiles.
 """
@@ -30,21 +30,21 @@ Sharding = Callable[[Sequence[Integers], int], Integers]
 """(lengths of the pieces of each micro-batch in tokens, ranks) -> chunks int64 [chunks, 4].
 
 The columns are rank, piece, first token and end of a chunk, tokens counted from the piece's start.
-Ranks and pieces are numbered over all micro-batches: those of micro-batch i from i·ranks on. Every
-token belongs to exactly one chunk, and no chunk is empty. Their order is free, and they may be
-adjacent: :func:`.layout` merges them. A micro-batch has at least one piece.
+Ranks and pieces are numbered over all micro-batches: the ranks of micro-batch i from i·ranks on.
+Every token belongs to exactly one chunk, and no chunk is empty. Chunks may have any order and may
+be adjacent: :func:`.layout` merges them. A micro-batch has at least one piece.
 """
 
 MOST_REMEMBERED = 1 << 12
-"""Micro-batches whose chunks are remembered, for each sharding: those of a step on some thousand
-ranks, at some kilobytes each."""
+"""Micro-batches whose chunks each sharding remembers: enough for a step on some thousand ranks, at
+some kilobytes each."""
 
 
 def one_by_one(chunks_of: Callable[[Integers, int], Integers]) -> Sharding:
     """A sharding made of a function that cuts one micro-batch at a time.
 
-    Its results are remembered by the lengths and the ranks, all that they depend on: a sharding is
-    chosen, judged by memory and made the tensors of, and slices of equal lengths recur.
+    Results depend only on the lengths and the ranks, and are remembered by these: choosing a
+    sharding, predicting memory and making tensors all ask for them, and equal lengths recur.
     """
 
     @lru_cache(MOST_REMEMBERED)
@@ -68,7 +68,7 @@ def _owners(ranks: int) -> Integers:
 
 
 def per_sequence(lengths: Sequence[Integers], ranks: int) -> Integers:
-    """Cut the concatenated pieces in 2·ranks nearly equal chunks, whatever lies in them (Llama 3).
+    """Cut the concatenated pieces in 2·ranks nearly equal chunks, whatever they hold (Llama 3).
 
     Segments are few and long, which kernels like; attention is unequal as soon as there are several
     documents. Use it where every micro-batch is one document or attention hardly counts.
@@ -101,14 +101,14 @@ def per_document(lengths: Integers, ranks: int) -> Integers:
 def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
     """Cut every piece; its remainder goes as one chunk to the rank with the fewest rows.
 
-    Where that would give the rank more than its share of all remainders, the chunk is cut there, so
-    that no rank has more rows than the mean, rounded up. Ties go to the rank whose remainders have
-    the fewest attention pairs, so that it is not always the same ranks that have more work; then to
-    the lowest.
+    A chunk that would give the rank more than its share of all remainders is cut there, so that no
+    rank has more rows than the mean, rounded up. Ties go to the rank whose remainders have the
+    fewest attention pairs, so that not always the same ranks have more work; then to the lowest
+    rank.
     """
     size = lengths // (2 * ranks)
     paired = 2 * ranks * size
-    # The paired part gives every rank the same, so only remainders are counted.
+    # The pairs give every rank equally many rows, so only remainders are counted.
     most = -(-int((lengths - paired).sum()) // ranks)
     ranked = [(0, 0, rank) for rank in range(ranks)]
     remainders = []
@@ -138,7 +138,7 @@ def _pairs(size: Integers, ranks: int) -> Integers:
 def ptrr(lengths: Sequence[Integers], ranks: int) -> Integers:
     """Deal tiles of the concatenated pieces in rounds of alternating direction, by work."""
     totals = _totals(lengths)
-    # Whole tiles that divide among the ranks, and a last round of equal smaller ones.
+    # As many rounds of whole tiles as there are, and a last round of equal smaller tiles.
     whole = totals // (TILE * ranks) * ranks
     rest = totals - TILE * whole
     tiles = whole + ranks * (rest > 0)
@@ -152,7 +152,7 @@ def ptrr(lengths: Sequence[Integers], ranks: int) -> Integers:
     tile, _, start, stop = chunks.T
     cost = offsets(reference_kernel_cost(stop - start, stop))
     cost = np.diff(cost[np.searchsorted(tile, np.arange(first[-1] + 1))])
-    # The smaller tiles are the last round, or rows would not be equal. Ties go by number.
+    # The smaller tiles are the last round, else rows would not be equal. Ties go by number.
     order = np.lexsort((-cost, place >= whole[number], number))
     there_and_back = np.concatenate((np.arange(ranks), np.arange(ranks)[::-1]))
     owner = np.empty_like(order)

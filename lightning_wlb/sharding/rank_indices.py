@@ -1,12 +1,12 @@
 """What one rank holds, attends to and exchanges, as arrays that kernels and collectives take.
 
 Keys of other ranks arrive in one exchange. Rows of pieces that lie whole on one rank are never
-sent. Of the others, every rank gets either all rows (all-gather, padded to the rank that has most)
-or just those that its queries see (all-to-all, with sizes that differ). Both sides of every message
-are computed here from the layout, so that no rank asks another.
+sent. For the other pieces every rank gets either all rows (all-gather, padded to the rank with the
+most rows) or just the rows that its queries see (all-to-all, with sizes that differ). Both sides of
+every message are computed here from the layout, so that no rank asks another.
 
-A rank reads either nothing of another rank's chunk, or all of it, or with a sliding window the end
-that is in the window of the first query that follows on the rank.
+A rank reads nothing of another rank's chunk, or all of it. With a sliding window it may also read
+only the chunk's end: the rows in the window of the rank's first query after the chunk.
 
 Cost: vectorised, linear in keys. A sliding window adds a search for each chunk and rank.
 """
@@ -33,22 +33,22 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 class RankIndices:
     """What one rank of the context-parallel group holds and attends to.
 
-    The keys of its segments are rows of a buffer that holds first the rows that arrive from other
-    ranks and then its own local rows, padding included.
+    The keys of its segments are rows of a buffer: first the rows that arrive from other ranks, then
+    the rank's own local rows, padding included.
     """
 
     document: Integers  #: int64 [queries], the piece of each real local row, in local order
-    offset: Integers  #: int64 [queries], its token, from the start of the piece
-    #: int32 [segments + 1], first query row of each segment, then their number
+    offset: Integers  #: int64 [queries], the row's token, from the start of the piece
+    #: int32 [segments + 1], first query row of each segment, then the number of rows
     cu_seqlens_q: npt.NDArray[np.int32]
-    #: int32 [segments + 1], first key of each segment, then their number
+    #: int32 [segments + 1], first key of each segment, then the number of keys
     cu_seqlens_k: npt.NDArray[np.int32]
     max_seqlen_q: int  #: most queries of a segment
     max_seqlen_k: int  #: most keys of a segment
     #: int64 [keys], the row of the buffer that holds each key, in the order of ``cu_seqlens_k``
     key_index: Integers
-    #: how many of its first local rows every rank sends to all (all-gather); 0 where nothing is
-    #: sent or an all-to-all is used
+    #: how many of its first local rows every rank sends to all (all-gather); 0 if nothing is sent
+    #: or an all-to-all is used
     gathered: int
     #: int64 [sum of send_counts], the local rows that an all-to-all sends, by receiving rank
     send_index: Integers
@@ -57,7 +57,7 @@ class RankIndices:
 
 
 def traffic(layout: Layout, sliding_window: int | None = None) -> Integers:
-    """Rows [sender, receiver] that an all-to-all of just what is read moves between ranks."""
+    """[sender, receiver]: the rows that an all-to-all of only the rows that are read sends."""
     return _moved(layout, _first_read(layout, sliding_window))
 
 
@@ -82,8 +82,8 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     A rank without chunks has no rows and no segments; a segment is never empty.
 
     Args:
-        sliding_window: most keys that a query sees, its own included; all if None. Keys that no
-            query of a segment sees are not among the segment's.
+        sliding_window: most keys that a query sees, its own included; all if None. A segment leaves
+            out keys that none of its queries sees.
     """
     owner, documents, starts, stops = layout.table.T
     lengths = stops - starts
@@ -114,8 +114,8 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
             arriving = layout.ranks * gathered
     place[own] = arriving + layout.row[own]
 
-    # Chunks by piece and token: the keys of a segment are in the chunks from its piece's first to
-    # its own, from the first token that its first query sees.
+    # Sorted by piece and token, the chunks from the piece's first to the segment's own hold the
+    # segment's keys, which begin at the first token that its first query sees.
     order = np.argsort(documents * (sum(layout.lengths) + 1) + starts)
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
@@ -143,12 +143,12 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
 def _first_read(layout: Layout, sliding_window: int | None) -> Integers:
     """int64 [chunks, ranks], the first token of each chunk that a rank's later chunks read.
 
-    Where they read none it is the chunk's end.
+    If they read none of the chunk, it is the chunk's end.
     """
     rank, document, start, stop = layout.table.T
     if sliding_window is None:
-        # All of a chunk is read where the rank has a later one of the piece. A rank's chunks of a
-        # piece ascend, and the last assignment stands.
+        # A rank that has a later chunk of the piece reads all of a chunk. A rank's chunks of a
+        # piece ascend, and later assignments win.
         last = np.zeros((len(layout.lengths), layout.ranks), dtype=np.int64)
         last[document, rank] = start
         whole: Integers = np.where(last[document] > start[:, None], start[:, None], stop[:, None])

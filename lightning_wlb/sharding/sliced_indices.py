@@ -1,17 +1,17 @@
-"""Where the keys of a piece's earlier slices are, for attention of its later ones.
+"""Where the keys of a piece's earlier slices are, for the attention of its later slices.
 
 A piece may be cut into slices that lie in several micro-batches of a replica. The queries of a
-slice then see the keys of the slices before it, which their micro-batches have left on the ranks
-that computed them. For one micro-batch and one rank of the context-parallel group this module says
-where to find them, in two steps:
+slice then see the keys of the slices before it, which stay on the ranks that computed them. For one
+micro-batch and one rank of the context-parallel group this module says where to find them, in two
+steps:
 
-1. Every rank puts rows one after another: first the rows of earlier micro-batches that it holds and
-   that a query of this micro-batch sees, then all of its own rows. They are listed as runs of
-   consecutive rows (:class:`Run`).
-2. These rows of all ranks are gathered, and ``key_index`` says which of them each key of each
-   segment is. A single rank needs no such step: its runs are the keys of its segments, in order.
+1. Every rank concatenates rows: first the rows of earlier micro-batches that it holds and that a
+   query of this micro-batch sees, then all of its rows of this micro-batch. They are listed as runs
+   of consecutive rows (:class:`Run`).
+2. These rows are gathered from all ranks, and ``key_index`` has the gathered row of each key of
+   each segment. A single rank needs no such step: its runs are its segments' keys, in order.
 
-With a sliding window the keys that no query of a segment sees are left out of the segment.
+With a sliding window a segment leaves out the keys that none of its queries sees.
 
 Pure numpy, in the data loader. Cost: linear in the keys that are read, which for a piece cut into n
 slices is n/2 times the piece.
@@ -33,7 +33,7 @@ from lightning_wlb.sharding.layout import Layout
 from lightning_wlb.sharding.rank_indices import RankIndices, rank_indices
 
 OWN = -1
-"""The micro-batch that the indices are for, in place of its index."""
+"""Stands for the micro-batch that the indices are for."""
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -54,15 +54,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SlicedIndices:
-    """What one rank needs to run a micro-batch whose slices have earlier or later ones."""
+    """What one rank needs to run a micro-batch with slices of pieces that were cut."""
 
     #: rows and segments. ``cu_seqlens_k`` counts earlier keys too; ``key_index`` points into the
-    #: rows that all ranks put together, one rank's ``rows`` after another's. On a single rank it is
-    #: not used
+    #: gathered rows of all ranks, ``rows`` of each. A single rank does not use it
     own: RankIndices
     positions: Integers  #: int64 [n], position of each real local row from its piece's origin
-    runs: tuple[Run, ...]  #: the rows that this rank puts one after another
-    rows: int  #: how many rows each rank puts together; no key is in those beyond a rank's runs
+    runs: tuple[Run, ...]  #: the rows that this rank concatenates
+    rows: int  #: rows that each rank gives; those after its runs are padding
     keeps: bool  #: whether later slices read this micro-batch's keys
 
 
@@ -95,7 +94,7 @@ class SlicedReplica:
             parts.sort()
 
     def is_sliced(self, slices: Sequence[Slice]) -> bool:
-        """Whether one of the slices has earlier or later ones."""
+        """Whether the piece of any of the slices was cut."""
         return any(len(self._pieces[each[:2]]) > 1 for each in slices)
 
     def indices(self, micro_batch: int, rank: int) -> SlicedIndices:
@@ -124,7 +123,7 @@ class SlicedReplica:
                 cu_seqlens_k=offsets(np.array([*map(len, keys)], dtype=np.int64)).astype(np.int32),
                 max_seqlen_k=max(map(len, keys), default=0),
                 key_index=key_index,
-                # All rows are gathered, whatever whole pieces would send.
+                # All rows are gathered, unlike in micro-batches of whole pieces.
                 gathered=0,
                 send_index=_NONE,
                 send_counts=(),
@@ -139,9 +138,9 @@ class SlicedReplica:
     def _places(
         self, micro_batch: int, tokens: Mapping[_Part, Integers]
     ) -> tuple[dict[_Part, Integers], int]:
-        """The row of each slice's tokens among those gathered, and how many rows each rank gives.
+        """The gathered rows of each slice's tokens, and the number of rows that each rank gives.
 
-        ``tokens`` has the tokens of earlier slices; those of the micro-batch itself are added.
+        ``tokens`` has the tokens of earlier slices; the micro-batch's own tokens are added.
         """
         owner = np.concatenate([_NONE, *(owner for owner, _ in tokens.values())])
         counts = np.bincount(owner, minlength=self._layouts[micro_batch].ranks)
@@ -156,7 +155,7 @@ class SlicedReplica:
         return places, stride
 
     def _before(self, each: Slice) -> list[_Part]:
-        """The slices of the piece that come before one of them, in order."""
+        """The slices of the same piece before this one, in order."""
         return [part[1:] for part in self._pieces[each[:2]] if part[0] < each.start]
 
     def _seen(self, part: _Part, slices: Sequence[Slice]) -> Integers:
@@ -186,7 +185,7 @@ def _split(values: Integers, lengths: Iterable[int]) -> list[Integers]:
 
 
 def _runs(micro_batch: Integers, row: Integers) -> tuple[Run, ...]:
-    """The fewest runs in which rows lie, given the micro-batch and the number of each."""
+    """Rows as the fewest runs, given the micro-batch and the local row of each."""
     breaks = (np.diff(micro_batch) != 0) | (np.diff(row) != 1)
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(row)] if len(row) else []
     return tuple(

@@ -1,1 +1,1 @@
-"""Which pipelines a step takes, what they do, and what moves to them; plain numbers, no torch."""
+"""Which pipelines a step takes, their plans, and their parameters' exchanges; without torch."""

@@ -1,20 +1,19 @@
 """Choices of pipelines that are worth simulating, found by an estimate of the step time.
 
 A *kind* is a shape that a pipeline may have: stages × context × tensor ranks. Among kinds of equal
-size, only those are kept on which documents of some length take the least time. A *choice* is a
-number of pipelines of each kind, which together use the ranks.
+size, a kind is kept if it takes the least time for documents of some length. A *choice* is a number
+of pipelines of each kind, which together use the ranks.
 
-The estimate of a step gives its pieces, longest first, each to the kind that finishes it first, as
-if all pipelines of a kind worked on each piece together. A piece that is too long for one pipeline
-is shared by several, where the packing shares pieces, and each of them does its part. In a pipeline
-of P stages, which gets about six micro-batches a stage, everything takes 1 + (P - 1) / 6P times as
-long.
+The estimate gives each piece of a step, longest first, to the kind that finishes it first, as if
+all pipelines of a kind worked on each piece together. If the packing shares pieces, a piece that is
+too long for one pipeline is shared by several. Filling and draining a pipeline of P stages, which
+gets about six micro-batches a stage, multiplies all times by 1 + (P - 1) / 6P.
 
-Choices are of one kind, or of some pipelines of one kind with those of another on all other ranks.
-Of choices with the same kinds only the best stays for a step.
+A choice has pipelines of one kind, or some of one kind and those of another on all other ranks.
+Among choices of the same kinds only the best is kept for a step.
 
-It leaves out imbalance, the exchange of parameters, and whether micro-batches fit in memory beside
-each other. So it only prunes; simulations choose.
+The estimate leaves out imbalance, the exchange of parameters, and the memory of several open
+micro-batches. So it only prunes; simulations choose.
 
 Cost: about thirty predictions of a micro-batch for each legal kind, and for each step some tens of
 milliseconds in compiled loops.
@@ -36,10 +35,10 @@ from lightning_wlb.plan import Piece, Scheme, Schemes, schemes_of
 from lightning_wlb.planning.plan_scoring import ProfileScorer
 
 SHORTEST = 9
-"""Binary logarithm of the shortest length predicted; shorter pieces take as long for each token."""
+"""log2 of the shortest length that is predicted; shorter pieces have its time per token."""
 
 MICRO_BATCHES = 6
-"""Micro-batches for each stage of a pipeline, by which filling and draining is estimated."""
+"""Micro-batches per stage of a pipeline, for the estimate of filling and draining."""
 
 Counts = tuple[int, ...]
 """Pipelines of each kind."""
@@ -54,8 +53,8 @@ def candidate_schemes(
     """The choices of pipelines with the least estimated time for steps of these pieces.
 
     The best choice of each step comes first, then the second best of each, and so on. No pipeline
-    has virtual stages. Of the axis sizes that the request fixes only ``tensor=1`` is respected,
-    which a model needs whose weights cannot be split: pipelines are to differ from the mesh.
+    has virtual stages. The request's fixed axis sizes are ignored, since pipelines are to differ
+    from the mesh, except ``tensor=1``: a model whose weights cannot be split needs it.
 
     Args:
         steps: pieces of each step of a sample.
@@ -73,12 +72,11 @@ def candidate_schemes(
 
 
 def estimated(counts: Integers, times: Floats, shared: Integers) -> Floats:
-    """The estimated time of a step on each choice; inf where a choice cannot hold it.
+    """The estimated time of a step on each choice; inf if a choice cannot hold the step.
 
     Args:
         counts: [choices, kinds], pipelines of each kind.
-        times: [kinds, pieces], time of a piece on one pipeline that does all of its work, longest
-            piece first.
+        times: [kinds, pieces], time of a piece, longest first, if one pipeline does all its work.
         shared: [kinds, pieces], the least number of pipelines that can hold the piece together.
     """
     load = np.zeros(counts.shape)
@@ -108,7 +106,7 @@ class _Kinds:
         return [kind for kind in made if kind.longest]
 
     def best(self, pieces: Sequence[Piece]) -> list[Counts]:
-        """Choices for a step, best first; only the best of those with the same kinds."""
+        """Choices for a step, best first; only the best among those with the same kinds."""
         if not self._kept:  # the model fits nowhere
             return []
         lengths = np.sort(np.array([piece.tokens for piece in pieces], np.int64))[::-1]
@@ -132,7 +130,7 @@ class _Kinds:
 
     @cached_property
     def _kept(self) -> list[PipelineKind]:
-        """The kinds that are the fastest of their size for some length."""
+        """The kinds that are the fastest of their size for pieces of some length."""
         window = self.request.data.context_window
         edges = np.array([1 << power for power in range(SHORTEST, window.bit_length())] + [window])
         costs = np.array([self._together(each, edges)[0] for each in self.legal])
@@ -168,7 +166,7 @@ class _Kinds:
     def _together(self, kind: PipelineKind, lengths: Integers) -> tuple[Floats, Integers]:
         """The time of pieces on pipelines of a kind, and how many pipelines share each piece.
 
-        The time is that of one pipeline which does the work of all that share.
+        The time counts all work of a piece on one pipeline.
         """
         stages, packer = len(kind.scheme.stages), self.request.data.packer
         filling = 1 + (stages - 1) / (MICRO_BATCHES * stages)

@@ -2,17 +2,17 @@
 
 The pipelines of a *kind* have equal shapes. Dealing (Hydraulis §6.2) needs the cost of each piece
 on each kind that can hold it, which is predicted from the device profile. Algorithm 1 deals pieces
-to kinds, as if the pipelines of a kind shared every piece and waited for nothing: slices leave them
-little to wait for.
+to kinds as if the pipelines of a kind shared every piece and had no bubble, because slices make
+bubbles small.
 
-The run's packing then arranges all pieces of a kind as on a mesh of its pipelines alone, and may
-let several pipelines share a piece (DP-Merge).
+The run's packing then plans the pieces of each kind as on a mesh of that kind's pipelines alone,
+and may let several pipelines share a piece (DP-Merge).
 
-The predictors of the kinds know when parameters have arrived, and gradients at their shards
-(:mod:`.exchange_times`).
+The predictors of the kinds know when parameters arrive at the pipelines and gradients at their
+shards (:mod:`.exchange_times`).
 
-Cost: that of a packing's plan of each kind, and of Algorithm 1. It needs a device profile: exact
-work does not know which pipeline is faster.
+Cost: one plan of the packing for each kind, and Algorithm 1. It needs a device profile: exact work
+does not tell which pipeline is faster.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE, choose
 
 UTILISED = 4096
-"""Tokens on a context rank that use its device well: shorter documents share a micro-batch."""
+"""Tokens on a context rank that use its device well; shorter documents share a micro-batch."""
 
 
 def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
     """Forward and backward of one document on the slowest stage in ns: Hydraulis' T (B.2).
 
-    Of short documents as many as fill a micro-batch are predicted together, and the time is divided
-    by their number. Bubbles, imbalance and gathering of parameters are not in it. The predictor is
-    that of the pipeline's mesh, and its micro-batches recompute by ``mode``.
+    For short documents a micro-batch full of them is predicted, and its time is divided by their
+    number. Bubbles, imbalance and the gathering of parameters are left out. ``predictor`` belongs
+    to the pipeline's mesh, and micro-batches recompute by ``mode``.
     """
     mesh = predictor.latency.mesh
     copies = max(UTILISED * mesh.context // tokens, 1)
@@ -57,11 +57,11 @@ def document_ns(predictor: Predictor, tokens: int, mode: Recompute) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PipelineKind:
-    """The pipelines of one kind, which plan the pieces that are dealt to them."""
+    """The pipelines of one kind, and the plans for pieces that are dealt to them."""
 
     scheme: Scheme  #: one of the pipelines
-    #: scores plans of the pipelines. Its predictor is that of a mesh of such pipelines over all
-    #: ranks, since parameters are sharded over all ranks
+    #: scores plans of the pipelines. Its predictor has a mesh of such pipelines over all ranks,
+    #: since parameters are sharded over all ranks
     scorer: ProfileScorer
     sharding: str = ADAPTIVE  #: how every micro-batch lies on the context ranks
     count: int = 1  #: number of the pipelines
@@ -77,11 +77,11 @@ class PipelineKind:
         return max(self.scorer.longest, default=0)
 
     def longest_shared(self, packer: Packer | type[Packer]) -> int:
-        """Tokens of the longest piece that the pipelines hold, together if the packing shares."""
+        """Tokens of the longest piece that the pipelines can hold, together if they may share."""
         return self.longest << (self.count.bit_length() - 1 if packer.compares_plans else 0)
 
     def costs(self, tokens: Sequence[int]) -> list[int]:
-        """Forward and backward of pieces of these lengths on the slowest stage, in ns.
+        """Forward and backward time of pieces of these lengths on the slowest stage, in ns.
 
         Times are predicted for half-powers of two from 64 on, up to the longest piece that all
         pipelines hold together; between them the time per token is interpolated.
@@ -108,7 +108,7 @@ class PipelineKind:
         return grid, np.array(times)
 
     def plan(self, pieces: Sequence[Piece], packer: Packer) -> list[ReplicaPlan]:
-        """The plan of each pipeline for some pieces, as of the replicas of a mesh of their own."""
+        """The plan of each pipeline for some pieces, as replicas of a mesh of these pipelines."""
         made = packer.replicas([list(pieces)], self.place)
         cost = self.scorer.predictor.latency.segment_cost
         return self.scorer.settled(laid_out(made, self.place.mesh, self.sharding, cost))
@@ -119,10 +119,10 @@ Kinds = Mapping[Shape, PipelineKind]
 
 
 def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Packer) -> PlannedStep:
-    """Deal the pieces of a step to kinds of pipelines and pack those of each kind.
+    """Deal the pieces of a step to kinds of pipelines, and pack the pieces of each kind.
 
     Args:
-        packer: the packing of the run; each kind has one like it, which makes micro-batches in
+        packer: the packing of the run; each kind uses such a packing, with micro-batches in
             proportion to its ranks.
 
     Raises:
@@ -156,7 +156,7 @@ def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Pac
 def _dealt(
     pieces: Sequence[Piece], kinds: Sequence[PipelineKind], packers: Sequence[Packer]
 ) -> list[list[Piece]]:
-    """The pieces of each kind, as if its pipelines shared every piece; the longest come first."""
+    """The pieces of each kind, longest first, dealt as if its pipelines shared every piece."""
     tokens = [piece.tokens for piece in pieces]
     longest = [kind.longest_shared(own) for kind, own in zip(kinds, packers, strict=True)]
     if max(tokens) > max(longest):

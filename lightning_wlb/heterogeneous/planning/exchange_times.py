@@ -1,12 +1,13 @@
 """When parameters reach the pipelines of a step, and gradients their shards: a closed form.
 
-A turn (:mod:`.exchanges`) takes as long as the busiest rank. A forward waits for its own stage's
-turns only, and a turn of gradients leaves as soon as it is complete.
+A turn (:mod:`.exchanges`) takes as long as its busiest rank. A forward waits only for the turns of
+its own stage, and a turn of gradients is sent as soon as it is complete.
 
-A rank receives what it needs less its own shard of that, and sends its shard of what all others
-need. Shards are taken to lie evenly over the ranks that hold a layer. What stays in a node goes
-over the node's link while the rest crosses nodes, each device through a network adapter of its own.
-A tied weight is counted at both ends. Connecting ranks for the first time is left out.
+A rank receives the parameters that it needs, except its own shard of them, and sends others its
+shard of the parameters that they need. Shards are assumed to be equal on all ranks that hold a
+layer. Data within a node use the node's link; at the same time the rest crosses nodes, each device
+through its own network adapter. A tied weight is counted at both ends. The time to connect ranks
+for the first time is left out.
 
 Cost: O(ranks · buckets · tensor) array elements for each choice of pipelines, once: a tenth of a
 second of processor time for 32 layers on 1,024 ranks.
@@ -33,7 +34,7 @@ Floats = NDArray[np.float64]
 
 
 def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, ParameterTraffic]:
-    """The times at which each pipeline has its parameters, and its gradients are reduced.
+    """The times at which each pipeline has its parameters and its gradients are reduced.
 
     Args:
         base: predicts steps on the mesh over which parameters and optimizer state are sharded.
@@ -56,7 +57,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
         return ranks * link.latency_ns + elements * size * 1e9 / link.bytes_per_second
 
     def ends_ns(size: int) -> list[int]:
-        """When 0, 1, 2, ... turns have ended, which run one after another."""
+        """When 0, 1, 2, ... turns, which run one after another, have ended."""
         times = took(profile.links["node"], per_node - 1, inside, size)
         if devices > per_node:
             network = profile.links["network"]
@@ -79,7 +80,7 @@ def exchange_traffic(base: Predictor, schemes: Schemes) -> dict[Scheme, Paramete
 
 
 def volume(base: Predictor, schemes: Schemes, per_node: int) -> tuple[Floats, Floats]:
-    """Elements of each turn that the busiest rank sends or receives, in its node and outside."""
+    """Elements that the busiest rank sends or receives in each turn, in its node and outside."""
     shape, mesh = base.latency.shape, base.latency.mesh
     # The parts into which all tensor-parallel sizes together cut a weight.
     cuts = math.lcm(mesh.tensor, *(scheme.tensor for scheme in schemes))
@@ -109,7 +110,7 @@ def _busiest(wanted: Floats, own: Floats, they_want: Floats, they_own: Floats) -
 
 
 def _turns(shape: ModelShape, schemes: Schemes) -> Integers:
-    """When each rank uses the embedding, the layers and the head first: int64 [ranks, buckets]."""
+    """The turn in which each rank first uses embedding, layers and head: int64 [ranks, buckets]."""
     layers = [(number,) for number in range(shape.layers)]
     return Places.of(schemes).turns([layers[0], *layers, layers[-1]])
 

@@ -1,17 +1,17 @@
 """What each rank sends and receives between the sharded layout and the pipelines of a step.
 
-A :class:`Redistribution` has one rank's part of every exchange. Exchanges go in *turns*: turn j
+A :class:`Redistribution` has one rank's part of every exchange. Exchanges run in *turns*: turn j
 moves the j-th bucket of every rank, whichever bucket that is. So all ranks join the same
-collectives in the same order, whatever stages they have, and the first buckets have arrived while
-later ones are on their way. Gradients go back from the last turn to the first.
+collectives in the same order, whatever stages they have, and the first buckets arrive while later
+ones are still being sent. Gradients are sent from the last turn to the first.
 
-Parameters are *pulled* from one of the ranks that hold them: the rank itself, else any, in turn.
-Gradients are *pushed* the other way, to *all* ranks that hold a shard of the parameter, or copies
-would drift apart; each adds up what it receives in the order of ranks. So a rank receives exactly
-the elements that it needs and does not hold.
+A rank *pulls* each part of a parameter from one rank that holds it: itself if it does, else one of
+the others by turns. Gradients are *pushed* the other way, to *all* ranks that hold the shard, else
+copies would drift apart; each adds up what it receives in the order of ranks. So a rank receives
+exactly the elements that it needs and does not hold.
 
-Cost: a few array operations for each parameter, over ranks, and some hundred bytes for each piece
-that the rank sends or receives; once.
+Cost: once a few array operations over ranks for each parameter, and some hundred bytes for each
+piece that the rank sends or receives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExchangedPiece(NamedTuple):
 
     peer: int  #: global rank of the other end
     name: str  #: of the parameter in the whole model
-    #: the box in this rank's own tensor, its shard or what it holds in the step
+    #: the box in this rank's own tensor: its shard, or its part of the stage in the step
     place: tuple[slice, ...]
     elements: int  #: how many it has
 
@@ -91,11 +91,11 @@ class Redistribution:
         return [bucket for bucket in order if own[bucket] >= 0]
 
     def shapes(self, turn: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape in the step, of the parameters that the rank gets in a turn."""
+        """The shape in the step, by name, of each parameter that the rank gets in a turn."""
         return self._shapes[turn] if turn < len(self._shapes) else {}
 
     def exchange(self, turn: int, *, push: bool = False) -> TurnExchange:
-        """The part that this rank has in one all-to-all: of parameters, or of their gradients."""
+        """This rank's part of one all-to-all of parameters, or with ``push`` of gradients."""
         return self._exchanges[push][turn]
 
     @cached_property
@@ -133,13 +133,13 @@ class Redistribution:
                     if trained:
                         pushes[turn_of[self.rank]].out.append(each)
         for exchange in (*pulls, *pushes):
-            for pieces in exchange:  # a peer has one bucket in a turn, whose order stays
+            for pieces in exchange:  # a stable sort: each peer's pieces keep their bucket's order
                 pieces.sort(key=lambda each: each.peer)
         return pulls, pushes
 
 
 def _pieces(name: str, own: Integers, others: Integers) -> list[ExchangedPiece]:
-    """What a rank's box of a parameter has in common with the boxes of all ranks."""
+    """The parts of a rank's box of a parameter that lie in the box of each rank."""
     start = np.maximum(own[:, 0], others[..., 0])
     stop = np.minimum(own[:, 1], others[..., 1])
     (peers,) = np.nonzero((start < stop).all(axis=1))
@@ -154,8 +154,8 @@ def _pieces(name: str, own: Integers, others: Integers) -> list[ExchangedPiece]:
 def _sources(shard: Integers, rank: int) -> tuple[Truths, Truths]:
     """Ranks that take this rank's shard of a parameter, and ranks that it takes shards from.
 
-    Both are bool [ranks]. Where several ranks have equal shards, a rank takes its own if it has
-    one, else one of theirs, chosen by its number.
+    Both are bool [ranks]. If several ranks have equal shards, a rank takes its own if it has one,
+    else one of theirs, chosen by the number of the taking rank.
     """
     ranks = np.arange(len(shard))
     filled = (shard[..., 0] < shard[..., 1]).all(axis=1)

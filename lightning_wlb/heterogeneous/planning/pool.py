@@ -1,12 +1,12 @@
-"""A few choices of pipelines, of which each step takes the one that is simulated to be fastest.
+"""A few choices of pipelines; each step takes the one with the shortest simulated time.
 
-A step leaves the mesh's own pipelines only where others are simulated to be faster by
-:data:`.WORTH_PER_MILLE`, or fit in memory where the mesh does not. So no step is predicted to take
-longer than on the mesh. The simulated times include the exchange of parameters and gradients
-(:mod:`.exchange_times`), as far as actions do not hide it.
+A step leaves the mesh's own pipelines only if others are simulated to be faster by
+:data:`.WORTH_PER_MILLE`, or if only they have enough memory. So a step that fits on the mesh is
+never predicted to take longer elsewhere. The simulated times include the exchange of parameters and
+gradients (:mod:`.exchange_times`), as far as actions do not hide it.
 
-The pieces of a step do not depend on its pipelines, and its pipelines depend on nothing but these
-pieces, so that checkpoints need not hold the choices.
+The pieces of a step do not depend on its pipelines, and its pipelines depend only on these pieces,
+so checkpoints need not hold the choices.
 
 Cost: :func:`.arrange` for each choice, in every step.
 """
@@ -61,7 +61,8 @@ class Pool:
             sharding: as for :class:`.PipelineKind`.
 
         Raises:
-            ValueError: a choice is the mesh's own, or has a pipeline across nodes as no mesh has.
+            ValueError: a choice is the mesh's own, or has a pipeline that crosses nodes as no
+                pipeline of a mesh does.
         """
         made: dict[Schemes, Kinds] = {}
         for schemes in choices:
@@ -93,10 +94,10 @@ class Pool:
         ]
 
     def predict(self, plan: StepPlan, base: Predictor) -> StepPrediction:
-        """The simulated step of a plan on one of the choices; ``base`` predicts those on the mesh.
+        """The simulated step of a plan on one of the choices; ``base`` predicts plans on the mesh.
 
-        Pipelines that are alike may share micro-batches, so they are simulated together; those that
-        differ do not wait for each other. The step takes as long as its latest pipeline.
+        Pipelines of equal shape may share micro-batches, so they are simulated together; pipelines
+        of different shapes do not wait for each other. The latest pipeline ends the step.
         """
         peak = 0
         found: dict[int, tuple[Any, ...]] = {}

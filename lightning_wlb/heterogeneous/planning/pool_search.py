@@ -1,18 +1,18 @@
-"""Whether steps that leave the mesh would pay, and for which pipelines: ``dynamic="auto"``.
+"""Whether it pays that steps leave the mesh, and for which pipelines: ``dynamic="auto"``.
 
-1. The *sample* is a number of the run's first steps. Its first half, and :data:`AHEAD` times as
-   many steps after the sample, are sorted by the sum of their squared lengths and cut into as many
-   parts as half the sample has steps. One step of each part, beyond its middle, is used to choose:
-   steps with the longest documents gain most, and may come seldom.
+1. The *sample* is a number n of the run's first steps. Its first half and :data:`AHEAD` · n/2 steps
+   after the sample are sorted by the sum of their squared lengths and cut into n/2 parts. The step
+   at three quarters of each part is used to choose pipelines: steps with the longest documents gain
+   most, and may be rare.
 2. An estimate proposes choices of pipelines for these steps (:func:`.candidate_schemes`), and the
-   steps are planned on the mesh and on each choice. The pool takes, one after another, the choice
-   that saves most beside those it already has, as long as that is :data:`WORTH_ADDING` of the
-   time, up to :data:`MOST`.
+   steps are planned on the mesh and on each choice. One after another, the choice that saves most
+   in addition to the pool enters the pool, as long as it saves :data:`WORTH_ADDING` of the time, up
+   to :data:`MOST` choices.
 3. The second half of the sample measures the pool's gain, which must be above :data:`WORTH`.
 
 All times are simulated, and on other pipelines than the mesh's they include the exchange of
-parameters and gradients (:mod:`.exchange_times`). Ties go by the order of proposal. The sample is
-that of the run's first steps even in a resumed run, which so finds the same pool on the same mesh.
+parameters and gradients (:mod:`.exchange_times`). Ties go by the order of proposal. The sample has
+the run's first steps even in a resumed run, which thus finds the same pool on the same mesh.
 
 Cost: two to five plans of the pipelines for each of half the sample's steps and each of
 :data:`PROPOSED` choices; the estimate takes seconds on 64 devices.
@@ -37,22 +37,22 @@ from lightning_wlb.planning.planner import Release, releases_of
 from lightning_wlb.planning.step_chooser import PlannedStep, fastest
 
 WORTH = 1.02
-"""Time on the mesh over that with the pool, above which it is worth having."""
+"""A pool is used if the time on the mesh divided by the time with the pool is above this."""
 
 WORTH_ADDING = 0.005
-"""Share of the time on the mesh that a choice must save beside those that the pool has already."""
+"""Share of the time on the mesh that a choice must save in addition to the pool so far."""
 
 AHEAD = 8
-"""Further steps that are looked at, after the sample, for each step that choices are made by."""
+"""Steps after the sample that are considered, for each step that is used to choose."""
 
 PROPOSED = 12
 """Choices that are simulated."""
 
 SAMPLE = 8
-"""Steps that are simulated, half of them to choose by and half to judge the choice."""
+"""Steps that are simulated, half of them to choose pipelines and half to measure the gain."""
 
 MOST = 4
-"""Choices of a pool. Each costs every step its planning, and a rank its process groups."""
+"""Most choices of a pool. Each costs planning in every step, and process groups on every rank."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class PoolChoice:
     proposed: int  #: how many choices were simulated
     mesh: Mesh
     mesh_ns: int  #: simulated time of the second half's steps on the mesh
-    pool_ns: int  #: their time where each is on the fastest of the mesh and ``tried``
+    pool_ns: int  #: their time if each runs on the fastest of the mesh and ``tried``
     chosen: tuple[int, ...]  #: how many of these steps take each of ``tried``
     steps: int  #: how many steps the second half has
 
     @property
     def gain(self) -> float:
-        """Time on the mesh over that with the pool; never below 1."""
+        """Time on the mesh divided by the time with the pool; never below 1."""
         return self.mesh_ns / self.pool_ns
 
     @property
@@ -108,7 +108,7 @@ class PoolChoice:
 
 
 def described(schemes: Schemes) -> str:
-    """Pipelines in words: the number and the sizes of each run of equal ones."""
+    """Pipelines in words: the number and the sizes of each run of equal pipelines."""
     found = []
     for (stages, context, tensor), alike in groupby(schemes, key=lambda scheme: scheme.shape):
         count = len(list(alike))
@@ -123,18 +123,18 @@ class _SampledStep(NamedTuple):
     arranged: Sequence[PlannedStep]
 
     def time(self, choices: Sequence[Schemes], limit: int) -> tuple[int, Schemes | None]:
-        """Its time, and the choice of pipelines that it takes; None: it stays on the mesh."""
+        """The step's time, and the choice of pipelines that it takes; None if it stays."""
         own = {each.schemes: each for each in self.arranged}
         steps = [own[schemes] for schemes in choices if schemes in own]
         chosen = fastest(steps, self.on_mesh, limit)
         if chosen is None:
             return self.on_mesh.time, None
-        # Pipelines with enough memory are taken even if they are slower than a mesh without.
+        # Pipelines on which the step fits are taken even if a mesh without enough memory is faster.
         return min(chosen.time_ns, self.on_mesh.time), chosen.schemes
 
 
 def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent) -> PoolChoice:
-    """The pipelines that are worth having beside a mesh; none where the gain is too small.
+    """The pipelines that are worth having beside a mesh; none if the gain is too small.
 
     The request's ``steps``, two or more, are the sample.
 
@@ -187,10 +187,10 @@ def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent
 
 
 def _sampled_by_length(releases: Sequence[Release], count: int) -> list[Release]:
-    """``count`` of these steps, from those of short documents to those of long ones.
+    """``count`` of these steps, from steps of short documents to steps of long ones.
 
-    The steps are sorted by their sums of squared lengths and cut into ``count`` parts. Of each part
-    the one at three quarters is taken, so that the last one is among the longest.
+    The steps are sorted by their sums of squared lengths and cut into ``count`` parts. The step at
+    three quarters of each part is taken, so that the last one is among the longest.
     """
 
     def squares(release: Release) -> int:
@@ -203,7 +203,7 @@ def _sampled_by_length(releases: Sequence[Release], count: int) -> list[Release]
 def _best_together(
     steps: Sequence[_SampledStep], proposed: Sequence[Schemes], limit: int
 ) -> list[Schemes]:
-    """The choices that save most in these steps, each beside those taken before it."""
+    """The choices that save most in these steps, each in addition to those taken before it."""
 
     def total(choices: Sequence[Schemes]) -> int:
         return sum(step.time(choices, limit)[0] for step in steps)

@@ -2,14 +2,15 @@
 
 *Sharded*: between steps the run's mesh holds parameters and optimizer state. Each pipeline rank has
 its stages, weights are split over the tensor axis, and FSDP2 shards each rank's part over data ×
-context. What is not split, such as a norm, is the same on all tensor-parallel ranks, and a tied
-weight is on both ends.
+context. A parameter that is not split, such as a norm, is the same on all tensor-parallel ranks,
+and the ranks of the embedding and of the head both hold a tied weight.
 
 *In a step* a rank of a pipeline holds its stage whole, or its tensor-parallel part of it.
 
-Parameters move in *buckets*: a layer, an end, or the weight that both ends share. A rank holds one
-*box* of a parameter: a range of indices in every dimension. The boxes of all ranks are one array,
-int64 [ranks, dimensions, 2] of start and stop; a box is empty where a rank holds nothing.
+Parameters move in *buckets*: a layer, the embedding, the head, or the weight that both share. A
+rank holds one *box* of a parameter: a range of indices in every dimension. The boxes of all ranks
+are one array, int64 [ranks, dimensions, 2] of start and stop; the box of a rank that holds nothing
+is empty.
 
 Cost: O(ranks) array elements for each parameter.
 """
@@ -34,7 +35,7 @@ Truths = NDArray[np.bool_]
 class WeightBucket(NamedTuple):
     """Parameters that move together."""
 
-    names: tuple[str, ...]  #: of the parameters in the whole model
+    names: tuple[str, ...]  #: names of the parameters in the whole model
     layers: tuple[int, ...]  #: the bucket is on the stages that have one of these layers
 
 
@@ -49,8 +50,8 @@ class Weights:
 
     #: shape of each parameter by name, in the order of first use; a tied one has one name
     shapes: Mapping[str, tuple[int, ...]]
-    #: tensor-parallel size -> parameter -> the dimension that is split; a parameter that is not
-    #: named is whole on every rank. Size 1 needs no entry
+    #: tensor-parallel size -> parameter -> the dimension that is split; other parameters are whole
+    #: on every rank. Size 1 needs no entry
     split: Mapping[int, Mapping[str, int]]
     tied: frozenset[str] = frozenset()  #: names of the parameters that embedding and head share
     frozen: frozenset[str] = frozenset()  #: names of the parameters that get no gradients
@@ -125,7 +126,7 @@ def in_step(weights: Weights, bucket: WeightBucket, schemes: Schemes) -> dict[st
 
 
 def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> dict[str, Integers]:
-    """What the mesh, whose pipelines are ``base``, holds between steps; as :func:`in_step`."""
+    """As :func:`in_step`, but the boxes that the mesh of pipelines ``base`` holds between steps."""
     found, places = in_step(weights, bucket, base), Places.of(base)
     ranks = len(base) * base[0].context
     number = (places.pipeline * base[0].context + places.context)[:, None]
@@ -141,7 +142,7 @@ def sharded(weights: Weights, bucket: WeightBucket, base: Schemes) -> dict[str, 
 class Places:
     """Where each rank of a step's pipelines stands: arrays by global rank, int64 [ranks]."""
 
-    pipeline: Integers  #: number of the rank's; ``context`` and ``tensor`` are its place there
+    pipeline: Integers  #: the rank's pipeline; ``context`` and ``tensor`` are its place there
     context: Integers
     tensor: Integers
     size: Integers  #: number of tensor-parallel ranks of that pipeline
@@ -160,10 +161,10 @@ class Places:
         return Places(pipeline, place, tensor, size, tuple(own))
 
     def turns(self, buckets: Sequence[tuple[int, ...]]) -> Integers:
-        """When each rank uses each bucket first: int64 [ranks, buckets], -1 where it does not.
+        """The turn in which each rank first uses each bucket, int64 [ranks, buckets]; -1: never.
 
-        Each rank counts its own buckets from 0 on, in the order of its layers. A tied weight comes
-        before the last layer where a stage has no embedding. ``buckets`` are the layers of each
+        Each rank counts its own buckets from 0 on, in the order of its layers. In a stage without
+        the embedding a tied weight comes before the last layer. ``buckets`` are the layers of each
         bucket (:attr:`WeightBucket.layers`).
         """
 
