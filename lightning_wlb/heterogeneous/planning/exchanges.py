@@ -95,7 +95,7 @@ class Redistribution:
         return self._shapes[turn] if turn < len(self._shapes) else {}
 
     def exchange(self, turn: int, *, push: bool = False) -> TurnExchange:
-        """This rank's part of one all-to-all of parameters, or with ``push`` of gradients."""
+        """The rank's part of one all-to-all of parameters, or with ``push`` of gradients."""
         return self._exchanges[push][turn]
 
     @cached_property
