@@ -4,7 +4,7 @@ The left panel shows a real step, that of median waiting among the last ones, in
 rank and micro-batch. (A heavy micro-batch stands at another place in every step, so that a mean
 over steps would look balanced whatever the imbalance.) The right panel shows for each rank what it
 has computed and waited in all measured steps: the rest of a step's time, in which it waits for
-other ranks or for messages. Below stands in one sentence what most of the waiting is and what to do
+other ranks or for messages. A sentence below says what causes most of the waiting and what to do
 about it. Colours differ in lightness, so that they can be read without colour vision and in print.
 
 A row is a rank, whatever pipeline it is in: a step may leave the mesh for pipelines with different
@@ -39,7 +39,7 @@ KEPT_STEPS = 64
 """Last steps from which the one of median waiting is shown."""
 
 MOST_LABELS = 16
-"""Up to so many rows or columns, each is labelled and its cells have numbers."""
+"""Up to this number of rows or columns, each has a label and its cells have numbers."""
 
 LITTLE = 0.05
 """A share of the ranks' time that is not worth doing anything about."""
@@ -61,7 +61,7 @@ def save_png(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_usetex(False)
-    # Labels of axes are made as they are drawn.
+    # Labels of axes are made only when they are drawn.
     with rc_context({"text.usetex": False}), written_aside(path) as file:
         figure.savefig(file, format="png")
 
@@ -133,7 +133,7 @@ class HeatMap:
 
     @property
     def advice(self) -> str:
-        """What most of the waiting is, and what to do about it, in a sentence."""
+        """A sentence on what causes most of the waiting, and what to do about it."""
         share, uneven = float(self.waiting.mean()), self.uneven / self.seconds
         begin = f"Ranks wait {share:.0%} of their time"
         if share < LITTLE:
@@ -154,7 +154,7 @@ class HeatMap:
         return begin + rest
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the figure as PNG, making its folder, once a step was taken in."""
+        """Write the figure as PNG, making its folder; at least one step was added before."""
         step, strategy, milliseconds = self.typical
         rows, columns = milliseconds.shape
         cells = min(max(0.55 * columns, 3.5), 8.0)

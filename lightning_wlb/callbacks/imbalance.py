@@ -1,7 +1,7 @@
 """A step's imbalance degrees, from the times that ranks measured, its plan, or its prediction.
 
 docs/design.md ("Imbalance degree") defines those of the levels *pipeline* (WLB-LLM §3.1), *data*
-and *context*. What they exceed 1 by is what a perfect balance could save at that level. On each
+and *context*. Their excess over 1 is what a perfect balance could save at that level. On each
 stage and in each pass a micro-batch takes as long as the slowest of its context and tensor ranks,
 which work in step. A plan's FLOPs give the first two, a measured or a predicted step all three.
 Steps are aggregated by adding up the numerators and the denominators (:class:`Level`).
@@ -92,8 +92,8 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
     """One rank's times of a step: seconds [micro_batches, 2 (passes), 2 (compute, attention)].
 
     Args:
-        timings: whose micro-batches are numbered in the order of the replica's forward.
-        micro_batches: number of the replica with most in this step, which every rank knows from
+        timings: their micro-batches are numbered in the order of the replica's forward.
+        micro_batches: the most micro-batches of a replica in this step, which every rank knows from
             the plan.
     """
     seconds = np.zeros((micro_batches, 2, 2))
@@ -141,7 +141,8 @@ def slots(plan: StepPlan) -> float:
 def rank_seconds(timings: Timings) -> np.ndarray:
     """Work of each micro-batch in rank-seconds, [pipelines, micro_batches].
 
-    That is its seconds on its slowest ranks, over stages and passes, times the ranks abreast.
+    It is the seconds of its slowest ranks, summed over stages and passes, times the number of ranks
+    that work side by side.
     """
     slowest = [each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings]
     return np.array(slowest) * np.array([[math.prod(each.shape[1:3])] for each in timings])
@@ -160,7 +161,7 @@ def data_level(work: np.ndarray, shares: np.ndarray | float = 1.0) -> Level:
 
 
 def context_level(timings: Timings) -> Level:
-    """The context level; each group of context ranks counts by their number."""
+    """The context level; each group of context ranks counts by its number of ranks."""
     attention = [each[..., ATTENTION] for each in timings]
     peak = sum(float(each.max(axis=1).sum()) * each.shape[1] for each in attention)
     return Level(peak, float(sum(each.sum() for each in attention)))

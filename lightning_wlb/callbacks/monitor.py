@@ -60,10 +60,10 @@ class ImbalanceMonitor(L.Callback):
     ``tokens_per_second_per_device``, ``tflops_per_device``, ``mfu`` where the device's
     peak is known, and ``loader_wait_seconds``; where steps may leave the mesh also ``strategy``,
     its number in ``WLBStrategy.dynamic``, from 1 on, or 0 for the mesh. Step time excludes the wait
-    for the data loader, which is for the step's own batch, on the rank that waited longest;
-    Lightning prefetches one batch, so it took place before the previous step. At the end of fit,
-    rank 0 prints a table, another one by strategy if steps may leave the mesh, and writes a heat
-    map of rank × micro-batch.
+    for the data loader. This wait is for the step's own batch, on the rank that waited longest;
+    Lightning prefetches one batch, so the wait took place before the previous step. At the end of
+    fit, rank 0 prints a table, and a second one by strategy if steps may leave the mesh, and writes
+    a heat map of rank × micro-batch.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
@@ -75,8 +75,8 @@ class ImbalanceMonitor(L.Callback):
             ``wlb/..._predicted`` in the log, and in the table.
 
     Attributes:
-        heat_map_path: where the heat map was written, on rank 0 once fit has ended; None where a
-            file system has refused it, of which a warning tells.
+        heat_map_path: where the heat map was written, on rank 0 once fit has ended; None if writing
+            it failed, of which a warning tells.
 
     Raises:
         MisconfigurationException: the Trainer runs another strategy.
@@ -212,7 +212,7 @@ class ImbalanceMonitor(L.Callback):
             try:
                 self._drawing.draw(path, f"Compute and waiting by rank, {ranks_in_words(sizes)}")
                 self.heat_map_path = path.absolute()
-            except (OSError, ValueError) as error:  # a save that follows fit is worth more
+            except (OSError, ValueError) as error:  # it must not prevent a save that follows fit
                 rank_zero_warn(f"The heat map {path} was not written: {error}.")
         console = Console(markup=False)
         console.print(summary_table(self.summary(), sizes))

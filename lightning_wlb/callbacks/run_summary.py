@@ -1,11 +1,11 @@
-"""The figures of a whole run, from numbers kept of every step, and the tables that show them.
+"""The figures of a whole run, from numbers kept for every step, and the tables that show them.
 
 Means alone hide the steps that everybody waits for, so every imbalance degree comes as mean, 99th
 percentile and aggregate (the quotient of the sums over steps: N·Σmax/ΣW at the pipeline level).
 
-Every step belongs to a *strategy*, by number: 0 is the mesh, others are the heterogeneous pipelines
-that steps may leave it for. The first steps on each strategy are slower, since its ranks connect
-and allocate then, so each has a warm-up of its own.
+Every step belongs to a *strategy*, by number: 0 is the mesh, other numbers are the heterogeneous
+pipelines that steps may run on instead. The first steps on each strategy are slower, since its
+ranks connect and allocate then, so each strategy has a warm-up of its own.
 
 Cost: 8 bytes × the :data:`COLUMNS` per step, about 20 MB for 100,000 steps.
 """
@@ -101,7 +101,7 @@ class Records:
         return rates
 
     def summary(self, strategy: int | None = None) -> dict[str, float]:
-        """What :meth:`.ImbalanceMonitor.summary` describes, for one strategy or all."""
+        """The figures that :meth:`.ImbalanceMonitor.summary` describes, for one strategy or all."""
         every = self.columns()
         if strategy is not None:
             own = every["strategy"] == strategy
@@ -136,7 +136,7 @@ class Records:
         if drain.any():
             result["delay_mean_drain"] = _mean(every["delay_mean"][drain], every["tokens"][drain])
         for level in LEVELS:
-            # Only measurements warm up: a plan is as true in the first steps as later.
+            # Only measurements need a warm-up: a plan's figures hold from the first step on.
             columns = every if level.endswith("_planned") else timed
             peak, even = columns[f"{level}_peak"], columns[f"{level}_even"]
             worked = even > 0
@@ -172,7 +172,7 @@ def ranks_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def new_table(title: str, caption: str, headings: Sequence[str], words: int = 0) -> Table:
-    """An empty table of figures, which stand on the right; column ``words`` has words."""
+    """An empty table of figures, aligned right; column ``words`` has texts, aligned left."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == words else "right")

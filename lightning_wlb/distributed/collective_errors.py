@@ -41,8 +41,8 @@ class Ranks:
         """Run on each rank, and return the picklable results of all ranks; collective.
 
         Raises:
-            ValueError, OSError or RuntimeError: a rank raised; the message is that of the first.
-                The rank itself re-raises what is no Exception, as KeyboardInterrupt.
+            ValueError, OSError or RuntimeError: a rank raised; the message is the first such
+                rank's. A rank re-raises its own KeyboardInterrupt and the like as it is.
         """
         raised, said, result = None, None, None
         try:
@@ -74,9 +74,9 @@ class Ranks:
 
 @contextmanager
 def patient_ranks() -> Iterator[Ranks]:
-    """All ranks, which wait as long as it takes for what one of them does alone.
+    """All ranks, in a group in which they wait for the work of one rank as long as it takes.
 
-    Such work is tokenising documents for hours, or a search. Collective at both ends.
+    Tokenising documents, for example, may take hours. Collective at both ends.
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(days=100))
     try:
@@ -86,14 +86,14 @@ def patient_ranks() -> Iterator[Ranks]:
 
 
 def names_of_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, the first eight by number."""
+    """A text that names the first eight ranks."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def differences(everyone: Iterable[Mapping[str, str]]) -> list[str]:
-    """A sentence for each name under which ranks have different texts: the texts, and who has them.
+    """A sentence for each name whose text differs between ranks: each text, and its ranks.
 
     ``everyone`` has each rank's texts by name. A rank may lack a name, which is no difference.
     """
@@ -109,7 +109,7 @@ def differences(everyone: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, also of one that raises when it is asked for it."""
+    """The text of an error, even if making the text raises."""
     try:
         return str(error)
     except Exception as other:

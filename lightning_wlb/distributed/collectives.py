@@ -3,8 +3,8 @@
 Autograd knows nothing of these collectives: their callers pair each with its backward.
 
 A rank sums its own values in :func:`sum_dtype`. Sums over ranks are in :func:`reduce_dtype`, which
-is the same unless a step asks for bfloat16: half of the bytes, and a rounding to 8 bits of mantissa
-wherever two ranks' values meet. NCCL and gloo both sum bfloat16.
+is the same unless a step asks for bfloat16, which halves the bytes and rounds every sum of two
+ranks' values to 8 bits of mantissa. NCCL and gloo both sum bfloat16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# Of a process and not of a context: the backward on a device runs in threads of autograd's.
+# Global to the process, not a context variable: autograd runs backward in threads of its own.
 _least = torch.float32
 
 

@@ -2,8 +2,8 @@
 
 A process group lives as long as its process, with its sockets and threads and, under NCCL, its
 buffers on the device. A script that fits, validates and tests with a Trainer each must not add
-groups each time, so :func:`kept` keeps them, by mesh or pipelines and kind of device, until the
-default process group is another one, and all of them have one time-out (:func:`mesh_groups`).
+groups each time. So :func:`kept` keeps them, by mesh or pipelines and kind of device, until the
+default process group is replaced. All groups have one time-out (:func:`mesh_groups`).
 Besides the axes of the mesh there are groups for the channels of pipeline messages
 (:func:`pipeline_groups`) and for replicas that share a micro-batch (:class:`MergedGroups`).
 
@@ -42,8 +42,8 @@ class ProcessGroups:
     #: number of data-parallel replicas that share a micro-batch (DP-Merge) -> the ranks of all of
     #: these replicas that share its rows
     merged: Mapping[int, ProcessGroup] = field(default_factory=dict)
-    #: (rows of a micro-batch on a rank, tensor-parallel ranks) -> parts in which these rows travel
-    #: behind products; None: products wait for messages
+    #: (rows of a micro-batch on a rank, tensor-parallel ranks) -> chunks in which these rows are
+    #: sent while matrix products run; None: products wait for messages
     chunks: Callable[[int, int], int] | None = None
 
     def of_rows(self, replicas: int) -> ProcessGroup | None:
@@ -69,17 +69,16 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The four-axis DeviceMesh on ``"cuda"`` or ``"cpu"``; collective over all ranks."""
     made = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
     axes = [*made.get_all_groups(), data_context(made).get_group()]
-    # torch gives them its own default, whatever the default group was given.
+    # torch gives them its own default time-out, whatever that of the default group is.
     _set_timeout(*axes)
     _groups.extend(axes)
     return made
 
 
 def data_context(mesh: DeviceMesh) -> DeviceMesh:
-    """The data and context axes as one: its ranks share the parameters, and gradients are summed
-    over it.
+    """The data and context axes as one: parameters are sharded and gradients summed over it.
 
-    Collective at its first call for a mesh, which :func:`device_mesh` makes.
+    The first call for a mesh is collective; :func:`device_mesh` makes it.
     """
     return mesh["data", "context"]._flatten("data_context")
 
@@ -112,7 +111,7 @@ class MeshGroups:
 
 _T = TypeVar("_T")
 
-# Made under the default process group _world; under another one they would be dead.
+# Made under the default process group _world; under another default group they are invalid.
 _made: dict[Hashable, Any] = {}
 _groups: list[ProcessGroup] = []
 _world: ProcessGroup | None = None
@@ -120,9 +119,7 @@ _timeout: timedelta | None = None  # of operations on all groups; None: torch's 
 
 
 def kept(key: Hashable, make: Callable[[], _T]) -> _T:
-    """The process groups that ``make`` made at the first call with ``key``; collective over all
-    ranks.
-    """
+    """What ``make`` returned at the first call with ``key``; collective over all ranks."""
     global _world
     if _world is not dist.group.WORLD:
         _made.clear()
@@ -142,8 +139,8 @@ def _set_timeout(*groups: ProcessGroup | None) -> None:
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
-    Operations on all groups of this process, that of all ranks too, may wait for ``timeout`` from
-    now on; None: torch's default, or what was set before.
+    From now on operations on all groups of this process, with the default group, may wait for
+    ``timeout``; None: torch's default, or the time-out that was set before.
     """
     global _timeout
     _timeout = timeout
@@ -160,7 +157,7 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
         merged = MergedGroups([ranks], rank.index)
         return MeshGroups(mesh, channels, merged, _parameter_group(rank, mesh))
 
-    # Virtual stages need the ring's groups, however many they are.
+    # With virtual stages, whatever their number, the same groups for the ring are needed.
     mesh = replace(rank.mesh, virtual_stages=min(rank.mesh.virtual_stages, 2))
     groups = kept((mesh, device.type), make)
     _set_timeout(*_groups, dist.group.WORLD)
@@ -170,8 +167,8 @@ def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> 
 def _parameter_group(rank: Rank, mesh: DeviceMesh) -> ProcessGroup:
     """The ranks that share this rank's parameters, in a group of their own.
 
-    torch gives every axis that has all ranks the default group, in which the keys of
-    context-parallel attention would wait behind all parameters of the step.
+    For an axis over all ranks torch takes the default group, in which the keys of context-parallel
+    attention would wait behind all parameters of the step.
     """
     group = data_context(mesh).get_group()
     if group is dist.group.WORLD and group.size() > 1:
@@ -189,9 +186,9 @@ def connect_channels(
 ) -> None:
     """Connect neighbours in a pipeline before a step sends messages; collective over its ranks.
 
-    NCCL connects at first use, and the sender waits for the receiver in that very call. Two
-    neighbours whose first messages cross would wait for each other, so each channel carries a
-    message now, which a rank receives before it sends. ``ranks`` has the global rank at each place.
+    NCCL connects at first use, and in that call the sender waits for the receiver. Two neighbours
+    whose first messages cross would wait for each other. So each channel carries a message now,
+    which a rank receives before it sends. ``ranks`` has the global rank of each pipeline rank.
     """
     for channel, group in channels.items():
         hops = [(ranks[-1], ranks[0])] if channel.closes_ring else list(pairwise(ranks))
@@ -232,9 +229,9 @@ class MergedGroups:
     alike. Equal heterogeneous pipelines share micro-batches in the same way.
 
     All ranks make the groups over sets of one size at the start of the first step in which any
-    replica needs one; they agree on it, since all hold the whole plan. The ranks of the micro-batch
-    alone could not make theirs: with NCCL a new group is split off that of all ranks, which waits
-    for every one.
+    replica needs one; they agree on that step, since all hold the whole plan. The ranks of one
+    micro-batch could not make their group alone: with NCCL a new group is split off the default
+    group, which waits for all its ranks.
 
     ``alike`` has, for each set of replicas that are alike, int64 [replicas, stages, context,
     tensor] global ranks.
@@ -243,7 +240,7 @@ class MergedGroups:
     def __init__(self, alike: Sequence[NDArray[np.int64]], global_rank: int) -> None:
         self._alike, self._rank = alike, global_rank
         self._groups: dict[int, ProcessGroup] = {}
-        self._made: set[int] = set()  # also where no set holds this rank, which must not ask again
+        self._made: set[int] = set()  # set sizes; also those for which this rank is in no set
 
     def prepare(self, plan: StepPlan) -> dict[int, ProcessGroup]:
         """Make the groups that a step needs and that are not there yet; collective over all ranks.
@@ -258,7 +255,7 @@ class MergedGroups:
             sets: list[list[int]] = []
             for ranks in self._alike:
                 _, stages, context, tensor = ranks.shape
-                whole = ranks[: len(ranks) // count * count]  # others cannot be asked for
+                whole = ranks[: len(ranks) // count * count]  # no plan merges the rest
                 every = whole.reshape(-1, count, stages, context, tensor)
                 sets += every.transpose(0, 2, 4, 1, 3).reshape(-1, count * context).tolist()
             group = own_group(sets, self._rank)
@@ -268,13 +265,13 @@ class MergedGroups:
 
 
 def own_group(sets: Sequence[Sequence[int]], global_rank: int) -> ProcessGroup | None:
-    """The process group of the set of ranks that holds ``global_rank``; None where no set does.
+    """The process group of the set of ranks that holds ``global_rank``; None if no set does.
 
     Collective over all ranks, which give the same disjoint sets of global ranks. Every rank makes
-    one group, however many sets there are: ``dist.new_group`` for each set would take every rank
-    through all of them, hundreds on a thousand ranks. Where the group of all ranks is bound to a
-    device (NCCL), all are split off it in one call, which ranks of no set have to make too (read in
-    torch 2.13); else the members of a set make theirs among themselves.
+    one group, however many sets there are: with ``dist.new_group`` for each set, every rank would
+    call it for all sets, hundreds on a thousand ranks. If the default group is bound to a device
+    (NCCL), all groups are split off it in one call, which ranks in no set must make too (read in
+    torch 2.13); otherwise the members of a set make their group among themselves.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -283,8 +280,8 @@ def own_group(sets: Sequence[Sequence[int]], global_rank: int) -> ProcessGroup |
         made = dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=_timeout)
     else:
         own = next((list(ranks) for ranks in sets if global_rank in ranks), None)
-        # torch names such a group by how many its ranks have made, so a rank that is in none makes
-        # one for itself: else it would wait for ever in the next one.
+        # torch names such a group by the number that its ranks have made before. So a rank in no
+        # set makes one for itself: otherwise it would wait for ever in the next one.
         alone = dist.new_group(
             own or [global_rank], timeout=_timeout, use_local_synchronization=True
         )
@@ -307,10 +304,10 @@ def saving_group() -> ProcessGroup:
 def message_device(device: torch.device, group: ProcessGroup) -> torch.device:
     """The device on which tensors have to lie to be sent or received over a group.
 
-    In a collective gloo copies a GPU's tensors to the host and back; in a point-to-point message it
-    would hand the GPU's address to a socket. So messages are copied here, which waits for the
-    device: for tests of several ranks on one GPU, not for training. Read in torch 2.13, not run on
-    CUDA.
+    In a collective gloo copies a GPU's tensors to the host and back; for a point-to-point message
+    it would hand the GPU's address to a socket. So the caller copies messages to this device, which
+    waits for the GPU: for tests of several ranks on one GPU, not for training. Read in torch 2.13,
+    not run on CUDA.
     """
     over_gloo = device.type == "cuda" and group._get_backend(device).name() == "gloo"
     return torch.device("cpu") if over_gloo else device

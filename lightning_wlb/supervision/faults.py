@@ -1,20 +1,20 @@
-"""What a rank does with an exception: it waits for no rank that is in a step, and says what it met.
+"""What a rank does after an exception: it reports it, and waits for no rank that is in a step.
 
 Lightning answers an exception with callbacks that save
-(``ModelCheckpoint(save_on_exception=True)``): collectives, in which a rank that failed alone would
+(``ModelCheckpoint(save_on_exception=True)``). A save is collective: a rank that failed alone would
 wait for ranks that wait for it in their step. So before any callback the ranks agree over their
 heartbeats (:mod:`.heartbeat`). If all ranks have the exception at the same place (a signal that
-they have agreed on, data that all refuse), they save, and the exception alone tells of it. Else
-this rank says what it has met, and takes part in no collective any more: nothing is saved, the last
-checkpoint stands, and the exception goes on to end the process, which closes its connections, so
-that the others come out too.
+they have agreed on, data that all refuse), they save, and report the exception only. Otherwise this
+rank reports its exception, and takes part in no further collective. Nothing is saved, the last
+checkpoint stands, and the exception ends the process. This closes its connections, so that the
+other ranks end too.
 
-An exception inside the optimizer's step leaves some parameters moved and others not, which is no
-state to go on from. So nothing is saved after it, by however many ranks, nor after
-:class:`.StateLost`.
+After an exception inside the optimizer's step, some parameters are updated and others are not. No
+run may resume from that, so nothing is saved, even if all ranks have the exception. The same holds
+after :class:`.StateLost`.
 
 Cost: nothing without an exception; with one at most ``heartbeat.PATIENCE`` seconds, or
-``heartbeat.AGREED_PATIENCE`` where all ranks are to come.
+``heartbeat.AGREED_PATIENCE`` if all ranks have agreed to end.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from lightning_wlb.supervision.signals import NOTICES
 from lightning_wlb.supervision.watchdog import Watchdog, say
 
 EXIT_SECONDS = 30
-"""How long a process may take to exit after an exception that it has alone."""
+"""How long a process may take to exit after an exception that only this process has."""
 
 TOLD = 2000
 """Most characters of an error that other ranks repeat."""
 
 
 class StateLost(RuntimeError):
-    """An error of all ranks after which their parameters are no state to go on from."""
+    """An error of all ranks after which no run may go on from their parameters."""
 
 
 class Faults(pl.Callback):
-    """Watches a run, and answers its exceptions. ``WLBStrategy`` adds it, as the first callback.
+    """Watches a run, and handles its exceptions. ``WLBStrategy`` adds it, as the first callback.
 
     Attributes:
         alone: why this rank may take part in no collective any more; None: it may.
@@ -66,7 +66,7 @@ class Faults(pl.Callback):
         self._rank, self._size = 0, 1
         self._server: HeartbeatServer | None = None
         self._watchdog: Watchdog | None = None
-        self._held_back: list[ModelCheckpoint] = []  # that would save on an exception
+        self._held_back: list[ModelCheckpoint] = []  # callbacks kept from saving on an exception
 
     def begin(self, rank: int, world_size: int, timeout: timedelta) -> None:
         """Watch from now on; collective over all ranks."""
@@ -137,14 +137,14 @@ class Faults(pl.Callback):
         loop = trainer._active_loop
         fetcher = getattr(loop, "_data_fetcher", None)
         if fetcher is not None and fetcher.iterator is None:
-            # A loader that could not begin: its teardown would raise over this exception.
+            # The loader could not begin: its teardown would raise and hide this exception.
             loop._data_fetcher = None  # type: ignore[union-attr]
         lost = isinstance(exception, StateLost) or PROGRESS.part == OPTIMISING
         if self._size == 1 and not lost:
             return
         error = f"{type(exception).__name__}: {text_of(exception)}".strip()
         asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
-        # By all ranks at the end of a step or of an evaluated batch (signals.py).
+        # All ranks agree at the end of a step or of an evaluated batch (signals.py).
         agreed = asked and not NOTICES.mine and PROGRESS.part in (REDUCING, AFTER)
         together, cause = agreed, "the run is not watched"
         if self._watchdog is not None:
@@ -181,13 +181,13 @@ def without_hiding_cause(failed: bool = True) -> Iterator[None]:
 
 
 def _in_short(error: str) -> str:
-    """The first and the last line of an error; for a loader worker's the last says what failed."""
+    """The first and the last line of an error; a loader worker's error says in the last why."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     ends = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
     return " ".join(each[: TOLD // 2 - 5] for each in ends)
 
 
 def _exit_soon() -> None:
-    """Let the kernel end this process if its exit hangs, as on a worker that cannot be killed."""
+    """Let the kernel end this process if its exit hangs, for example on a worker."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_SECONDS)

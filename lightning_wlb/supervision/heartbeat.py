@@ -1,28 +1,28 @@
 """Heartbeats: each rank tells rank 0 where it stands, and learns whether the ranks can go on.
 
-Process groups cannot carry that: a rank that has failed is not where the others wait for it. So
-rank 0 listens on a port of its own, and every rank keeps a connection to it. Messages are lines of
-JSON. A rank writes where it stands every few seconds, when its main thread has an exception, and
-when its run is over. The kernel closes the connections of a process that ends, however it ends: so
-a killed rank is known within milliseconds, under any backend.
+A process group cannot carry this: a rank that has failed does not enter the collective in which the
+others wait. So rank 0 listens on a port of its own, and every rank keeps a connection to it.
+Messages are lines of JSON. A rank writes where it stands every few seconds, when its main thread
+has an exception, and when its run is over. The kernel closes the connections of a process however
+it ends, so rank 0 notices a killed rank within milliseconds, under any backend.
 
 Rank 0 tells all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
 * ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
-  different places, or not all have come within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No rank
-  may wait for another from then on;
+  different places, or not all have failed within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No
+  rank may wait for another from then on;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
-When no rank makes progress for a while rank 0 names the one that is furthest behind, and asks for
-its stack. Of ranks that are equally far, as before the first step, it is one that does not wait for
-the others. A rank that another one has waited for until its time-out is named beside that error.
+When no rank makes progress for a while, rank 0 names the rank that is furthest behind, and asks for
+its stack. Among ranks that are equally far, as before the first step, it names one that does not
+wait for the others. If a rank ends by a time-out, its error also names the ranks it waited for.
 
 torch's TCPStore is not used: a request to a store whose process is stopped waits for ever.
 
 Cost: some hundred bytes from each rank every ``heartbeat_seconds``; rank 0 reads at most 100
-messages a second, each in some 10 µs, and has an open file for each rank. Once all ranks are there
-nobody else can connect, or stay so.
+messages a second, each in some 10 µs, and has an open file for each rank. Once all ranks are
+connected, other connections are closed and no more are accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATIENCE = 5.0
 """Seconds within which all ranks must fail at the same place, to save there together."""
 
 AGREED_PATIENCE = 20.0
-"""The same where the ranks have agreed to end, and a callback of one may take a while."""
+"""The same if the ranks have agreed to end, where one rank's callback may take a while."""
 
 
 def heartbeat_seconds(world_size: int) -> float:
@@ -61,7 +61,7 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self._rest = b""  # of what has come
+        self._rest = b""  # the incomplete last line that has come
         self._unsent = b""
         self._lock = threading.Lock()  # the main thread sends, too
 
@@ -71,7 +71,7 @@ class Connection:
         with self._lock, suppress(OSError):
             if len(self._unsent) < 1 << 16:
                 self._unsent += line
-            # Of a message that goes in part only the rest must follow, when the other end reads.
+            # If only part of a message is sent, the rest must follow when the other end reads.
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> list[dict[str, Any]] | None:
@@ -94,20 +94,20 @@ class _RankStatus:
     link: Connection
     rank: int = -1
     place: str | None = None  # where it has an exception
-    text: str = ""  # of the exception
+    text: str = ""  # the text of the exception
     ended: bool = False
     progress: tuple[int, ...] = (0, 0)
     doing: str = "setting up"
-    waits: bool = True  # for other ranks
+    waits: bool = True  # whether it waits for other ranks
     heard: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.monotonic)  # it is doing so
+    since: float = field(default_factory=time.monotonic)  # when it began ``doing``
 
 
 class HeartbeatServer(threading.Thread):
     """The thread of rank 0 that hears all ranks and tells them whether they can go on.
 
     Connections that do not begin with ``token`` are closed. After ``stalled_after`` seconds without
-    any progress the ranks behind are named; ``timeout``, of collectives, is for the message.
+    any progress the ranks behind are named; ``timeout`` is that of collectives.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HeartbeatServer(threading.Thread):
         self._listener = socket.create_server(
             ("", 0),
             family=socket.AF_INET6 if both else socket.AF_INET,
-            backlog=world_size + 100,  # who finds it full tries again a second later
+            backlog=world_size + 100,  # a client that finds it full tries again a second later
             dualstack_ipv6=both,
         )
         self._listener.setblocking(False)
@@ -166,7 +166,7 @@ class HeartbeatServer(threading.Thread):
                         self._accept()
                 now = time.monotonic()
                 self._decide(now)
-                # The listener is closed once all have been here: who has left since is not missing.
+                # The listener closes once all have connected, so ranks that left are not missing.
                 if now > all_here_by and self._listener.fileno() >= 0:
                     all_here_by = math.inf
                     missing = [n for n in range(1, self._world_size) if n not in self._peers]
@@ -181,7 +181,7 @@ class HeartbeatServer(threading.Thread):
                     self._send_to_all(tick=True)
                     self._report_stall(now, pause)
         finally:
-            # Also where there is a mistake in this thread: it must not end a run that trains.
+            # Also after a bug in this thread, which must not end a run that trains.
             self._send_to_all(ended=True)
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ class HeartbeatServer(threading.Thread):
                 self._on_death(peer)
 
     def _admit(self, peer: _RankStatus, message: dict[str, Any]) -> bool:
-        """Whether the peer is a rank; after the last one nobody else can connect."""
+        """Whether the peer is a rank; after the last rank the listener is closed."""
         if not hmac.compare_digest(ascii(message.get("token")), ascii(self._token)):
             return False
         peer.rank = int(message["rank"])
@@ -229,7 +229,7 @@ class HeartbeatServer(threading.Thread):
         return True
 
     def _drop_strangers(self, but: int) -> None:
-        """Close connections that have not said which rank they are, but for the last ones."""
+        """Close connections that have not said which rank they are, except the last ``but``."""
         keys = self._selector.get_map().values()
         strangers = [key.data.link.connection for key in keys if key.data and key.data.rank < 0]
         for each in strangers[: len(strangers) - but]:
@@ -271,7 +271,7 @@ class HeartbeatServer(threading.Thread):
         silent, busy = [], []
         for peer in self._peers.values():
             if time.monotonic() - peer.heard > 2 * heartbeat_seconds(self._world_size):
-                # First, since it is the likelier cause: what the others raise is their time-out.
+                # First, since it is the likelier cause: the others' error is their time-out.
                 silent.append(f"rank {peer.rank} gives no sign of life")
             elif not (peer.place or peer.ended or peer.waits):
                 busy.append(f"rank {peer.rank} did not wait for others, at {peer.doing}")
@@ -310,7 +310,7 @@ class HeartbeatServer(threading.Thread):
         behind = silent or [peer for peer in last if not peer.waits] or last
         others = [peer for peer in peers if peer not in behind]
         seconds = now - max(peer.since for peer in peers)
-        # What all do together, or one alone while the others wait, as to save, may take its time.
+        # Work of all ranks together, or of one while the others wait (a save), may take long.
         patience = self._timeout / 2 if others else math.inf
         together = len(last) == len(peers) and least[1] != RUNNING
         if not silent and together and seconds < patience:

@@ -21,7 +21,7 @@ BETWEEN, RUNNING, EXCHANGING, REDUCING, OPTIMISING, CALLBACKS, AFTER, LOADING = 
 
 class _Moment(NamedTuple):
     runs: int  # how many steps and evaluated batches have begun
-    batch: StepBatch | None  # of the last one
+    batch: StepBatch | None  # the last of them
     part: int
     doing: str | Action
     since: float  # in seconds of ``time.monotonic``
@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def batch(self) -> StepBatch | None:
-        """The step that runs; None before one, between two and in what follows on one."""
+        """The batch of the step that runs; None before, between and after steps."""
         return self._now.batch if RUNNING <= self.part <= OPTIMISING else None
 
     @property
@@ -66,7 +66,7 @@ class Progress:
         return self._now.part if WAIT.since is None else LOADING
 
     def progress(self) -> tuple[int, int]:
-        """Steps that have begun, and the part of the last one; a rank with less is behind."""
+        """Steps that have begun, and the part of the last one; a rank with fewer is behind."""
         return self._now.runs, self.part
 
     def seconds(self) -> float:

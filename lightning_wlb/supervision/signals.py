@@ -1,29 +1,29 @@
 """Signals that end a run: noted when they come, agreed on at a step's end, and obeyed by all ranks.
 
-Lightning acts inside the handler, by collectives, while other ranks are at another place of the
-step, so that the run hangs until it is killed, with nothing saved. Here the handler only sets a
-flag, which goes with the loss into the exchange that ends every step. Then all ranks, in the same
-place,
+Lightning's handler runs collectives at once, while other ranks are elsewhere in the step. The run
+then hangs until it is killed, with nothing saved. Here the handler only sets a flag, which goes
+with the loss into the exchange that ends every step. Then all ranks, in the same place,
 
 * on the requeue signal (SIGUSR1 unless ``SLURMEnvironment`` says otherwise; under Slurm with
   auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
   requeue the job, and end the run. The requeued job resumes from there by itself. A signal that
   comes during a validation waits for the next training step;
 * on SIGTERM end the run by Lightning's ``SIGTERMException``: the process exits with code 0 unless
-  it is caught;
+  the exception is caught;
 * on SIGINT (Ctrl-C) raise KeyboardInterrupt, which Lightning turns into its shutdown and exit code
   1. A second one ends this process at once.
 
 Outside of fit the requeue signal is only reported; it must not end a process, so a handler is set
-when the Trainer is made, and stays after the run. SIGTERM before the first step ends the process,
-as ever; after the last one, as in its save, it ends the process's next run at its first batch.
+when the Trainer is made, and stays after the run. SIGTERM before the first step ends the process as
+usual. After the last step, for example in a save, it ends the process's next run at its first
+batch.
 
-A rank that waits for its loader heeds a signal too: after ``LOADER_SECONDS`` the wait ends as if
-there were no more data. Lightning has taken one batch ahead, whose step then is the last one.
+A rank that waits for its loader obeys a signal too: after ``LOADER_SECONDS`` the wait ends as if
+there were no more data. Lightning has taken one batch ahead; the step of that batch is the last.
 
-Cost: nothing; the exchange takes place anyway. A signal is obeyed after at most one step and what
-is between two, so Slurm must send it early enough for a validation, a step and a save
-(``--signal=SIGUSR1@300``).
+Cost: nothing; the exchange takes place anyway. A signal is obeyed after at most one step, and the
+callbacks and the validation between two steps. So Slurm must send it early enough for a
+validation, a step and a save (``--signal=SIGUSR1@300``).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LOADER_SECONDS = 5.0
 
 
 class Notices:
-    """What this process has to tell all ranks at the end of a step, and what any rank has told.
+    """The notices of this process to all ranks at the end of a step, and those of any rank.
 
-    It is a set of bits: signals that came, a save that failed. They are sent in the exchange that
-    ends every step (``Executor``), after which all ranks know them. Another cause to end a run is
-    another bit, set in ``bits`` and obeyed in ``_end_if_asked``.
+    Notices are bits: signals that came, a save that failed. They are sent in the exchange that ends
+    every step (``Executor``), after which all ranks know them. To add a cause that ends a run, add
+    a bit, set it in ``bits`` and obey it in ``_end_if_asked``.
 
     Attributes:
         mine: signals that this rank has to tell the others.
@@ -77,7 +77,7 @@ class Notices:
         return self.mine | SAVE_FAILED * self.save_failed
 
     def obeyed(self) -> None:
-        """Forget what all ranks now act on: a later run in this process begins without it."""
+        """Forget the notices on which all ranks now act; a later run begins without them."""
         self.mine = self.seen = 0
 
     def note(self, bit: int, number: int, _: FrameType | None = None) -> None:
@@ -136,17 +136,17 @@ class Signals(_SignalConnector):
                 before(number, frame)
 
         self._register_signal(signal.SIGTERM, stop)
-        # Where it is ignored, as in a job in a shell's background, or the user's own, it stays so.
+        # An ignored SIGINT (a shell's background job) and the user's own handler stay.
         if self._original_handlers[signal.SIGINT] is signal.default_int_handler:
             self._register_signal(signal.SIGINT, _interrupt)
         heed_requeue(self.trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
 
 
 def heed_requeue(environment: Any) -> None:
-    """Note the requeue signal from now on, for good: unheeded it would end the process.
+    """Note the requeue signal from now on, for good: without a handler it would end the process.
 
-    As in Lightning, the user's own handler stands. Before, while a program imports what it needs,
-    its launcher may block the signal (examples/train.sbatch): one that came then is noted now.
+    As in Lightning, the user's own handler stays. A launcher may block the signal while the program
+    imports its modules (examples/train.sbatch): a signal that came then is noted now.
     """
     number = _requeue_signal(environment)
     if number is not None and signal.getsignal(number) == signal.SIG_DFL:
@@ -157,7 +157,7 @@ def heed_requeue(environment: Any) -> None:
 
 
 def _requeue_signal(environment: Any) -> signal.Signals | None:
-    """Under Slurm, the signal at which to requeue; None where it is not to."""
+    """Under Slurm, the signal at which to requeue; None if the job is not to be requeued."""
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
     return None
@@ -209,5 +209,5 @@ def _end_if_asked(trainer: pl.Trainer) -> None:
 
 
 def heeds_interrupts() -> bool:
-    """Whether Ctrl-C is noted here, and not the user's or Lightning's own affair."""
+    """Whether Ctrl-C is noted here, and not handled by the user's or Lightning's handler."""
     return signal.getsignal(signal.SIGINT) is _interrupt

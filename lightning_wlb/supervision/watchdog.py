@@ -6,15 +6,15 @@ together, the main thread has ``GRACE`` seconds to come out of its wait; then th
 process, with exit code 1 and the cause in its last line. Under gloo the main thread does come out,
 since the other end of its connections closes; under NCCL it may wait for its time-out.
 
-No thread of Python runs while the main thread is in foreign code that holds Python's lock. So with
-every heartbeat the watchdog arms a timer of C anew (faulthandler's), a dead-man switch, which ends
-the process with the stacks of all threads: ``LOCKED`` seconds after the watchdog should have ended
-it, or after the time-out of the process groups if nothing else is wrong. The timer is the
-process's only one, so that one which a program has armed itself is lost.
+No Python thread runs while the main thread is in native code that holds Python's lock. So with
+every heartbeat the watchdog arms faulthandler's timer, which runs in C, anew. This dead-man switch
+ends the process and prints the stacks of all threads: ``LOCKED`` seconds after the watchdog should
+have ended it, or after the time-out of the process groups if nothing else is wrong. A process has
+only one such timer: a timer that the program has armed itself is lost.
 
 A rank that gives no sign of life is only reported: it may come back within the time-out of the
-process groups, which ends that run. The watchdog also ends a process after a second Ctrl-C if its
-main thread cannot heed the first one.
+process groups; else the time-out ends the run. The watchdog also ends a process after a second
+Ctrl-C if its main thread cannot obey the first.
 
 Cost: the heartbeats, and a thread of C for each of them, some 50 µs.
 """
@@ -54,7 +54,7 @@ GRACE = 20.0
 """Seconds that the main thread has to come out of its wait when the ranks cannot go on together."""
 
 LOCKED = 5.0
-"""Seconds after which the process is ended without this thread, where this thread should have."""
+"""Seconds after which the timer ends the process if this thread has failed to end it."""
 
 READ_SECONDS = 2.0
 """How long a line waits for a full pipe, whose reader has stopped, before it is given up."""
@@ -63,8 +63,7 @@ _WAITING = f"{os.path.dirname(dist.__file__)}/", f"{Path(__file__).parents[1]}/"
 """Folders of code that waits for other ranks."""
 
 FRAMES = 8
-"""The innermost frames that a rank shows of where its main thread is."""
-
+"""How many innermost frames of its main thread a rank shows."""
 
 _watching: list[Watchdog] = []  # the watchdog of this process, while it watches
 
@@ -81,8 +80,8 @@ os.register_at_fork(before=partial(_at_fork, False), after_in_parent=partial(_at
 class Watchdog(threading.Thread):
     """One rank's end of a connection to the heartbeat server.
 
-    After ``stalled_after`` seconds without a word from rank 0 that is reported. The main thread may
-    hold Python's lock for ``timeout`` seconds, that of collectives (``GRACE`` at least).
+    ``stalled_after`` seconds without a message from rank 0 are reported. The main thread may hold
+    Python's lock for ``timeout`` seconds, the time-out of collectives, and at least ``GRACE``.
     """
 
     def __init__(
@@ -125,9 +124,9 @@ class Watchdog(threading.Thread):
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
 
-        ``place`` is then the same on every rank; ``text`` tells the others what has happened here;
-        ``agreed``: all ranks have said that they will come here. The answer is whether they may go
-        on together, and if not, the cause.
+        If they have, ``place`` is the same on every rank; ``text`` tells the others what has
+        happened here; ``agreed``: all ranks have agreed to come here. Returns whether the ranks may
+        go on together, and if not, the cause.
         """
         self._came_out = True
         self._end_at = float("inf")
@@ -218,7 +217,7 @@ class Watchdog(threading.Thread):
         return True
 
     def _alone(self, cause: str) -> None:
-        # Where all had come out together, the main thread is in what they still do together.
+        # If all had failed together, the main thread is still in collectives with them (a save).
         if not self._came_out or self._verdict == "together":
             self._end_in(GRACE)
         self._verdict, self._cause = "alone", cause
@@ -226,7 +225,7 @@ class Watchdog(threading.Thread):
 
     def _count_interrupts(self) -> None:
         now = time.monotonic()
-        # A child that was forked since then tells of the same Ctrl-C, over the same descriptor.
+        # A forked child reports the same Ctrl-C again, over the same descriptor.
         if signal.SIGINT not in self._woken.recv(64) or now - self._interrupted_at < 0.25:
             return
         self._interrupts, self._interrupted_at = self._interrupts + 1, now
@@ -239,7 +238,7 @@ class Watchdog(threading.Thread):
         self._arm()
 
     def _arm(self) -> None:
-        """Have the process ended if this thread cannot do it when it should."""
+        """Arm the timer that ends the process if this thread cannot end it in time."""
         left = min(max(self._end_at - time.monotonic(), 0.0), self._timeout)
         if not self._over:
             faulthandler.dump_traceback_later(left + LOCKED, exit=True, file=self._stderr)
@@ -257,7 +256,7 @@ def say(rank: int, text: str) -> None:
 
 
 def _briefly(write: Callable[[], object]) -> None:
-    """Write in a thread, and wait ``READ_SECONDS`` at most: who reads it may have stopped."""
+    """Write in a thread, and wait ``READ_SECONDS`` at most: the reader may have stopped."""
 
     def attempt() -> None:
         with suppress(OSError, ValueError):
@@ -270,9 +269,9 @@ def _briefly(write: Callable[[], object]) -> None:
 
 
 def _stderr_that_never_blocks() -> int:
-    """A descriptor of stderr for the timer, which would else wait for who reads a full pipe."""
+    """A descriptor of stderr for the timer, which would otherwise wait for a full pipe's reader."""
     with suppress(OSError):
-        if not stat.S_ISREG(os.fstat(2).st_mode):  # to a file all ranks write at one offset
+        if not stat.S_ISREG(os.fstat(2).st_mode):  # ranks write to a file at one shared offset
             return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     return 2
 
@@ -282,9 +281,9 @@ def _main_frame() -> FrameType | None:
 
 
 def _waits_for_ranks() -> bool:
-    """Whether the main thread may wait for other ranks: it is in torch's code for that, or ours.
+    """Whether the main thread may be waiting for other ranks: in torch.distributed, or our code.
 
-    By names alone: whoever reads a line of source may wait for a disk.
+    Judged by file names alone: reading lines of source could wait for a disk.
     """
     frame = _main_frame()
     return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
@@ -292,6 +291,6 @@ def _waits_for_ranks() -> bool:
 
 def _print_stack(rank: int) -> None:
     frame = _main_frame()
-    # Of a compiler that waits for its lock there are hundreds of frames.
+    # A compiler that waits for its lock has hundreds of frames.
     stack = "".join(traceback.format_stack(frame, FRAMES)) if frame is not None else ""
     say(rank, f"is behind, at {PROGRESS}:\n{stack}")

@@ -2,9 +2,9 @@
 
 Between steps a module holds shards. In a step its parameters are gathered in *buckets* (a layer, an
 end), a forward hook lets each module wait for its own before it runs, and every gradient moves to
-the bucket's sums as soon as it is made, so that ``.grad`` of a gathered parameter stays None. How
-parameters are gathered and sums are reduced is for the subclasses to say: on the mesh
-:mod:`.gather_and_reduce`, on other pipelines ``heterogeneous/parameters.py``. In both
+the bucket's sums as soon as it is made, so that ``.grad`` of a gathered parameter stays None. The
+subclasses define how parameters are gathered and sums are reduced: :mod:`.gather_and_reduce` on the
+mesh, ``heterogeneous/parameters.py`` on other pipelines. In both
 
 * every bucket's gather is posted, in the order of first use; a forward waits for the buckets of the
   module that it enters, and for no other;
@@ -57,7 +57,7 @@ class StepParameters(ABC):
         self._in_step: list[BucketInStep] = []
         self._to_reduce: list[BucketInStep] = []  # the next one last
         self._closed_by: dict[Action, list[BucketInStep]] = {}
-        self._held_by: Action | None = None  # behind which reductions may be posted
+        self._held_by: Action | None = None  # the action that reductions wait for
         for module, numbers in waiting.items():
             _before_forward(module, partial(self._wait_for, sorted(numbers)), dtype)
 
@@ -73,11 +73,11 @@ class StepParameters(ABC):
     def step(self, program: Sequence[Action], shared: Collection[int] = ()) -> Iterator[None]:
         """Post the gathers of a step, and at its end the reductions that are left.
 
-        The actions of ``program`` are run inside, without backward where gradients are disabled.
+        The actions of ``program`` are run inside; if gradients are disabled, without backwards.
         ``shared`` has the numbers of the micro-batches that other replicas share.
         """
         training = torch.is_grad_enabled()
-        self._forget()  # what a step has left whose gradients nobody wanted
+        self._forget()  # left by a step that was not finished
         try:
             with torch.no_grad():
                 for bucket in self._gather(training=training):
@@ -102,7 +102,7 @@ class StepParameters(ABC):
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Run one action inside; the buckets for which it is the last backward are reduced."""
+        """Run one action inside; buckets of which it is the last backward are then reduced."""
         closing = self._closed_by.get(action, [])
         for each in closing:
             each.expect_last_gradients()
@@ -129,7 +129,7 @@ class StepParameters(ABC):
             self._in_step[number].wait()
 
     def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[BucketInStep]]:
-        """Map the last backward that reaches each bucket to these buckets."""
+        """Map each backward to the buckets of which it is the last backward."""
         last = {each.stage: at for at, each in enumerate(program) if each.kind == BACKWARD}
         closed_by: dict[Action, list[BucketInStep]] = {}
         for each in self._in_step:
@@ -150,10 +150,10 @@ class BucketInStep(ABC):
         parameters: the places of each parameter; those that have gradients to reduce are
             ``trained``, by number.
         stages: the pipeline stages whose actions use them.
-        names: for errors, of the bucket's modules.
+        names: names of the bucket's modules, for errors.
 
     Attributes:
-        closed: whether no backward adds to its gradients any more.
+        closed: whether its gradients of the step are complete.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class BucketInStep(ABC):
         self._run, self._parameters, self._trained, self._names = run, parameters, trained, names
         self._between = [module._parameters[name] for (module, name), *_ in parameters]
         self._live: list[nn.Parameter] = []
-        self._added: set[int] = set()  # to the sums of these parameters
+        self._added: set[int] = set()  # numbers of the parameters whose sums have a gradient
         self._awaited: set[int] | None = None
 
     @abstractmethod
@@ -177,7 +177,7 @@ class BucketInStep(ABC):
 
     @abstractmethod
     def _drop_gather(self) -> None:
-        """Let go of the gather, once it has ended."""
+        """Wait for the end of the gather, and free its memory."""
 
     @abstractmethod
     def _add_to_sums(self, number: int, gradient: Tensor) -> None:
@@ -185,10 +185,10 @@ class BucketInStep(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Post the reduction, of zeros where no backward came through."""
+        """Post the reduction; without a backward it reduces zeros."""
 
     def wait(self) -> None:
-        """Wait for the parameters, and let the modules read them."""
+        """Wait for the parameters, and put them into the modules."""
         if self._live or self.closed:
             return
         with torch.no_grad():
@@ -226,13 +226,13 @@ class BucketInStep(ABC):
                 " parameters were not waited for and would not be trained. Call embed, head and"
                 " every layer in the model's forward, as modules: self.layers[number](hidden, ...)."
             )
-        # Frozen parameters say nothing, and a recomputation may read them to the action's end.
+        # Frozen parameters get no gradient, and a recomputation may read them to the action's end.
         self._awaited = set(range(len(self._parameters)))
         if not self._awaited:
             self.close()
 
     def refuse_if_closed(self) -> None:
-        """Raise RuntimeError where the bucket's last gradient of the step has been taken."""
+        """Raise RuntimeError if the bucket's last gradient of the step has been taken."""
         if self.closed:
             raise RuntimeError(
                 f"{', '.join(self._names)} runs, or gets a gradient, after its gradients of the"
@@ -248,7 +248,7 @@ class BucketInStep(ABC):
             self.closed = True
 
     def free(self) -> None:
-        """Let the modules read what they had before the step."""
+        """Put back into the modules what they had before the step."""
         for places, between in zip(self._parameters, self._between, strict=True):
             _put(places, between)
         self._live = []

@@ -1,15 +1,15 @@
-"""Clips gradients, and answers a loss or gradients that are not finite on all ranks alike.
+"""Clips gradients, and handles a loss or gradients that are not finite, on all ranks alike.
 
-One such step, let through, makes every parameter NaN. So before the optimizer :class:`StepGuard`
-looks at the losses of all ranks, which the step's last exchange has brought, and at the norm of all
-gradients. Where one of them is NaN or infinite, all ranks raise, or all leave the optimizer's step
-out. Then parameters and optimizer state stay bit for bit as they are, the position in the documents
-moves on, and the step counts as taken. Where a parameter itself is not finite no step can be right:
-all raise unless the user has said ``"ignore"``, and nothing is saved.
+A single optimizer step with such gradients makes every parameter NaN. So before it
+:class:`StepGuard` checks the losses of all ranks, which the exchange at the end of the step has
+brought, and the norm of all gradients. If one of them is NaN or infinite, all ranks raise, or all
+skip the optimizer's step. After a skip parameters and optimizer state are bit for bit as before,
+the position in the documents has moved on, and the step counts as taken. If a parameter itself is
+not finite no step can be right: unless the user has said ``"ignore"``, all ranks raise, and nothing
+is saved.
 
 Cost: one pass over the rank's own gradients, one all-reduce of a number, and one wait for the
-device before the optimizer's step; where gradients are clipped by their norm, the norm is that one.
-``"ignore"`` costs nothing.
+device before the optimizer's step; clipping by norm uses the same norm. ``"ignore"`` costs nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepGuard:
         skipped: steps that were skipped since the strategy was made.
 
     Raises:
-        ValueError: another value of ``on_nonfinite``.
+        ValueError: ``on_nonfinite`` has another value.
     """
 
     def __init__(self, on_nonfinite: OnNonfinite) -> None:
@@ -67,7 +67,7 @@ class StepGuard:
         copies: list[nn.Parameter],
         name_of: Callable[[int], str],
     ) -> None:
-        """Guard the rank's stages; the norm counts ``copies`` of tied weights on other ranks."""
+        """Guard the rank's stages; the norm counts tied ``copies`` on the other stage only."""
         self._model, self._mesh, self._device = model, mesh, device
         self._copies, self._name_of = copies, name_of
 
@@ -78,11 +78,11 @@ class StepGuard:
     def clip_by_norm(self, parameters: list[nn.Parameter], most: float) -> None:
         """Scale the gradients in place so that their global 2-norm is at most ``most``."""
         norm = self._norm_of(parameters)
-        # Scaling by a norm that is not finite makes all gradients NaN, and the report could not say
-        # any more which parameters' were.
+        # Scaling by a norm that is not finite makes all gradients NaN. Then the report could not
+        # name the parameters whose gradients were not finite before.
         if self._finite or self.on_nonfinite == "ignore":
             scale = (most / (norm + 1e-6)).clamp(max=1.0)
-            # The rank's shards: DTensor would look up for every shape how it is scaled.
+            # The rank's shards: DTensor would look up a sharding rule for every shape.
             gradients = [held(each.grad) for each in parameters if each.grad is not None]
             if gradients:  # a frozen stage has none
                 torch._foreach_mul_(gradients, scale)
@@ -99,7 +99,7 @@ class StepGuard:
         Raises:
             RuntimeError: naming step, ranks, parameters and documents, under ``"raise"``, and
                 under ``"skip"`` in the last of :data:`MOST_SKIPPED` steps in a row.
-            StateLost: where parameters are not finite.
+            StateLost: parameters are not finite.
         """
         ignores = self.on_nonfinite == "ignore"
         if self._finite is None and not ignores:
@@ -185,10 +185,10 @@ def gradient_norm(
     Each rank sums the squares of its own shards. If n tensor-parallel ranks hold the same shard,
     each adds 1/n of its square. The sums are added over all ranks. Gradients have been reduced
     already, and another stage counts those of ``copies``. The norm is 0-dim float64, and not finite
-    where a gradient of any rank is not.
+    if a gradient of any rank is not.
     """
     left_out = {id(parameter) for parameter in copies}
-    # By how many ranks hold the same part: each of them adds its share of the square.
+    # Number of ranks that hold the same part -> gradients; each rank adds its share of the square.
     by_ranks: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad

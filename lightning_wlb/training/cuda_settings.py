@@ -1,14 +1,14 @@
-"""Settings of CUDA and of torch's allocator that a run makes where the user has made none.
+"""Settings of CUDA and of torch's allocator that a run makes if the user has made none.
 
-* ``CUDA_DEVICE_MAX_CONNECTIONS=32``, the most there is. Each process group has a stream of its own
-  under NCCL, and a rank has up to twelve beside that of computation. Of CUDA's eight queues, the
-  default, some would carry two streams each, one behind the other: a receive may then stand behind
-  a send that waits for the same neighbour. (Others set 1; docs/design.md says why it must not be.)
+* ``CUDA_DEVICE_MAX_CONNECTIONS=32``, the maximum. Under NCCL each process group has a stream of its
+  own, and a rank has up to twelve beside that of computation. With CUDA's default of eight queues
+  some would carry two streams, one behind the other: a receive may then wait behind a send that
+  waits for the same neighbour. (Others set 1; docs/design.md says why that would be wrong here.)
 * ``PYTORCH_ALLOC_CONF=expandable_segments:True``: micro-batches differ in length from step to step,
   and blocks of fixed size that were made for one leave gaps for the next. On Linux only.
 
-Too late where CUDA has started already: then the run says so, if it has several ranks. Read in the
-sources of torch 2.13 and NVIDIA's documentation; not run on CUDA.
+If CUDA has started already it is too late, and a run of several ranks warns. Read in the sources of
+torch 2.13 and NVIDIA's documentation; not run on CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def prepare_cuda(ranks: int) -> None:
-    """Set what is not set, for this process and those that it starts.
+    """Set the variables that are not set, for this process and those that it starts.
 
     A single rank sends no messages, and gets no setting for them.
     """

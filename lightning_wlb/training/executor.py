@@ -40,7 +40,7 @@ from lightning_wlb.training.pipeline_messages import Messages, PipelineRank
 
 @dataclass(frozen=True)
 class StepRuntime:
-    """What one step of a rank runs on: on the mesh, or on heterogeneous pipelines."""
+    """What a rank runs one step on: the mesh, or heterogeneous pipelines."""
 
     model: Decoder
     pipeline: PipelineRank
@@ -53,14 +53,14 @@ class Executor:
     """Runs steps on one rank.
 
     Attributes:
-        heterogeneous: what a step runs on whose plan has pipelines of its own; None: such a plan is
-            refused.
+        heterogeneous: gives what to run a step on whose plan has pipelines of its own; None: such a
+            plan is refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
         chunks: see :class:`.ProcessGroups`.
         losses: the summed token losses of every rank in the last step, in rank order; 0 for ranks
             of earlier stages, and for all but the first rank of a tensor-parallel group.
-        settings: a digest of what this rank's optimizers are set to, for the ranks' exchange.
-        settings_agree: whether the ranks of each stage had the same in the last step.
+        settings: a digest of the options of this rank's optimizers, for the ranks' exchange.
+        settings_agree: whether the ranks of each stage had the same digest in the last step.
     """
 
     model: Decoder
@@ -77,7 +77,7 @@ class Executor:
         self.losses: list[float] = []
         self.settings, self.settings_agree = 0, True
         self._agreed: int | None = None  # digest of the next plan, which all ranks hold
-        # The last step and what each rank has told at its end, until that is read.
+        # The last step and the ranks' exchange at its end, until that is read.
         self._told: tuple[StepBatch, Tensor] | None = None
 
     def begin(
@@ -85,8 +85,8 @@ class Executor:
     ) -> None:
         """Begin a run with this ``reduce_dtype`` and ``chunks``.
 
-        What ranks agreed on in an earlier run is forgotten: an exception may have ended it before
-        some of them took note.
+        The plan that ranks agreed on in an earlier run is forgotten: an exception may have ended
+        that run before all of them knew.
         """
         self.reduce_dtype, self.chunks = reduce_dtype, chunks
         self._agreed = self._told = None
@@ -106,7 +106,7 @@ class Executor:
 
         Collective over all ranks. Gradients are being reduced when it returns; :meth:`finish` waits
         for them. In training the ranks' exchange is left to :meth:`read`, since reading it here
-        would wait for the device, which would then have nothing to do.
+        would wait for the device, which would then be idle.
 
         The result is the summed loss of all ranks over ``denominator`` tokens, 0-dim float32
         (float64 in float64 runs), the same value on every rank.
@@ -195,11 +195,11 @@ class Executor:
         self.losses = torch.tensor(losses, dtype=torch.int64).view(torch.float64).tolist()
 
     def _total_loss(self, loss: Tensor, rank: Rank, batch: StepBatch, denominator: int) -> Tensor:
-        """Sum the loss over ranks, and gather what else they tell each other at a step's end."""
+        """Sum the loss over ranks; the same all-gather carries the rest of their exchange."""
         # The ranks of a tensor-parallel group compute the same loss: the first one's counts.
         mine = loss if rank.last_stage and rank.tensor == 0 else torch.zeros_like(loss)
         bits = mine.to(torch.float64).view(torch.int64)
-        # Filled in, since a copy from the host would wait for the device.
+        # By new_full, since a copy from the host would wait for the device.
         numbers = batch.next_digest, NOTICES.bits, self.settings
         others = [bits.new_full((), number) for number in numbers]
         told = gather_from_all_ranks(torch.stack([bits, *others]))
@@ -211,7 +211,7 @@ class Executor:
         """Compare the ranks' plans and data, unless the last step's exchange covered this plan."""
         if self._agreed == batch.plan.digest and not batch.corpora:
             return
-        # Not xor, which the same store twice in a mixture would make 0.
+        # A sum and not xor, which is 0 if a mixture has the same store twice.
         digest = sum(each.digest for each in batch.corpora) % (1 << 63)
         mine = torch.tensor([batch.plan.digest, digest], device=self.pipeline.device)
         plans, samples = gather_from_all_ranks(mine).T.tolist()
@@ -247,11 +247,11 @@ class Step:
         # The sum of this rank's token losses, in at least float32.
         wide = torch.float64 if self.pipeline.dtype == torch.float64 else torch.float32
         self.loss = torch.zeros((), dtype=wide, device=self.pipeline.device)
-        # The hidden state that a stage was given and what it made of it, until its backward.
+        # The input and the output of each stage's forward, until its backward.
         self.boundaries: dict[Action, tuple[Tensor | None, Tensor]] = {}
 
     def run(self, action: Action) -> None:
-        """Run one action, its receive before it and its send after it."""
+        """Run one action, with the receive before it and the send after it."""
         (self._forward if action.kind == FORWARD else self._backward)(action)
 
     def _forward(self, action: Action) -> None:
@@ -283,7 +283,7 @@ class Step:
         else:
             gradient = self.messages.receive(action, action.stage + 1, self._shape(micro_batch))
         with self._timed(action):
-            if output.requires_grad:  # not of a first stage whose parameters are all frozen
+            if output.requires_grad:  # False for a first stage with all parameters frozen
                 torch.autograd.backward(output, gradient)
         self.cache.drop(action.micro_batch, self.pipeline.stages[action.stage])
         if hidden is not None:

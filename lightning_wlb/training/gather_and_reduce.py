@@ -1,8 +1,8 @@
 """The parameters of a step on the mesh: all-gathered ahead of use, gradients reduce-scattered.
 
 Between steps a rank holds a shard of each parameter of its stages (:mod:`.sharded_parameters`),
-grouped into buckets: a layer, an end, or what else the model has. When each is gathered and reduced
-is in :mod:`.bucket_lifetimes`.
+grouped into buckets: a layer, an end, or the rest of the model. :mod:`.bucket_lifetimes` says when
+each is gathered and reduced.
 
 Reduction is a plain sum: the loss is divided by the *global* number of target tokens. The gradient
 of a parameter that tensor-parallel ranks hold alike is summed over them at the end.
@@ -107,8 +107,8 @@ class _MeshBucket(BucketInStep):
         self._gather: dist.Work | None = None
         self._gathered: Tensor | None = None
         self._sums: Tensor | None = None
-        self._chunks: dict[int, Tensor] = {}  # of the sums, by parameter: [ranks, *chunk]
-        self._own_sums: Tensor | None = None  # this rank's, over all ranks
+        self._chunks: dict[int, Tensor] = {}  # parameter -> its part of the sums: [ranks, *chunk]
+        self._own_sums: Tensor | None = None  # this rank's part of the sums over all ranks
         self._reduction: dist.Work | None = None
         if self._ranks > 1:
             self._post_gather()
@@ -153,13 +153,13 @@ class _MeshBucket(BucketInStep):
         trained = [self._held[number] for number in self._trained]
         sizes = [prod(each.chunk) for each in trained]
         self._sums = torch.empty(self._ranks, sum(sizes), dtype=self._run.sum_dtype, device=device)
-        # What pads a parameter stays as it is: nobody reads the sums of it.
+        # The padding of a parameter stays uninitialised: nobody reads its sums.
         parts = self._sums.split(sizes, 1)
         for number, each, part in zip(self._trained, trained, parts, strict=True):
             self._chunks[number] = part.unflatten(1, each.chunk)
 
     def reduce(self) -> None:
-        """Post the reduction, of zeros where no backward came through."""
+        """Post the reduction; without a backward it reduces zeros."""
         if not self._trained:
             return
         count = self._ranks * sum(prod(self._held[number].chunk) for number in self._trained)

@@ -1,9 +1,9 @@
 """Explains a step that runs out of memory: what ran, and which options would take how much less.
 
 The error gets a note, which Python prints below its message. Its bytes are those of the memory
-model (``cost/memory_model.py``) if all micro-batches were like the rank's largest, the account by
-which ``lightning-wlb plan`` says what fits. So they are an upper bound of what is modelled, without
-fragmentation and communication buffers. Of a step that left the mesh the note names the pipeline.
+model (``cost/memory_model.py``) as if all micro-batches were like the rank's largest, by which
+``lightning-wlb plan``, too, says what fits. So they are an upper bound of what is modelled, without
+fragmentation and communication buffers. For a step that left the mesh the note names the pipeline.
 
 Cost: nothing until there is an error.
 """
@@ -31,7 +31,7 @@ _SHOWN = 8
 
 @contextmanager
 def noting_out_of_memory(executor: Executor, memory: Callable[[], MemoryModel]) -> Iterator[None]:
-    """A context for a training step, which adds a :func:`note` to an error for want of memory."""
+    """A context for a training step, which adds a :func:`note` to an out-of-memory error."""
     try:
         yield
     except Exception as error:

@@ -6,11 +6,11 @@
 4. Give the shards memory, and fill them from the weights or by (parameter name, seed).
 
 Up to step 4 a model on the meta device has no memory, so that a rank never holds more than its own
-shards and what it fills one of them from.
+shards and the values from which it fills one of them.
 
 Tied embeddings on different stages are two copies of a weight, sharded alike, each with a part of
-its gradient. In every step the two ends exchange their shards of it and add them, so that identical
-optimizers keep the copies identical.
+the gradient. In every step the two ends exchange their shards of the gradient and add them, so that
+identical optimizers keep the copies identical.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parallelize(
 ) -> ParameterBuckets:
     """Turn the whole model, on the meta device or not, into this rank's share of it, in place.
 
-    Returns what gathers the parameters in a step.
+    Returns the object that gathers the parameters in a step.
 
     Args:
         stages: layers of every pipeline stage; stage s is on place ``s % P`` of the axis.
@@ -54,8 +54,8 @@ def parallelize(
             DTensors then, of any placement (:func:`.tensor_parallel.assign`).
 
     Raises:
-        ValueError: a buffer without values, or a parameter that two layers, several pipeline stages
-            or, against what ``model.tied`` says, the two ends share.
+        ValueError: a buffer has no values; or a parameter is shared by two layers, by several
+            pipeline stages, or by the two ends although ``model.tied`` does not name it.
     """
     place, places = mesh["pipeline"].get_local_rank(), mesh["pipeline"].size()
     check_parameters(model, places)
@@ -95,7 +95,7 @@ def keep_stages(model: Decoder, stages: list[range], rank: int, ranks: int) -> N
         if int(name) not in mine:
             del model.layers[name]
     if rank != 0:
-        model.embed = None  # an absent end is passed through
+        model.embed = None  # the model's forward skips an absent end
     if rank != (len(stages) - 1) % ranks:
         model.head = None
 
@@ -127,7 +127,7 @@ def _buckets(model: Decoder, stages: dict[int, range]) -> list[Bucket]:
 
 
 def check_parameters(model: Decoder, pipeline: int) -> None:
-    """Raise ValueError for parameters that several stages would train, and hooks never called.
+    """Raise ValueError for parameters that several stages would train, and hooks that never run.
 
     It runs on the whole model: later a rank does not see the layers of other stages.
     """

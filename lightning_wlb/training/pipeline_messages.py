@@ -2,8 +2,8 @@
 
 * A send is posted without waiting, since two neighbours that both send first would wait for each
   other, and its tensor is kept. Some later message from the same neighbour proves that the tensor
-  has arrived (:func:`~lightning_wlb.schedule.actions.receipts`); then it is freed. What no message
-  proves is waited for at the step's end.
+  has arrived (:func:`~lightning_wlb.schedule.actions.receipts`); then it is freed. A send that no
+  message proves is waited for at the step's end.
 * Each channel has its own process group, so that forward and backward messages, and those that
   close the ring of virtual stages, do not wait behind each other. Within a channel the messages of
   a pair of ranks are in FIFO order, since NCCL ignores tags.
@@ -62,7 +62,7 @@ class PipelineRank:
 class Messages:
     """Sends and receives the boundary tensors of one step of a rank.
 
-    ``receipts`` has, for an action that receives, the actions whose sends have then been received.
+    ``receipts`` maps an action that receives to the actions whose sends have arrived by then.
     """
 
     def __init__(self, pipeline: PipelineRank, receipts: Mapping[Action, Sequence[Action]]) -> None:

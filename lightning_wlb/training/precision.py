@@ -9,9 +9,9 @@ precision       parameters        compute       gradients   reduction
 ``bf16-mixed``  float32           bfloat16      float32     float32
 ==============  ================  ============  ==========  =========
 
-``bf16-true`` draws in float32 and rounds what a rank keeps. fp16 needs loss scaling, which a plan
-of many backwards in one step does not have. On CPU Lightning itself turns ``16-mixed`` into
-``bf16-mixed``, and says so, before a strategy sees it.
+``bf16-true`` draws initial values in float32 and rounds those that a rank keeps. fp16 needs loss
+scaling, which a plan of many backwards in one step does not have. On CPU Lightning itself turns
+``16-mixed`` into ``bf16-mixed``, and says so, before a strategy sees it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WLBPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the step's closure, and then the optimizer where the guard accepts the gradients."""
+        """Run the step's closure, and then the optimizer if the guard accepts the gradients."""
         result = self._wrap_closure(model, optimizer, closure)
         if self.guard.accepts(self._parameters(optimizer)):
             optimizer.step(closure=lambda: result, **kwargs)

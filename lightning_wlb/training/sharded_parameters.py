@@ -2,12 +2,12 @@
 
 ``fully_shard`` cuts every parameter over data × context and records in a DTensor which part of
 which global parameter a rank holds, on the tensor-parallel axis too. Checkpoints, the optimizer and
-the norm of the gradients read that. In place of FSDP2's own run time, for which docs/design.md has
-the reasons, :mod:`.gather_and_reduce` gathers and reduces.
+the norm of the gradients read that. :mod:`.gather_and_reduce` gathers and reduces in place of
+FSDP2's own run time; docs/design.md has the reasons.
 
 A *bucket* holds the parameters of a layer, or of an end of the model, which are gathered and whose
-gradients are reduced in one collective. Its flat buffer is [ranks, elements]: of each parameter in
-turn one chunk per rank, padded to equal size where the sharded dim does not divide.
+gradients are reduced in one collective. Its flat buffer is [ranks, elements]: for each parameter in
+turn one chunk per rank, padded to equal size if the ranks do not divide the sharded dim.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Parameters are plain, or DTensors on the tensor axis, on any device; ``mesh`` has one axis.
     """
-    # FSDP2 changes the module that it is given, and lets it gather by itself: so not the model.
+    # FSDP2 makes the given module gather by itself, so it gets this holder and not the model.
     holder = nn.Module()
     whole = list(model.parameters())
     for number, parameter in enumerate(whole):
@@ -38,7 +38,7 @@ def shard_over(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(
         holder,
         mesh=mesh,
-        # FSDP wants equal shares of any dim but the first.
+        # FSDP2 requires equal shares of any dim except the first.
         shard_placement_fn=lambda each: Shard(sharded_dim(held(each).shape, mesh.size())),
     )
     shards = dict(zip(whole, holder.parameters(), strict=True))
