@@ -2,7 +2,7 @@
 
 Reads the folder that WLBStrategy wrote, of any mesh, or the single file of another strategy, and
 writes safetensors under the family's own names with config and tokenizer beside them. One process,
-no GPU; a layer and a file of weights in memory. Of a run with LoRA only the adapters are written,
+no GPU; a layer and a file of weights in memory. For a run with LoRA only the adapters are written,
 as peft reads them.
 
   lightning-wlb export runs/last.ckpt exported
@@ -91,9 +91,9 @@ def export(
     """Write a checkpoint of a :class:`.HuggingFaceModule` as transformers does.
 
     Args:
-        checkpoint: a folder that :class:`.WLBStrategy` wrote, or one with such folders in it, of
-            which the newest undamaged one is taken; or another strategy's file.
-        folder: to be written; it appears when it is whole.
+        checkpoint: a folder that :class:`.WLBStrategy` wrote, or a folder that contains such
+            folders (the newest undamaged one is taken), or another strategy's file.
+        folder: the folder to write; it appears when it is whole.
         tokenizer: a folder whose tokenizer is copied, or a file that is copied as
             ``tokenizer.json``; the tokenizer of ``pretrained`` if None and there.
         dtype: ``"bfloat16"`` or ``"float32"``; the model config's if None.
@@ -104,10 +104,10 @@ def export(
         The checkpoint, the number of tensors, and the files that were copied.
 
     Raises:
-        ValueError: a checkpoint of another model, a folder that is in use or that is read, or one
-            without a tokenizer.
+        ValueError: the checkpoint is of another model, ``folder`` is not empty or is read, or
+            ``tokenizer`` has no tokenizer.
     """
-    if not Path(checkpoint).exists():  # said before the seconds that imports take
+    if not Path(checkpoint).exists():  # checked before the imports, which take seconds
         raise ValueError(f"{checkpoint} is not a checkpoint: there is no such file or folder.")
     from lightning_wlb.checkpoints import atomic_folders
     from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
@@ -142,13 +142,13 @@ def export(
         settings = aside.folder / "tokenizer_config.json"
         fields = read_json(settings) if settings.exists() else {}
         if isinstance(fields, dict) and (templates or "auto_map" in fields):
-            fields.pop("auto_map", None)  # names code, which would travel on
-            if templates:  # one file has them all: an export has no folder in it
+            fields.pop("auto_map", None)  # it names code, which would be passed on
+            if templates:  # one file has them all: an export has no subfolder
                 texts = {name: read_bytes(each).decode() for name, each in templates.items()}
                 named = [{"name": name, "template": text} for name, text in texts.items()]
                 fields["chat_template"] = named
             settings.write_text(json.dumps(fields, indent=2) + "\n")
-        for file in aside.folder.glob("*.safetensors"):  # which are made for their owner alone
+        for file in aside.folder.glob("*.safetensors"):  # at first only their owner may read them
             shutil.copymode(next(aside.folder.glob("*config.json")), file)
         files = {each.name: manifest.durable(each) for each in sorted(aside.folder.iterdir())}
         listed = manifest.Manifest(manifest.EXPORT, aside.save, 1, -1, files)
@@ -192,7 +192,7 @@ def _write(
 def _beside(
     tokenizer: str | Path | None, pretrained: str | None
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """The files to copy, by their names in the export; chat templates by theirs, if many."""
+    """The files to copy, by name in the export, and the chat templates by name if several."""
     from tokenizers import Tokenizer
 
     from lightning_wlb.data.tokenising.texts import explained
@@ -224,7 +224,7 @@ def _beside(
 
 
 def _refuse_overlap(what: str, source: Path, folder: Path) -> None:
-    """Refuse to replace what is read: --force would remove it."""
+    """Refuse to replace a folder that is read: --force would remove it."""
     read, written = source.resolve(), folder.resolve()
     if written == read or written in read.parents:
         raise ValueError(

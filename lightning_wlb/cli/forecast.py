@@ -4,10 +4,10 @@ Figures over steps are given as mean, 99th percentile and
 *aggregate*, the quotient of the sums over all steps: steps differ in tokens, so a mean of quotients
 misleads.
 
-The verdict is on a packing that keeps documents whole. It compares with what people do today,
-cutting and concatenating (``original``), per token and for equal work, since a cut saves attention;
-and with ``best_fit``, which packs whole documents by their tokens: a gain below :data:`WORTH` over
-that is said to be none.
+The verdict is about a packing that keeps documents whole. It is compared with common practice,
+cutting and concatenating (``original``), per token and for equal work, since a cut saves attention.
+It is also compared with ``best_fit``, which packs whole documents by their tokens: a gain over
+``best_fit`` below :data:`WORTH` counts as none.
 
 Cost: planning and predicting every step of every packing; `auto` plans slowest, as it simulates
 several plans a step.
@@ -33,7 +33,7 @@ from lightning_wlb.planning.packing import PACKINGS
 from lightning_wlb.prediction.step import StepPrediction
 
 WORTH = 1.03
-"""The least gain that is called one: what the simulation leaves out is a few percent."""
+"""The least quotient that counts as a gain: the simulation leaves out a few percent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Forecast:
 
     packing: str
     row: MeshRow
-    steps: Sequence[StepPrediction] = ()  # of a search none are kept
+    steps: Sequence[StepPrediction] = ()  # empty in a search
 
     @property
     def delay(self) -> float:
@@ -63,8 +63,8 @@ class Forecast:
     def typical_step(self) -> StepPrediction:
         """The step most like the row of the table, for a picture.
 
-        It is near to the mean time above all, so that pictures of packings are to each other as
-        their rows, and near to the mean tokens and idle time.
+        It is near to the mean time above all, so that pictures of packings compare as their rows
+        do, and near to the mean tokens and idle time.
         """
         time, tokens = self.row.steps_ns / self.row.steps, self.row.tokens / self.row.steps
 
@@ -163,12 +163,13 @@ def _too_large(request: MeshRequest, what: str, held: str, size: int) -> ValueEr
 class Verdict:
     """Advice in words: what balancing gains over cutting and concatenating, and ``best_fit``."""
 
-    request: MeshRequest  #: by whose documents, model and profile all is simulated
+    request: MeshRequest  #: the documents, the model and the profile of the simulation
     chosen: Forecast  #: a packing that keeps documents whole
-    original: Forecast | None  #: cut and concatenated at its fastest; None: that fits on no mesh
-    reference: Forecast | None  #: ``best_fit`` at its fastest; None likewise
-    searched: bool = False  #: whether each is on its own best mesh; else all are on one
-    faster: Forecast | None = None  #: keeps documents whole too, and is faster by less than a gain
+    original: Forecast | None  #: ``original`` at its fastest; None: it fits on no mesh
+    reference: Forecast | None  #: ``best_fit`` at its fastest; None: it fits on no mesh
+    searched: bool = False  #: whether each is on its own best mesh; else all are on one mesh
+    #: another packing that keeps documents whole, if one is faster, but by less than ``WORTH``
+    faster: Forecast | None = None
 
     @property
     def gain(self) -> float:
@@ -244,7 +245,7 @@ class Verdict:
 
     @property
     def _cuts(self) -> str:
-        """Which documents are cut by a packing that keeps those whole which fit in the window."""
+        """Which documents a packing cuts that keeps a document whole if it fits in the window."""
         lengths, window = self.request.lengths, self.request.data.context_window
         beyond = lengths[lengths > window]
         if not len(beyond):
@@ -255,7 +256,7 @@ class Verdict:
         )
 
     def _comparisons(self) -> Iterator[str]:
-        """The chosen packing beside what people do today, and beside packing by tokens."""
+        """The chosen packing compared with common practice, and with packing by tokens."""
         mine = self.chosen
         for packing, other in ((BASELINE, self.original), (REFERENCE, self.reference)):
             how = f"{PRACTICE[packing]} ({packing})"
@@ -280,8 +281,8 @@ def _times(quotient: float) -> str:
 def judged(comparison: Comparison) -> Verdict:
     """The verdict on a comparison.
 
-    It is on the default packing, unless another that keeps documents whole is faster by
-    :data:`WORTH`. So ``plan`` says the same of a mesh that is given as of one that it found.
+    It is about the default packing, unless another that keeps documents whole is faster by
+    :data:`WORTH`. So ``plan`` has the same verdict on a given mesh as on one that it has found.
     """
     fit = {row.packing: row for row in comparison.forecasts}
     # If a reference does not fit in memory, its speed is still what to compare with.
@@ -298,7 +299,7 @@ def judged(comparison: Comparison) -> Verdict:
 
 
 def provenance(request: MeshRequest) -> str:
-    """The profile in words, with a caution where the model is not like what it was measured on."""
+    """The profile in words, with a caution if it was measured on a model of another shape."""
     measured, asked = request.profile.shape, asdict(request.shape)
     differs = any(measured[name] != asked[name] for name in measured if name != "layers")
     where = f", measured on layers of dim {measured['dim']} and extrapolated" if differs else ""
@@ -308,7 +309,7 @@ def provenance(request: MeshRequest) -> str:
 
 
 def report_head(request: MeshRequest, source: str, model: str, mesh: str) -> dict[str, Any]:
-    """What every JSON report of ``plan`` begins with; the texts are what was given."""
+    """The first entries of every JSON report of ``plan``; the texts are the options as given."""
     said = ("name", "device", "dtype", "measured", "date")
     return {
         "command": "plan",

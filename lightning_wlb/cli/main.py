@@ -1,10 +1,10 @@
-"""``lightning-wlb``: the entry point, which knows the subcommands and answers mistakes.
+"""``lightning-wlb``: the entry point, which runs a subcommand and prints a user's mistake.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``, and a line in
 :data:`COMMANDS`. ``fit``, ``validate`` and ``test`` are LightningCLI's, which reads its own options
-(:mod:`.train`). A mistake of the user raises ValueError; it is printed as one paragraph without a
-traceback, which the environment variable ``LIGHTNING_WLB_TRACEBACK=1`` asks for, and the exit code
-is 2.
+(:mod:`.train`). A mistake of the user raises ValueError; it is printed as one paragraph, and the
+exit code is 2. The environment variable ``LIGHTNING_WLB_TRACEBACK=1`` asks for the traceback
+instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ctrl_c = isinstance(error, KeyboardInterrupt)
         if not (ctrl_c or _is_mistake(error)) or os.environ.get("LIGHTNING_WLB_TRACEBACK"):
             raise
-        # What one rank alone has met, WLBStrategy has said there.
+        # WLBStrategy has printed an error of one rank alone on that rank.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             said = "interrupted." if ctrl_c else _paragraph(error)
             print(f"lightning-wlb {command}: {said}", file=sys.stderr)

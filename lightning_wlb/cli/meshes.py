@@ -2,8 +2,8 @@
 
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, with the packing asked for,
 with ``original`` and with ``best_fit``, so that the verdict compares each on its own best mesh.
-Everything is simulated from the device profile. Each row that is printed comes out the same when
-its mesh is given.
+Everything is simulated from the device profile. Each printed row comes out the same if its mesh is
+given with ``--mesh``.
 
 Cost: ten to thirty seconds for 64 devices, one to two and a half for 1,024.
 """
@@ -59,7 +59,7 @@ def run_search(
 
 
 def _best_of(request: MeshRequest, tell: Progress) -> Forecast | None:
-    """The packing of a request on its best mesh, if it fits on any."""
+    """The packing of a request on its best mesh; None if it fits on none."""
     try:
         found = choose_mesh(request, progress=tell)
     except ValueError:
@@ -68,7 +68,7 @@ def _best_of(request: MeshRequest, tell: Progress) -> Forecast | None:
 
 
 def trainer_lines(arguments: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """How to train as advised: a ``fit`` command where the model is in a YAML, else Python code."""
+    """How to train as advised: a ``fit`` command if the model is in a YAML, else Python code."""
     model, sections = given_model(arguments.model), _sections(arguments, verdict)
     if model.file:
         data = arguments.lengths if Path(arguments.lengths).exists() else "DOCUMENTS"
@@ -163,7 +163,7 @@ def _table(request: MeshRequest, found: MeshChoice) -> Table:
 def _figures(
     request: MeshRequest, found: MeshChoice, verdict: Verdict, training: list[str]
 ) -> dict[str, Any]:
-    """What the JSON report says of the meshes."""
+    """The entries of the JSON report about the meshes."""
     references = {BASELINE: verdict.original, REFERENCE: verdict.reference}
     return {
         "devices": request.devices,

@@ -30,7 +30,7 @@ IDLE: dict[str, Any] = {"facecolor": "#ececec"}
 SYNCHRONISATION: dict[str, Any] = {"facecolor": "white", "edgecolor": "#8a8a8a", "hatch": "////"}
 
 MOST_LABELLED_RANKS = 32
-"""Rows are labelled and bars numbered in timelines of up to so many ranks."""
+"""Rows are labelled and bars numbered in timelines of up to this number of ranks."""
 
 _MS = 10**6
 """Nanoseconds."""
@@ -39,16 +39,16 @@ _MS = 10**6
 class TimelineRow(NamedTuple):
     """A pipeline rank of a replica in a step."""
 
-    name: str  #: as ``replica 0, rank 1``
+    name: str  #: such as ``replica 0, rank 1``
     spans: tuple[Span, ...]
     #: begin and end in ns, and the name of the row that ends the wait, if it is known
     waits: tuple[tuple[int, int, str], ...]
-    #: share of the time from the replica's first action to the step's last in which it waits
+    #: share of the time, from the replica's first action to the step's last, in which it waits
     idle: float
 
 
 def rows_of(step: Sequence[Simulation]) -> list[TimelineRow]:
-    """The rows of a step, replica by replica; these end together."""
+    """The rows of a step, replica by replica; all replicas end together."""
     single = len(step) == 1, all(len(replica.spans) == 1 for replica in step)
     names: dict[tuple[int, int], str] = {}
     by_micro_batch: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -70,7 +70,7 @@ def rows_of(step: Sequence[Simulation]) -> list[TimelineRow]:
                     own = by_micro_batch[number, action.micro_batch]
                     before = [each for each in own if each[0] <= begin and each[1] != name]
                     end_before, other = max(before, default=(-1, ""))
-                    # What was sent before may still travel; else those that share it were late.
+                    # Its input may still be on its way; else replicas that share it were late.
                     waits.append((at, begin, other if end_before > at else ends.get(begin, other)))
                 at = end
             if at < replica.compute_ns:
@@ -130,9 +130,9 @@ def _legend(stages: int, synchronisation: bool) -> list[Patch]:
 def _draw_rows(
     panel: Axes, step: Simulation, rows: Sequence[TimelineRow], stages: int, end: int
 ) -> None:
-    """Draw a timeline; ``step`` is any replica of it.
+    """Draw a timeline; ``step`` is any of its replicas.
 
-    The time axis ends at ``end`` ns; a row of the picture has at most so many ``stages``.
+    The time axis ends at ``end`` ns; a row of the picture has at most ``stages`` stages.
     """
     labelled = len(rows) <= MOST_LABELLED_RANKS
     # The panel is about 10 inches wide, a digit of 7 points about 4.5.

@@ -73,7 +73,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """The figures of a row that the table shows: each one's heading and format."""
 
 NEEDS_ONE = ("delay_mean", "recomputed")
-"""Columns that are shown where a row has more than zero there."""
+"""Columns that are shown only if a row has more than zero in them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +273,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _figures(comparison: Comparison, verdict: Verdict) -> dict[str, Any]:
-    """What the JSON report says of the packings."""
+    """The entries of the JSON report about the packings."""
     request = comparison.request
     return {
         "schedule": request.schedule,

@@ -1,4 +1,4 @@
-"""What `lightning-wlb plan` was asked for: the arguments, understood and checked."""
+"""The arguments of `lightning-wlb plan`, parsed and checked: what to plan, or to search for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PRACTICE = {BASELINE: "cutting and concatenating", REFERENCE: "whole documents, 
 
 DEFAULT = str(DataSettings.packing)
 COMPARED = f"{BASELINE},{REFERENCE},wlb,{DEFAULT}"
-"""The packings that are compared where none are named."""
+"""The packings that are compared if none are named."""
 
 STEPS = 100
-"""How many are planned on one mesh where no number is given."""
+"""How many steps are planned on one mesh if no number is given."""
 
 MESH_STEPS = 3
-"""How many are planned on each mesh of a search where no number is given."""
+"""How many steps are planned on each mesh of a search if no number is given."""
 
 PRECISIONS = {
     # name: (compute dtype, dtype at rest)
@@ -88,7 +88,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
             context_window=arguments.context_window,
             micro_batches=micro_batches,
             packing=name,
-            # A cap above the window means nothing to a packing whose windows are cut before.
+            # A packing that cuts the stream into windows has no use for a cap.
             cap=None if PACKINGS[name].cuts_stream else arguments.cap,
             long_documents=arguments.long_documents,
             seed=arguments.seed,
@@ -96,7 +96,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
         for name in [BASELINE, REFERENCE, *packings]
     }
     profile, rest = profile_of(arguments)
-    # All ranks on processors are taken to be of one machine.
+    # All CPU ranks are taken to be on one machine.
     per_node = devices if profile.device_type == "cpu" else None
     if arguments.devices_per_node is not None:
         per_node = whole("--devices-per-node", arguments.devices_per_node, 1)
@@ -130,7 +130,7 @@ def requests_of(arguments: argparse.Namespace) -> list[MeshRequest]:
 
 
 def check_search(arguments: argparse.Namespace) -> None:
-    """Refuse what a search lacks, or cannot show."""
+    """Refuse a search without options that it needs, or with options that it cannot follow."""
     for option, why in (
         ("devices", "it says how many the mesh has"),
         ("micro_batches", "it says how many tokens a step has, on every mesh"),

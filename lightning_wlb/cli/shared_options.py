@@ -1,4 +1,4 @@
-"""What the text of a command's options means: models, meshes, document lengths."""
+"""Parses the text of options that commands share: models, meshes, document lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_EXPANDED = 10_000_000  # characters of a YAML file, with what its aliases 
 
 
 def add_model(parser: argparse._ActionsContainer, also: str = "") -> None:
-    """Define ``--model``; ``also`` adds to the help what :func:`model_config` does not take."""
+    """Define ``--model``; ``also`` adds to the help forms that :func:`model_config` lacks."""
     parser.add_argument(
         "--model",
         required=True,
@@ -70,7 +70,7 @@ class GivenModel:
     shape: ModelShape
     changes: Mapping[str, Any] = field(default_factory=dict)  #: fields that replace its own
     file: str = ""  #: the LightningCLI YAML that it is in, if it is in one
-    #: what that file says of it beside its config, by argument of its class
+    #: the other arguments of the model's class in that file, without ``config``
     settings: Mapping[str, Any] = field(default_factory=dict)
     foreign: PretrainedConfig | None = None  #: its Hugging Face config, if it has one
 
@@ -116,7 +116,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
         return {**settings, "config": settings["config"]}
     except OSError as error:
         raise ValueError(f"--model {path}: {error.strerror or error}.") from error
-    except Exception as error:  # a file that is made up leads to many
+    except Exception as error:  # a forged file can lead to any
         raise ValueError(
             f"--model {path} has no model with a config, as a LightningCLI YAML has under 'model',"
             f" 'init_args', 'config': {error!r}."
@@ -124,7 +124,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def _parsed_yaml(text: str) -> Any:
-    """What YAML says; numbers to base 60 (1:30) are texts, as in YAML 1.2: long ones take hours."""
+    """Parse YAML; numbers to base 60 (1:30) stay texts, as in YAML 1.2: long ones take hours."""
     import yaml
 
     root = yaml.compose(text, yaml.SafeLoader)
@@ -136,10 +136,10 @@ def _parsed_yaml(text: str) -> Any:
 def _expanded(node: Any, known: dict[int, int]) -> int:
     """Characters of a YAML node once its aliases are expanded; a huge number if it holds itself.
 
-    What is a number and has a colon becomes text.
+    A number with a colon becomes a text, in place.
     """
     if id(node) not in known:
-        known[id(node)] = _MOST_EXPANDED + 1  # until it is known: of a node that holds itself
+        known[id(node)] = _MOST_EXPANDED + 1  # until it is counted: this node may hold itself
         if ":" in node.value and node.tag.endswith((":int", ":float")):
             node.tag = "tag:yaml.org,2002:str"
         parts = node.value if isinstance(node.value, list) else ()
@@ -182,13 +182,13 @@ def load_lengths(
     Args:
         source: ``"generator-a"``, or the path of a ``.npy`` file with integers or of a text file
             with one integer per line or word. A file of :data:`STORE_FILES`, a mapping such as
-            ``{path: corpus, column: ids}`` in YAML, and what is no file, is opened
+            ``{path: corpus, column: ids}`` in YAML, and any source that is no file, is opened
             as :class:`.WLBDataModule` opens its documents.
         context_window: bounds the generator's documents.
         micro_batches: per global batch; with ``steps``, how many documents are generated.
         vocab_size: the model's, which may not be less than the documents'; 0: not known.
     """
-    # Not to generate documents for ever.
+    # Checked here, since wrong values would generate documents for ever.
     context_window = whole("context_window", context_window, 1)
     micro_batches, steps = whole("micro_batches", micro_batches, 1), whole("steps", steps, 1)
     if source == GENERATOR_A:
@@ -207,14 +207,14 @@ def _generated(context_window: int, micro_batches: int, steps: int, seed: int) -
     while True:
         lengths = generator_a(count, context_window, seed)
         tokens = int(lengths.sum())
-        # Of the last step, half a window may be missing.
+        # Half a window of the last step may be missing.
         if 2 * tokens >= (2 * steps * micro_batches + 1) * context_window:
             return lengths
         count *= 2
 
 
 def _lengths_of_documents(source: str, vocab_size: int) -> Lengths:
-    # Documents need pyarrow and torch, which plain lengths do without.
+    # Documents need pyarrow and torch, plain lengths do not.
     import yaml
 
     from lightning_wlb.data.open_documents import documents
@@ -244,7 +244,7 @@ def _lengths_in_file(path: Path) -> Lengths:
     try:
         if path.suffix == ".npy":
             check_regular(path)
-            # Whatever size is claimed, there must be a file of it.
+            # Mapped: a file that claims a size must have it.
             values: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         else:
             values = np.array([int(word) for word in read_bytes(path, _MOST_TEXT_BYTES).split()])

@@ -28,7 +28,7 @@ from lightning_wlb.data.tokenising.tokenise import COLUMNS, Kind, TokeniseReques
 from lightning_wlb.file_checks import printable
 
 MOST_ON_CPU = 4096
-"""Longest context window that is proposed where there is no GPU."""
+"""Longest context window that is proposed if there is no GPU."""
 
 _BAR = 40
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tokenise, and say what came of it."""
+    """Tokenise, and print a summary."""
     kind: Kind = "chats" if arguments.chats else "texts"
     request = TokeniseRequest(
         arguments.source, arguments.tokenizer, kind, arguments.column, arguments.eos
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
 def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
     """The lines that say what was made, with the distribution of lengths as a picture.
 
-    ``made`` is what is in the folder's ``lightning_wlb.json``.
+    ``made`` is the content of the folder's ``lightning_wlb.json``.
     """
     documents, tokens = made["documents"], made["tokens"]
     yield (
@@ -116,7 +116,7 @@ def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
 def next_command(out: Path, made: dict[str, Any]) -> str:
     """The command that plans a run on these documents, on this machine."""
     gpus = 0
-    with suppress(ImportError):  # which tokenising does without
+    with suppress(ImportError):  # tokenising does not need it
         import torch
 
         gpus = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Train, validate or test by a configuration file: LightningCLI with one section more.
+"""Train, validate or test by a configuration file: LightningCLI with a further section.
 
 ``lightning-wlb fit --config run.yaml`` needs no script. The file has LightningCLI's sections, and
 ``wlb`` with the arguments of :class:`.WLBStrategy`, for ``trainer.strategy: wlb``, as
@@ -42,22 +42,22 @@ BESIDE_THE_POINT = (
     "[rank: ",  # the seed of another rank
     "-----",  # a box around the name of the backend
 )
-"""Beginnings of lines of Lightning's that would bury ours."""
+"""Beginnings of Lightning's log lines that would bury ours."""
 
 SECTIONS = {"trainer": Trainer, "data": WLBDataModule, "wlb": WLBStrategy}
-"""Whose arguments the sections of a configuration are."""
+"""Sections of a configuration, and the classes whose arguments they have."""
 
 _WARNINGS = "`isinstance.treespec, LeafSpec", "The dirpath has changed from"
 
 
 class WordsParser(LightningArgumentParser):
-    """Takes words of a configuration for words, and prints docstrings without Sphinx's marks."""
+    """Takes words in a configuration for words, not files; prints help without Sphinx's marks."""
 
     def _add_signature_parameter(self, *given: Any, **options: Any) -> Any:
-        """Jsonargparse's; no value but of ``--config`` and of a whole section names a file.
+        """As jsonargparse's, but only ``--config`` and a whole section may name a file.
 
-        Else ``wlb``, ``tiny`` or ``cpu`` would be whatever lies by that name in the working folder,
-        or beside the configuration: a configuration of another user's, whose classes are made.
+        Otherwise ``wlb``, ``tiny`` or ``cpu`` would mean a file of that name in the working folder
+        or beside the configuration: perhaps another user's, whose classes would be instantiated.
         """
         return super()._add_signature_parameter(*given, **options | {"sub_configs": False})
 
@@ -70,22 +70,22 @@ class WordsParser(LightningArgumentParser):
 
 
 class RunsConfig(SaveConfigCallback):
-    """Writes what a run was configured by into its log folder, and over nobody else's file.
+    """Writes a run's configuration into its log folder, but never over somebody else's file.
 
     Without a logger that is the working folder, where a ``config.yaml`` may be the user's own, or
-    a folder in which a stranger has put a link of that name. A requeued job finds its first run's.
+    a stranger's link. A requeued job finds the file of its first run.
     """
 
     mark = "# What a run was configured by; the next run in this folder writes over it.\n"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask for the folder, which all ranks have to; a remote one is Lightning's to write to."""
+        """Ask for the folder, as all ranks must; Lightning itself writes to a remote folder."""
         self._folder = trainer.log_dir or ""
         self.save_to_log_dir = "://" in self._folder
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file, or warn of what is there."""
+        """Write the file, or warn of another file in its place."""
         if self.save_to_log_dir:
             return
         path = Path(self._folder, self.config_filename)
@@ -127,7 +127,7 @@ class WLBCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "seed_everything_default": 0,
             "subclass_mode_model": model_class is None,
-            # Its options would be accepted, and nothing be made of them.
+            # Its options would be accepted and ignored.
             "auto_configure_optimizers": False,
             "save_config_callback": RunsConfig,
             "save_config_kwargs": {"overwrite": True},
@@ -149,15 +149,15 @@ class WLBCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the configuration says what the model is.
 
-        LightningCLI would replace what is configured by the arguments in a checkpoint's file, and
-        import whatever classes they name.
+        LightningCLI would replace the configuration by the arguments in a checkpoint's file, and
+        import the classes that they name.
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """LightningCLI's; refuses by name what ``torch.load`` would stumble over."""
+        """As LightningCLI's, but refuses, by name, a file that ``torch.load`` cannot read."""
         given: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         path = Path(str(given.get("ckpt_path")))
-        # Some strategies, as DeepSpeed's, have folders of their own.
+        # Some strategies, such as DeepSpeed's, read folders of their own.
         reads_files = type(self.trainer.strategy).load_checkpoint is Strategy.load_checkpoint
         if reads_files and path.exists() and not zipfile.is_zipfile(path):
             raise ValueError(
@@ -196,10 +196,10 @@ def quieten() -> None:
 def run(arguments: Sequence[str]) -> None:
     """Run ``fit``, ``validate`` or ``test`` with the options that follow it."""
     quieten()
-    with suppress(ImportError):  # so that help lists it, and it is known by its name
+    with suppress(ImportError):  # so that the help lists the class, and its short name is known
         import_module("lightning_wlb.models.huggingface.huggingface_module")
     given = list(arguments)
-    # LightningCLI warns of arguments that are given beside the command line's.
+    # LightningCLI warns if it is given arguments in addition to the command line.
     args = None if given == sys.argv[1:] else given
     # A wrong option is an error like others, not a page of all options.
     quiet = {"exit_on_error": False}
@@ -213,7 +213,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _meant(message: str) -> str:
-    """The option that may be meant by one that a section does not have, as a question."""
+    """A question that names the option that may be meant, if a section lacks the given one."""
     found = re.search(rf"(?:arguments: --|option ')({'|'.join(SECTIONS)})\.(\w+)", message)
     if found is None:
         return ""
