@@ -1,1 +1,1 @@
-"""The planner in loops that are not Lightning's: one function, and one file for each peer."""
+"""The planner in training loops other than Lightning's: one function, one file for each library."""

@@ -1,9 +1,9 @@
-"""Megatron Core's two schedulers of packed sequences, with their interfaces, by this planner.
+"""Plans for Megatron Core's two schedulers of packed sequences, behind their interfaces.
 
 ``DpBalancedScheduler`` fills micro-batches in the order in which sequences come and deals them in
 turn; ``BalancedCPScheduler`` (hybrid or *dynamic context parallelism*) puts a long sequence on as
-many ranks as its length asks for, and counts pairs only. The classes here stand before them, and
-replace the one method that schedules; rerouting, packing and running stay Megatron's::
+many ranks as its length requires, and counts pairs only. The classes here replace the one method
+that schedules; rerouting, packing and running stay Megatron's::
 
     from megatron.core.datasets.data_schedule import DpBalancedScheduler
 
@@ -12,10 +12,11 @@ replace the one method that schedules; rerouting, packing and running stay Megat
 
     wrapper.cp_balancing_scheduler = PlannedContextParallel(max_seq_len, dp_cp_group, model="7b")
 
-With dynamic groups, a sequence runs on one rank, or on an aligned power of two of them: as many as
-hold it, or as its share of the step's work asks for (:mod:`lightning_wlb.planning.dp_merge`). All
-ranks run what they share before their own, larger sets first, so nobody waits in a circle, and a
-step is one group without barriers. As in Megatron, that takes a pipeline of one stage.
+With dynamic groups, a sequence runs on one rank, or on an aligned power-of-two set of ranks: as
+many as can hold it, or as its share of the step's work requires
+(:mod:`lightning_wlb.planning.dp_merge`). All ranks run shared sequences before their own, in
+descending size of the sets, so ranks cannot deadlock, and a step is one group without barriers. As
+in Megatron, this needs a pipeline of one stage.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_wlb.plan import Piece
 from lightning_wlb.planning.dp_merge import Dealing, Merged
 
 SHARED_ABOVE = (0, 1, 2, 4, 8)
-"""Values tried for ``per_capacity`` of :class:`.Dealing`; 0 shares no piece for its work."""
+"""Values tried for ``per_capacity`` of :class:`.Dealing`; 0 shares no piece because of its work."""
 
 Samples = Sequence[tuple[int, int]]  # (number, tokens)
 
@@ -50,7 +51,7 @@ class PlannedPacking:
 
         Raises:
             ValueError: no model, a sequence above the cap, fewer sequences than micro-batches, or
-                ``max_num_seqs`` is set, a bound that this scheduler does not keep.
+                ``max_num_seqs``, which this scheduler does not support.
         """
         if getattr(self, "max_num_seqs", None) is not None:
             raise ValueError("PlannedPacking knows no max_num_seqs: leave it out.")
@@ -83,11 +84,11 @@ class PlannedPacking:
 
 
 class PlannedContextParallel:
-    """In the place of ``BalancedCPScheduler``: sequences on one rank, or on several together.
+    """Replaces ``BalancedCPScheduler``: a sequence runs on one rank, or on several together.
 
     Args:
         max_seq_len_per_rank: most tokens of a sequence on each rank that runs it.
-        dp_cp_group: data × context parallel ranks; only its size is asked for.
+        dp_cp_group: group of the data × context parallel ranks; only its size is used.
         model: as for :func:`.plan_step`.
     """
 
@@ -102,8 +103,8 @@ class PlannedContextParallel:
         """Tokens and numbers of the sequences, [group][rank], of a step in one group.
 
         Raises:
-            ValueError: no model, a sequence that all ranks together cannot hold, or fewer sequences
-                than fill the ranks, however many share them.
+            ValueError: no model, a sequence that all ranks together cannot hold, or too few
+                sequences to fill the ranks even if they share them.
         """
         if self.work is None:
             raise ValueError("PlannedContextParallel needs model=, such as '7b', or a config.")

@@ -1,7 +1,7 @@
 """Lengths in, micro-batches by rank out: the one function that every adapter calls.
 
-It needs numpy alone, unless ``model`` is a Hugging Face config. What is done with the lengths, and
-when not to use it, says :mod:`lightning_wlb.planning.balanced_step`.
+It needs only numpy, unless ``model`` is a Hugging Face config.
+:mod:`lightning_wlb.planning.balanced_step` has the algorithm, and says when not to use it.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def plan_step(
         lengths: tokens of each sequence.
         ranks: data-parallel ranks.
         max_tokens: most tokens of a micro-batch; None: no cap.
-        model: what the sequences are run through: a preset (``"7b"``), a ``ModelShape`` or what has
-            one as ``.shape``, or a Hugging Face config, its folder or its name on the hub.
-        work: what sequences cost, in place of a model: a function of an array of lengths, as
+        model: the model that the sequences run through: a preset (``"7b"``), a ``ModelShape`` or an
+            object that has one as ``.shape``, or a Hugging Face config, its folder or hub name.
+        work: the cost of sequences, in place of a model: a function of an array of lengths, such as
             ``lambda tokens: 24576 * tokens + tokens**2``, or one number for each sequence.
-        micro_batches: how many each rank has at least; more where the cap asks for them.
-        equal_sizes: all ranks have equally many sequences (or groups of ``pairs``).
+        micro_batches: least number of micro-batches of each rank; the cap may require more.
+        equal_sizes: whether all ranks get equally many sequences (or groups of ``pairs``).
         lockstep: whether ranks wait for each other in every micro-batch (ZeRO-3, FSDP that gathers
             parameters again), and not only at the end of the step.
-        no_empty: no micro-batch is empty where there are sequences enough: a
-            rank with few long ones gets some of the shortest.
+        no_empty: whether micro-batches may not be empty if there are enough sequences: a rank with
+            few long sequences then gets some of the shortest.
         pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
             the rejected answer of a preference.
 
     Returns:
-        Plain lists, which print well. All ranks have as many micro-batches as the one that needs
-        most, since ranks that run different numbers of them wait for ever where each has a
-        collective. The same arguments give the same answer on every machine.
+        Plain lists, which print well. All ranks have as many micro-batches as the rank that needs
+        most: if each micro-batch has a collective, ranks with different numbers would deadlock. The
+        same arguments give the same answer on every machine.
 
     Raises:
         ValueError: an argument out of range, neither ``model`` nor ``work``, a sequence or a group
-            above the cap, or numbers that do not divide; the message names it.
+            above the cap, or numbers that do not divide; the message names the argument.
     """
     tokens = _checked_lengths(lengths)
     ranks, least = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
@@ -98,7 +98,7 @@ def plan_step(
             f" size) do not divide by ranks={ranks}."
         )
     dealt = deal_step(items, ranks, cap, least=least, **given)
-    # Items are alike to sequences where nothing stays together.
+    # Without pairs the items are the sequences.
     together = len(items.members) < len(tokens)
     parts = [
         [
@@ -128,10 +128,10 @@ def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """The sizes of a model that is given as :func:`plan_step` takes it.
+    """The sizes of a model, given as in :func:`plan_step`.
 
     Raises:
-        ValueError: no such preset or config, or one of Hugging Face without transformers.
+        ValueError: no such preset or config, or a Hugging Face config without transformers.
     """
     model = getattr(model, "shape", model)
     if isinstance(model, ModelShape):

@@ -1,18 +1,18 @@
-"""A batch sampler for any torch ``DataLoader``, and so for Lightning and Accelerate: equal work.
+"""A batch sampler of equal work for any torch ``DataLoader``, and so for Lightning and Accelerate.
 
-Every step takes the next ``sequences`` of the epoch's order, whatever the number of ranks, and
-:func:`.plan_step` says which rank runs which in which micro-batch. So a step's gradient does not
-depend on the plan where the loss is divided by the tokens of the whole step.
+Every step takes the next ``sequences`` sequences of the epoch's order, whatever the number of
+ranks, and :func:`.plan_step` decides which rank runs which of them in which micro-batch. So if the
+loss is divided by the tokens of the whole step, a step's gradient does not depend on the plan.
 
-Every iteration begins an epoch, as with torch's samplers: the one that ``set_epoch`` has named
-last, or without it the next one. Only a position that was loaded is gone on from, once.
+Every iteration begins an epoch, as with torch's samplers: the epoch that ``set_epoch`` has named
+last, or without it the next one. Only the first iteration after a loaded position goes on there.
 
 Under a torchdata ``StatefulDataLoader`` the loader's state holds the position. Elsewhere
-:meth:`BalancedBatchSampler.state_dict` counts the batches that were asked for, which workers of a
-plain ``DataLoader`` run ahead of. Behind a step's last batch other ranks and micro-batches go on,
-behind an epoch's last batch the next epoch.
+:meth:`BalancedBatchSampler.state_dict` counts the requested batches, and workers of a plain
+``DataLoader`` request batches ahead of training. After a step's last batch a run may resume with
+other numbers of ranks and micro-batches; after an epoch's last batch it resumes in the next epoch.
 
-Cost: that of planning, a millisecond for a step of some hundred sequences.
+Cost: the planning, a millisecond for a step of some hundred sequences.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         lengths: tokens of each sequence of the data set.
         sequences: number of sequences in a step, over all ranks and micro-batches.
         ranks: data-parallel ranks.
-        rank: whose micro-batches are yielded; None: those of all ranks in the order
-            [micro-batch][rank], which Accelerate deals to its processes one by one.
+        rank: the rank whose micro-batches are yielded; None: micro-batches of all ranks in the
+            order [micro-batch][rank], which Accelerate deals to its processes one by one.
         micro_batches: micro-batches of each rank in a step: the steps of gradient accumulation.
         seed: gives the order, which is new in each epoch.
-        shuffle: whether the order is random; else sequences come as they are.
+        shuffle: whether the order is random; else sequences keep the data set's order.
         options: ``max_tokens``, ``model``, ``work`` (no list), ``lockstep`` of :func:`.plan_step`.
 
-    The sequences that are left at the end of an epoch and make no whole step are left out.
+    Sequences at the end of an epoch that do not fill a step are left out.
 
     Raises:
         ValueError: arguments out of range, fewer sequences than micro-batches in a step, or, when
@@ -89,27 +89,27 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
-        # The position: batches of the epoch that were asked for, the last one of this step.
+        # The position: requested batches of the epoch, and the step of the last one.
         self.epoch, self.batches, self._step = 0, 0, ""
-        # Where the next iteration begins, and whether in an epoch that was set.
+        # Where the next iteration begins, and whether set_epoch has named its epoch.
         self._next, self._is_set = (0, 0), False
 
     def __len__(self) -> int:
         return len(self.lengths) // self.sequences * self._a_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        # This runs when the first batch is asked for: loaders make iterators that they never use,
-        # and Lightning sets the epoch of one that it has made.
+        # This runs when the first batch is requested: loaders make iterators that they never use,
+        # and Lightning sets the epoch after it has made the iterator.
         epoch, position = self._next
-        # A StatefulDataLoader that stood at an epoch's end asks one iterator for some batches and
-        # drops it for another: the first one does not count before its last batch.
+        # A StatefulDataLoader resumed at an epoch's end requests some batches from one iterator and
+        # then uses another: the first one counts only if it reaches its last batch.
         was_at_end = position >= len(self)
         if was_at_end:
             epoch, position = self._next = epoch + 1, 0
         self.epoch = epoch
         steps = self.steps(epoch, position // self._a_step)
         if self.options.get("max_tokens") is not None:
-            steps = iter(list(steps))  # a step that does not fit ends the run before it begins
+            steps = iter(list(steps))  # a step that does not fit raises before the run begins
         for step in steps:
             own, digest = step if self.rank is None else [step[self.rank]], _digest(step)
             batches = [rank[k] for k in range(self.micro_batches) for rank in own]
@@ -129,14 +129,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> BalancedBatchSampler:
-        """Itself, since Lightning and Accelerate set the epoch of a batch sampler's sampler."""
+        """The batch sampler itself, as Lightning and Accelerate set the epoch of its sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
         """Let iterations begin this epoch, whose order depends on the seed and its number.
 
-        A position that was loaded and is not begun stands if it is in this epoch. One in an
-        earlier epoch, which was left before its end, is forgotten.
+        A loaded position from which no iteration has begun is kept if it is in this epoch. A
+        position in an earlier epoch, which was left before its end, is dropped.
 
         Raises:
             ValueError: the loaded position is in a later epoch.
@@ -146,9 +146,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._is_set, (self.epoch, self.batches) = True, self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, behind the last batch that was asked for, and of what order.
+        """The position in the epoch after the last requested batch, and what identifies the order.
 
-        ``a_step`` is how many batches a step has, ``step`` a digest of the one that is begun.
+        ``a_step`` is the number of batches of a step, ``step`` a digest of the begun step.
         """
         position = {"epoch": self.epoch, "batches": self.batches, "a_step": self._a_step}
         return {**position, "step": self._step, "order": self._order}
@@ -156,12 +156,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue where :meth:`state_dict` was taken.
 
-        Behind a step's last batch the ranks, micro-batches and options may be others. Behind an
-        epoch's last batch the next epoch begins, and loops that set epochs begin with that one.
+        After a step's last batch the ranks, micro-batches and options may differ. After an epoch's
+        last batch the next epoch begins; loops that set epochs must begin with it.
 
         Raises:
-            ValueError: the position is inside a step of other batches, of another order, or of a
-                later epoch than ``set_epoch`` has named for the iteration.
+            ValueError: the position is inside a step that has other batches here, in another order,
+                or in a later epoch than ``set_epoch`` has named for the iteration.
         """
         epoch, batches = (whole(name, state[name], 0) for name in ("epoch", "batches"))
         a_step = whole("a_step", state.get("a_step", self._a_step), 1)
@@ -192,7 +192,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._step = state.get("step", "")
 
     def steps(self, epoch: int | None = None, first: int = 0) -> Iterator[Step]:
-        """The steps of an epoch, by default of this one, from ``first`` on."""
+        """The steps of an epoch, by default the current one, from step ``first`` on."""
         epoch = self.epoch if epoch is None else epoch
         order = np.arange(len(self.lengths))
         if self.shuffle:
@@ -218,7 +218,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def _within(epoch: int, loaded: tuple[int, int] | None) -> tuple[int, int]:
-    """A loaded position where it is in the epoch that was set, or that epoch's beginning.
+    """A loaded position if it is in the epoch that was set, else that epoch's beginning.
 
     Raises:
         ValueError: the position is in a later epoch.

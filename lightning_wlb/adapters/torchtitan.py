@@ -1,16 +1,16 @@
 """Balanced rows for torchtitan's data loader: steps of equal work over its data-parallel ranks.
 
-torchtitan trains on rows of ``seq_len`` tokens and takes ``gradient_accumulation_steps`` of them in
+torchtitan trains on rows of ``seq_len`` tokens and takes ``gradient_accumulation_steps`` rows in
 each step. :class:`BalancedRows` is a data set of such rows for one rank: whole documents, packed so
-that the rows that the ranks run at the same time have equal work, and padded to ``seq_len``, since
-its compiled steps have one shape. Positions begin anew in every document, by which torchtitan's
-``block_causal`` attention keeps documents apart::
+that rows that ranks run at the same time have equal work, and padded to ``seq_len``, since
+torchtitan's compiled steps have one shape. Positions restart in every document, by which
+torchtitan's ``block_causal`` attention separates documents::
 
     rows = BalancedRows(documents, dp_rank, dp_world_size, seq_len=8192, documents_per_step=64,
                         accumulation_steps=2, model="llama3-8b")
     loader = ParallelAwareDataloader(rows, dp_rank, dp_world_size, batch_size=1)
 
-Padding costs matrix products: take as many documents in a step as nearly fill its rows.
+Padding costs matrix products: choose a number of documents in a step that nearly fills its rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IGNORE_INDEX = -100
 
 
 class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
-    """Rows of one data-parallel rank, for ever: ``{"input", "positions"}`` and labels, [seq_len].
+    """Endless rows of one data-parallel rank: ``{"input", "positions"}`` and labels, [seq_len].
 
     Args:
         documents: token numbers of each document, at least two; the last token is only a target.
@@ -39,12 +39,12 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         seq_len: tokens of a row.
         documents_per_step: documents in a step, over all ranks and rows.
         accumulation_steps: rows of each rank in a step.
-        seed: of the order of documents, which is new in each epoch.
+        seed: gives the order of documents, which is new in each epoch.
         options: ``model`` or ``work`` of :func:`.plan_step`.
 
     Raises:
-        ValueError: as :class:`.BalancedBatchSampler` does, such as for a step that needs more rows;
-            in a loader of several workers, of which each would yield every row.
+        ValueError: as :class:`.BalancedBatchSampler`, such as for a step that needs more rows; or a
+            loader with several workers, each of which would yield every row.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
             yield from map(self._row, self.sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the last row that was yielded; torchtitan saves it with the loader's."""
+        """The position after the last yielded row; torchtitan saves it with the loader's state."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -6,15 +6,16 @@
 
     trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=packed_collator())
 
-An optimiser step has as many sequences as the batch size says, in an order of the run's seed; which
-rank runs which, and when, follows from their work. A micro-batch is one row without padding. The
-``Trainer`` divides the loss by the targets of the whole step, so loss and gradient do not depend on
-the plan. Resuming is its own.
+An optimiser step has as many sequences as the batch size says, in an order given by the run's seed;
+their work decides which rank runs which sequences, and when. A micro-batch is one row without
+padding. The ``Trainer`` divides the loss by the targets of the whole step, so loss and gradient do
+not depend on the plan. The ``Trainer`` resumes as usual.
 
-``SFTTrainer`` has its own: give ``SFTConfig(padding_free=True, packing=False, max_length=None)``.
+``SFTTrainer`` has its own collator, with ``SFTConfig(padding_free=True, packing=False,
+max_length=None)``.
 
 Without flash-attention choose ``attn_implementation="wlb_packed"``, which calls torch's attention
-for each sequence: dense masks cost as much as one sequence of the row's length.
+for each sequence. Dense masks would cost as much as one sequence of the row's length.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightning_wlb.adapters.torch_sampler import BalancedBatchSampler
 
 
 def packed_collator() -> DataCollatorWithFlattening:
-    """Transformers' collator of one row: positions, ``cu_seq_lens_q`` and ``max_length_q``."""
+    """Transformers' collator into one row, with positions, ``cu_seq_lens_q``, ``max_length_q``."""
     return DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
 
@@ -48,12 +49,12 @@ class BalancedTraining:
 
     Attributes:
         max_tokens: most tokens of a micro-batch; None: no cap.
-        work: what sequences cost, measured, as for :func:`.plan_step`; None: the model's FLOPs.
+        work: measured cost of sequences, as for :func:`.plan_step`; None: the model's FLOPs.
         lockstep: whether ranks wait for each other in every micro-batch (FSDP, DeepSpeed ZeRO-3).
 
     Raises:
-        ValueError: when training begins: no length, split batches, a loss that is a mean over
-            each micro-batch, or a step that does not fit.
+        ValueError: when training begins, for a data set without length, split batches, a loss that
+            is a mean over each micro-batch, or a step that does not fit.
     """
 
     max_tokens: int | None = None
@@ -106,22 +107,22 @@ class BalancedTraining:
 
 
 class _FromTrainer(BalancedBatchSampler):
-    """A sampler that reads its epoch from the Trainer, since a resumed loader sets none.
+    """A sampler that reads its epoch from the Trainer, since a resumed loader does not set it.
 
-    On several processes Accelerate's loader that skips batches does not reach the sampler.
+    On several processes Accelerate's loader that skips batches does not pass the epoch on.
     """
 
     trainer: Any
 
     def __iter__(self) -> Iterator[list[int]]:
-        # An epoch that a callback ended early counts less here than set_epoch has said.
+        # If a callback ended an epoch early, this is less than the epoch that set_epoch has named.
         if (epoch := int(self.trainer.state.epoch or 0)) > self.epoch:
             self.set_epoch(epoch)
         return super().__iter__()
 
 
 def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
-    """Tokens of each row, int64 [rows]; in a Hugging Face data set without reading the tokens."""
+    """Tokens of each row, int64 [rows]; for a Hugging Face data set without reading the tokens."""
     if hasattr(dataset, "with_format"):
         import pyarrow.compute as pc
 
@@ -148,7 +149,7 @@ def attend_by_sequence(
 
     Raises:
         ValueError: several rows, attention to later tokens, a window, chunks, sinks or capped
-            scores, or no word of where sequences begin.
+            scores, or nothing that says where sequences begin.
     """
     beyond = [sliding_window, *(others.get(name) for name in ("softcap", "s_aux"))]
     packed = cu_seq_lens_q is not None or position_ids is not None
@@ -167,7 +168,7 @@ def attend_by_sequence(
 
 
 def _without_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
-    """No mask, unless ``local_size`` asks for a window or chunks, which only a mask can say."""
+    """No mask; raises ValueError if ``local_size`` asks for a window or chunks, which need one."""
     if local_size is not None:
         raise _not_packed()
 

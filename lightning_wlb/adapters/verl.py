@@ -1,9 +1,9 @@
-"""verl's two balancing functions, with their signatures, by this package's planner.
+"""verl's two balancing functions, with the same signatures but this package's planner.
 
 ``verl.utils.seqlen_balancing`` deals by Karmarkar and Karp's differencing on the work of a 7B model
-(24,576 a token and one a pair), and adds micro-batches until what comes out holds the cap. These
-functions take another model's work, hold the cap while they deal, and are never worse balanced.
-Replace verl's where it imports them::
+(24,576 a token and one a pair), and adds micro-batches until the result keeps the cap. The
+functions here can use any model's work, keep the cap while they deal, and are never less balanced.
+Replace verl's functions like this::
 
     import verl.utils.seqlen_balancing as balancing
     from lightning_wlb.adapters import verl
@@ -11,7 +11,7 @@ Replace verl's where it imports them::
     balancing.rearrange_micro_batches = verl.rearrange_micro_batches
     balancing.get_seqlen_balanced_partitions = verl.get_seqlen_balanced_partitions
 
-Modules that have imported the names before keep verl's own.
+Modules that have imported the names earlier keep verl's functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def work_of_verl(tokens: Any) -> Any:
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Divide items into ``k_partitions`` of nearly equal sums, none empty; items are ascending.
+    """Divide items into ``k_partitions`` of nearly equal sums, none empty, each ascending.
 
     Args:
         seqlen_list: the value of each item: its length, or its work.
@@ -71,11 +71,11 @@ def rearrange_micro_batches(
         batch: a TensorDict with ``input_ids``, nested or with an ``attention_mask``.
         max_token_len: most tokens of a micro-batch.
         dp_group: data-parallel process group.
-        num_batches_divided_by: the number of micro-batches is a multiple of it.
+        num_batches_divided_by: the number of micro-batches is a multiple of this.
         same_micro_num_in_dp: whether all ranks of ``dp_group`` get equally many micro-batches.
         min_num_micro_batch: least number of micro-batches.
-        use_dynamic_bsz_balance: whether the lightest run first and last, which shortens the fill
-            and the drain of a pipeline.
+        use_dynamic_bsz_balance: whether the lightest micro-batches run first and last, which makes
+            a pipeline fill and drain faster.
         force_group_size: number of neighbouring rows that stay in one micro-batch.
         model: as for :func:`.plan_step`, in place of ``work``.
         work: as for :func:`.plan_step`.
@@ -84,8 +84,8 @@ def rearrange_micro_batches(
         The micro-batches, and the rows of each.
 
     Raises:
-        ValueError: on every rank of ``dp_group`` alike, where one of them has a group above the
-            cap, a row without tokens, or fewer groups than micro-batches are needed.
+        ValueError: on every rank of ``dp_group`` if any has a group above the cap, a row without
+            tokens, or fewer groups than the needed micro-batches.
     """
     from verl.utils import tensordict_utils  # verl's own selection, of nested tensors too
 
@@ -95,7 +95,7 @@ def rearrange_micro_batches(
     groups = [list(range(at, min(at + size, len(lengths)))) for at in range(0, len(lengths), size)]
     together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     agreed = partial(_largest, group=dp_group if together else None, device=counted.device)
-    # What one rank alone refused would leave the others waiting.
+    # If only one rank raised, the others would wait for it.
     longest, uneven, *negated = agreed(
         max((sum(lengths[i] for i in group) for group in groups), default=0),
         len(lengths) % size,

@@ -1,1 +1,1 @@
-"""Variable-length attention: kernels, and what context-parallel ranks exchange around them."""
+"""Variable-length attention: kernels, and the exchanges of context-parallel ranks around them."""

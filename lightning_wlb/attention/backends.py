@@ -13,14 +13,14 @@ name       kernel                                        dtypes              dev
 ``flash``  ``flash_attn`` 4.x                            float16, bfloat16   CUDA    sinks, softcap
 =========  ============================================  ==================  ======  ==============
 
-``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` where installed, else ``torch``. A call with
-an option (:class:`.AttentionOptions`) that the backend lacks is refused.
+``auto`` is ``cpu`` for CPU tensors; on CUDA ``flash`` if installed, else ``torch``. A call with an
+option (:class:`.AttentionOptions`) that the backend lacks is refused.
 
-Two other places know the name that a backend's loader returns: ``cost/memory_model.py`` counts what
-a kernel's backward allocates, and ``profiling/device.py`` ranks the fast kernels of a device.
+Two other files use the name that a backend's loader returns: ``cost/memory_model.py`` counts the
+allocations of a kernel's backward, and ``profiling/device.py`` chooses a device's shipped profile.
 
-Cost: the attention pairs, and memory linear in tokens. Not for one short sequence without
-packing, where ``scaled_dot_product_attention`` is simpler and as fast.
+Cost: the attention pairs, and memory linear in tokens. For one short sequence without packing,
+``scaled_dot_product_attention`` is simpler and as fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 
 
 class Timer(Protocol):
-    """Times kernels; on CUDA it records events, since a kernel runs after its call has returned."""
+    """Times kernels; on CUDA it records events, since a kernel may run after its call returns."""
 
     def start(self) -> None:
         """The kernel is about to be called."""
@@ -54,7 +54,7 @@ class Timer(Protocol):
 class AttentionBackend:
     """A kernel that a user may choose."""
 
-    #: returns the kernel behind the name that profiles give it; ImportError says why there is none
+    #: returns the kernel's name in profiles and the kernel; ImportError says why there is none
     load: Callable[[], tuple[str, Kernel]]
     devices: tuple[str, ...]
     needs: str = ""
@@ -80,11 +80,11 @@ BACKENDS: dict[str, AttentionBackend] = {
     ),
     "exact": AttentionBackend(lambda: ("exact", exact_attention), ("cpu", "cuda")),
 }
-"""What a user may name besides ``"auto"``."""
+"""The backends that a user may name besides ``"auto"``."""
 
 
 def available_backends() -> list[str]:
-    """Names of the backends that could be chosen on this machine."""
+    """Names of the backends that can be chosen on this machine."""
     names = []
     for name, backend in BACKENDS.items():
         try:
@@ -96,12 +96,12 @@ def available_backends() -> list[str]:
 
 
 def kernel_name(backend: str, device: torch.device | str) -> str:
-    """Which kernel a backend runs on a device of this machine, by the name that profiles give it.
+    """The name, as in profiles, of the kernel that a backend runs on a device of this machine.
 
-    A library for CUDA is imported for CUDA devices only.
+    Libraries for CUDA are imported only for CUDA devices.
 
     Raises:
-        ValueError: as :class:`VarlenAttention` does, or if the backend does not run there.
+        ValueError: as :class:`VarlenAttention`, or if the backend does not run on the device.
     """
     device_type = torch.device(device).type
     if backend == "auto" and device_type == "cpu":
@@ -117,8 +117,8 @@ class VarlenAttention:
             collective runs between its ``start`` and ``stop``. It may be set and unset at any time.
 
     Raises:
-        ValueError: if the backend is unknown or missing; names it, the reason, the available
-            ones and the remedy.
+        ValueError: if the backend is unknown or missing; the message has its name, the reason, the
+            available backends and the remedy.
     """
 
     timer: Timer | None = None
@@ -164,15 +164,15 @@ class VarlenAttention:
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
                 has no kernel for the device, the dtype or an option, or the metadata lacks keys
-                that the options' window takes in.
+                that are in the options' window.
         """
         _check_shapes(q, k, v, metadata)
         _check_options(options, q, metadata)
         kernel = self._kernel_for(q)
         if metadata.queries == 0:
-            # Nothing to compute, but autograd must still reach q, k and v: a rank without tokens
-            # takes part in the collectives of their backward. All three are empty. Sinks are not:
-            # no row adds to their gradient, which is zero.
+            # Nothing to compute, but autograd must still reach the empty q, k and v, since a rank
+            # without tokens joins the collectives of their backward. The gradient of sinks is zero,
+            # as no row adds to it.
             nothing = k.sum() + v.sum()
             return q + (nothing if options.sinks is None else nothing + options.sinks.sum())
         timer = self.timer

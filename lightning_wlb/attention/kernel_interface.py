@@ -1,20 +1,20 @@
-"""The signature of a variable-length attention kernel, and segments and sinks, which kernels share.
+"""The signature of variable-length attention kernels, and the segments and sinks they share.
 
-Every kernel has the signature of :class:`Kernel`; :mod:`.backends` chooses one and checks its
-arguments. :class:`AttentionOptions` has what differs from layer to layer of a model.
+Every kernel has the signature of :class:`Kernel`; :mod:`.backends` chooses a kernel and checks its
+arguments. :class:`AttentionOptions` has the options that may differ from layer to layer.
 
 A *sink* is a score without a value. With lse the log-sum-exp of a query's scores, s the sink of its
-head and out the attention without it,
+head and out the attention without the sink,
 
     lse' = log(exp lse + exp s),   out' = out · exp(lse - lse').
 
 A kernel's backward recomputes probabilities as exp(score - lse) and subtracts grad · out from their
-gradients. Given out' and lse' in place of its own it therefore yields exactly the gradients of
-queries, keys and values with sinks. The sink's own probability exp(s - lse') leaves
+gradients. Given out' and lse' instead of out and lse, it therefore yields exactly the gradients of
+queries, keys and values with sinks. The sink's own probability exp(s - lse') gives
 
     grad s = - Σ over rows of exp(s - lse') · (grad · out').
 
-Cost of sinks: one pass over the output in forward, one over it and its gradient in backward.
+Cost of sinks: one pass over the output in forward, and over output and gradient in backward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_wlb.attention.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How one layer of a model attends, beside what its queries, keys and values say.
+    """Options of one layer's attention, besides its queries, keys and values.
 
     Args:
         scale: factor of the scores, the products of queries and keys; 1 / sqrt(head_dim) if None.
         sliding_window: most keys that a query sees, its own included; all if None.
         softcap: scaled scores s become softcap · tanh(s / softcap), as in Gemma 2; none if None.
-        sinks: [heads], as in gpt-oss: for each query head a learned score that takes part in
-            softmax beside those of the keys and has no value, so that the weights of the keys add
-            up to less than one. Their gradient is this rank's share: whoever owns the parameter
-            adds up those of the ranks of a context-parallel group. None without sinks.
+        sinks: [heads], as in gpt-oss: for each query head a learned score without a value, which
+            takes part in softmax, so that the weights of the keys add up to less than one. Their
+            gradient is this rank's share: the owner of the parameter must sum the shares of a
+            context-parallel group. None without sinks.
 
     Raises:
         ValueError: if ``sliding_window`` is below 1, or ``softcap`` is no positive finite number.
@@ -67,7 +67,7 @@ class AttentionOptions:
 
 
 PLAIN = AttentionOptions()
-"""Every key in sight, the usual scale, no cap and no sinks."""
+"""No window, the usual scale, no cap and no sinks."""
 
 
 class Kernel(Protocol):
@@ -93,19 +93,19 @@ class Kernel(Protocol):
                 ``metadata.cu_seqlens_k``, so that ``metadata.key_index`` has been applied already.
             v: [keys, kv_heads, head_dim].
             metadata: says where segments begin; on the device of ``q``, as are the sinks.
-            options: of the layer; sinks get their gradient too.
+            options: options of the layer; sinks get their gradient too.
 
         Returns:
             [queries, heads, head_dim] in the dtype of q.
 
         Raises:
-            ValueError: if the kernel does not have one of the options; names one that does. Or as
-                :func:`segments_of`, where the kernel asks for it.
+            ValueError: if the kernel lacks one of the options; names a backend that has it. Or as
+                :func:`segments_of`, if the kernel uses it.
         """
 
 
 Segment = tuple[int, int, int, int]
-"""First query, number of queries, first key, number of keys before the first query's own."""
+"""First query, number of queries, first key, number of keys before the first query's own key."""
 
 
 def segments_of(metadata: AttentionMetadata) -> Iterator[Segment]:
@@ -119,7 +119,7 @@ def segments_of(metadata: AttentionMetadata) -> Iterator[Segment]:
     for (first_query, stop_query), (first_key, stop_key) in bounds:
         queries = stop_query - first_query
         before = stop_key - first_key - queries
-        # An empty operand kills the process inside torch's CPU kernel, so this is worth its price.
+        # An empty operand crashes the process inside torch's CPU kernel, so check every segment.
         if queries < 1 or before < 0:
             raise ValueError(
                 f"attention segment with {queries} queries and {stop_key - first_key} keys: there"
@@ -129,9 +129,9 @@ def segments_of(metadata: AttentionMetadata) -> Iterator[Segment]:
 
 
 def blocks_of(segment: Segment, size: int, sliding_window: int | None) -> Iterator[Segment]:
-    """Cut a segment into blocks of ``size`` queries, each with just the keys that its queries see.
+    """Cut a segment into blocks of ``size`` queries, each with only the keys that its queries see.
 
-    Each block is a segment of its own: its queries are the last of the keys that it reads.
+    Each block is itself a segment: its queries are the last of the keys that it reads.
     """
     first_query, queries, first_key, before = segment
     for start in range(0, queries, size):
@@ -143,7 +143,7 @@ def blocks_of(segment: Segment, size: int, sliding_window: int | None) -> Iterat
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, [..., head_dim] and [...], with ``sinks`` that broadcast to [...].
 
-    The output may come back in the wider dtype of ``lse``.
+    The output may have the wider dtype of ``lse``.
     """
     merged = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * (lse - merged).exp_().unsqueeze(-1), merged
@@ -152,8 +152,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def gradient_of_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of the sinks, [heads], computed in the dtype of ``lse``.
 
-    ``out`` and ``lse`` are those with sinks (:func:`with_sinks`); ``grad_out`` and ``out`` are
-    [rows, heads, head_dim], ``lse`` is [rows, heads].
+    ``out`` and ``lse`` are the results of :func:`with_sinks`; ``grad_out`` and ``out`` are [rows,
+    heads, head_dim], ``lse`` is [rows, heads].
     """
     weights = (sinks.to(lse.dtype) - lse).exp_()
     along = (grad_out.to(lse.dtype) * out).sum(-1)

@@ -1,9 +1,9 @@
-"""Variable-length attention on CPU, out of the two calls that torch's CPU kernel gets right.
+"""Variable-length attention on CPU, composed of calls that torch's CPU kernel supports.
 
-The kernel behind ``scaled_dot_product_attention`` knows causal attention only between equally
-many queries and keys (aligned at the top left). A segment whose n queries are the last of m keys
-is therefore computed in two calls: all n queries over the m - n keys before them, without mask,
-and causally over the last n keys. Their results are merged by log-sum-exp,
+The kernel behind ``scaled_dot_product_attention`` supports causal attention only between equally
+many queries and keys (aligned at the top left). A segment whose n queries belong to the last n of m
+keys is therefore computed in two calls: all n queries over the m - n keys before them, without
+mask, and causally over the last n keys. Their results are merged by log-sum-exp,
 
     out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse),   lse = log(exp lse_1 + exp lse_2).
 
@@ -15,10 +15,10 @@ the *merged* output and lse, it yields that part's exact share of the gradients.
 In grouped-query attention the query heads that share a key/value head become a batch dimension,
 over which keys and values have stride 0: nothing is copied.
 
-Cost: the pairs that a causal mask leaves, and a constant for each call, which dominates where many
-segments have a few tokens; no memory that grows with queries · keys. Half types are accumulated in
-float32. Soft-capped scores and sliding windows are not in torch's kernel: :mod:`.kernels_exact`
-computes them, at two to three times the cost.
+Cost: the pairs that a causal mask leaves, and a constant for each call, which dominates for many
+segments of few tokens; no memory that grows with queries · keys. Half types are accumulated in
+float32. Torch's kernel has no soft-capped scores and no sliding windows: :mod:`.kernels_exact`
+computes these, at two to three times the cost.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def cpu_attention(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Copy a tensor whose last dimension has gaps, since the kernel ignores that one's stride."""
+    """Copy a tensor whose last dimension has gaps, since the kernel ignores that stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:
-    """A view of [rows, heads, head_dim]: [heads / kv_heads, kv_heads, rows, head_dim]."""
+    """View [rows, heads, head_dim] as [heads / kv_heads, kv_heads, rows, head_dim]."""
     rows, heads, head_dim = x.shape
     return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(2, 1, 0, 3)
 
@@ -100,7 +100,7 @@ class _CpuAttention(torch.autograd.Function):
                 other, other_lse = _forward(
                     query, keys[:, :, prefix], values[:, :, prefix], 0.0, False, scale=scale
                 )
-                # Weighed as with sinks, which have no values to add.
+                # Merged like sinks, which have no values to add.
                 part, part_lse = with_sinks(part, part_lse, other_lse)
                 part += other * (other_lse - part_lse).exp_().unsqueeze(-1)
             if extra is not None:
@@ -140,7 +140,7 @@ class _CpuAttention(torch.autograd.Function):
                 else:
                     grad_query += shares[0]
                 for whole, share in ((grad_keys, shares[1]), (grad_values, shares[2])):
-                    # A key is read in one call alone.
+                    # Only one call reads a key.
                     total = share[0] if len(share) == 1 else share.sum(0, dtype=lse.dtype)
                     whole.narrow(1, first, length).copy_(total)
         grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)

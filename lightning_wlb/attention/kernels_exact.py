@@ -1,15 +1,15 @@
-"""A slow kernel that has every option, dtype and device: plain torch operations over all pairs.
+"""A slow kernel for every option, dtype and device: plain torch operations over all pairs.
 
-The CUDA kernels of :mod:`.kernels_gpu` have half types alone. This one has float32 and float64, so
-that a model's gradients on a GPU can be compared with those of one process. It goes through each
-segment in blocks of queries. Backward computes each block's weights again and lets autograd
-differentiate them, so that no more than a block is in memory. Half types are computed in float32,
-which on CUDA is what ``torch.set_float32_matmul_precision`` says. Repeated calls give equal bits.
+The CUDA kernels of :mod:`.kernels_gpu` support only half types. This kernel supports float32 and
+float64, so that a model's gradients on a GPU can be compared with those of one process. It computes
+each segment in blocks of queries. Backward recomputes each block's weights and lets autograd
+differentiate them, so that only one block is in memory. Half types are computed in float32, on CUDA
+with the precision of ``torch.set_float32_matmul_precision``. Repeated calls give equal bits.
 
-Cost: all pairs of a block of :data:`BLOCK` queries with the keys in its sight, masked ones too, in
-several tensors of heads · block · keys elements at a time, keys and values repeated for each query
-head, dozens of small kernels for each block, and a wait for the device in each call. Not for
-training at length on a GPU, on which it has not been run.
+Cost: all pairs of a block of :data:`BLOCK` queries with the keys that it reads, masked pairs too,
+in several tensors of heads · block · keys elements at a time, keys and values repeated for each
+query head, dozens of small kernels for each block, and a wait for the device in each call. It is
+too slow for long training on a GPU, on which it has not been run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK = 256
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
-    """A :class:`.Kernel` that has every option, for any floating dtype and device."""
+    """A :class:`.Kernel` with every option, for any floating dtype and device."""
     window = options.sliding_window
     blocks = [
         block for segment in segments_of(metadata) for block in blocks_of(segment, BLOCK, window)

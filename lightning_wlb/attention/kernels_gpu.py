@@ -1,20 +1,20 @@
 """Variable-length attention on CUDA: FlashAttention, from its own packages or from inside torch.
 
 Each loader imports a library and returns its function as a :class:`.Kernel`, or raises
-ImportError with the reason. All libraries align the causal mask at the bottom right, take
-grouped-query attention as it is, support float16 and bfloat16 only, and read no tile of keys
-outside of a sliding window.
+ImportError with the reason. All libraries align the causal mask at the bottom right, compute
+grouped-query attention without repeating keys, support only float16 and bfloat16, and skip tiles
+of keys outside a sliding window.
 
-What one lacks (:mod:`.backends` has a table) is refused, and so are versions of 2.x before 2.7, of
-which some cap in forward alone.
+Options that a library lacks (:mod:`.backends` has a table) are refused, as are versions of 2.x
+before 2.7, some of which cap scores only in forward.
 
 Backward sums the gradients of queries by atomic additions, whose order differs from call to call,
-unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel asks for that itself (not
-where it only warns), the packages are told. Determinism takes more memory, in 2.x and in torch
-several times the float32 gradient of the queries where there are few segments and heads.
+unless ``torch.use_deterministic_algorithms`` is on. Torch's own kernel checks that setting itself
+(except in its warn-only mode); the packages get an argument. Determinism takes more memory: in 2.x
+and torch, with few segments and heads, several times the float32 gradient of the queries.
 
-This project has not run them on a GPU. Without one the tests call torch's own operators on tensors
-without memory and compare with the packages' parameters as released.
+This project has not run these kernels on a GPU. Without a GPU the tests call torch's own operators
+on tensors without memory, and compare with the parameters of the packages' releases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_wlb.attention.kernel_interface import (
 from lightning_wlb.attention.metadata import AttentionMetadata
 
 PACKAGES = {3: "flash_attn_interface", 2: "flash_attn", 4: "flash_attn.cute"}
-"""FlashAttention's generations and the module that each is in."""
+"""FlashAttention's generations and the module of each."""
 
 _ARGUMENTS = (
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
@@ -66,7 +66,7 @@ def load_torch() -> Kernel:
         left = -1 if options.sliding_window is None else options.sliding_window - 1
         if options.sinks is not None:
             return _attend_with_sinks(q, k, v, options.sinks, metadata, options.scale, left)
-        # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
+        # torch 2.11 accepts fewer key than query heads; later versions need an argument for it.
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and "enable_gqa" in known:
             grouped["enable_gqa"] = True
@@ -79,17 +79,17 @@ def load_torch() -> Kernel:
             metadata.max_seqlen_q,
             metadata.max_seqlen_k,
             scale=options.scale,
-            window_size=(left, 0),  # how this function spells causal
+            window_size=(left, 0),  # 0 keys to the right: causal
             **grouped,
         )
-        assert isinstance(out, Tensor)  # a tuple only where log-sum-exp was asked for
+        assert isinstance(out, Tensor)  # a tuple only if log-sum-exp is requested
         return out
 
     return attention
 
 
 def load_flash() -> tuple[str, Kernel]:
-    """The package of FlashAttention that fits the device, with its name; :func:`.flash_library`."""
+    """The FlashAttention package for the device, with the kernel's name; :func:`.flash_library`."""
     function, generation = flash_library()
 
     def attention(
@@ -100,7 +100,7 @@ def load_flash() -> tuple[str, Kernel]:
                 "attention backend 'flash' has no sinks: the packages do not show the backward"
                 " that their gradient needs. Give attention_backend='torch'."
             )
-        # What stands for none differs between generations: their own default.
+        # The value for "no window" differs between generations, so take their default.
         extra: dict[str, Any] = {}
         if _is_deterministic(generation, q.shape[2]):
             extra["deterministic"] = True
@@ -114,7 +114,7 @@ def load_flash() -> tuple[str, Kernel]:
                     " on Hopper."
                 )
             extra["softcap"] = options.softcap
-        # By keyword: the generations order their parameters differently.
+        # By keyword, because the order of parameters differs between generations.
         result = function(
             q,
             k,
@@ -127,14 +127,14 @@ def load_flash() -> tuple[str, Kernel]:
             causal=True,
             **extra,
         )
-        # 4.x and early 3.x return (out, log-sum-exp), the others the output alone.
+        # 4.x and early 3.x return (out, log-sum-exp), the others only the output.
         return result[0] if isinstance(result, tuple) else result
 
     return f"flash_attn {generation}", attention
 
 
 class _AttentionWithSinks(torch.autograd.Function):
-    """What ``varlen_attn`` calls in forward and in backward, with sinks merged in between."""
+    """The operators behind ``varlen_attn``, in forward and backward, with sinks merged in."""
 
     @staticmethod
     def forward(
@@ -175,12 +175,12 @@ _attend_with_sinks: Callable[..., Tensor] = _AttentionWithSinks.apply
 def flash_library() -> tuple[Callable[..., Any], int]:
     """The library's own function and its generation: 2, 3 or 4.
 
-    On Hopper 3.x goes first, which runs nowhere else. 4.x goes last, because it declares itself
+    On Hopper 3.x, which runs only there, goes first. 4.x goes last, because it declares itself
     alpha; it has no backward before Hopper. An installed package that cannot be imported or called
     is left out with a warning.
 
     Raises:
-        ImportError: with the reasons, where there is none.
+        ImportError: there is no usable library; the message has the reasons.
     """
     major = torch.cuda.get_device_capability()[0]
     reasons = []
@@ -189,7 +189,7 @@ def flash_library() -> tuple[Callable[..., Any], int]:
         try:
             package = import_module(name)
             if generation == 2:
-                # 4.x alone leaves a namespace where 2.x would be.
+                # If only 4.x is installed, it leaves an empty namespace under the name of 2.x.
                 if not hasattr(package, "__version__"):
                     raise ModuleNotFoundError("No module named 'flash_attn' of 2.x", name=name)
                 if tuple(map(int, str(package.__version__).split(".")[:2])) < (2, 7):
@@ -197,7 +197,7 @@ def flash_library() -> tuple[Callable[..., Any], int]:
             function = package.flash_attn_varlen_func
             inspect.signature(function).bind(None, None, None, **dict.fromkeys(_ARGUMENTS))
         except Exception as reason:
-            # A broken one raises whatever a compiled extension or a compiler of kernels raises.
+            # A broken package may raise any exception of a compiled extension or kernel compiler.
             reasons.append(f"{name} ({generation}.x): {reason}")
             missing = getattr(reason, "name", None) if type(reason) is ModuleNotFoundError else None
             if missing is None or not f"{name}.".startswith(f"{missing}."):
@@ -213,7 +213,7 @@ def flash_library() -> tuple[Callable[..., Any], int]:
 
 
 def _is_deterministic(generation: int, head_dim: int) -> bool:
-    """Whether backward is asked to be deterministic; refused where it cannot be."""
+    """Whether backward must be deterministic; ValueError if the library cannot do that."""
     if not torch.are_deterministic_algorithms_enabled():
         return False
     if generation == 3 and head_dim > 192:

@@ -1,22 +1,22 @@
 """Messages that bring a rank the keys and values that its queries read, and take gradients back.
 
 Every rank of a context-parallel group holds some rows of a micro-batch
-(:mod:`lightning_wlb.sharding`), and where pieces are sliced some rows of earlier micro-batches
-(:mod:`.kv_cache`). One collective brings all that is read: an all-gather, or an all-to-all of just
-what is read, whichever the layout chooses. Slices always use an all-gather of each rank's runs of
-rows (:mod:`lightning_wlb.sharding.sliced_indices`). An index then puts keys in the order of the
-segments, both prefixes of a document at once, so that one kernel call does the work. Backward
-scatter-adds the gradients of these rows and sends them back the same way; their owners add them up.
-A single rank sends nothing: its runs are joined by one copy, or by none where there is one run.
+(:mod:`lightning_wlb.sharding`), and if pieces are sliced some rows of earlier micro-batches
+(:mod:`.kv_cache`). One collective brings all rows that are read: an all-gather, or an all-to-all of
+only the rows that are read, as the layout decides. Slices always use an all-gather of each rank's
+runs of rows (:mod:`lightning_wlb.sharding.sliced_indices`). An index then puts keys in the order of
+the segments, for all segments at once, so that one kernel call does the work. Backward scatter-adds
+the gradients of these rows and sends them back the same way; their owners add them up. A single
+rank sends nothing: several runs are joined by one copy, a single run needs none.
 
 Half types are summed over segments in float32, and over ranks too unless a step asks for less
-(:func:`.reduce_dtype`), so that a gradient does not depend on the number of ranks beyond rounding.
-Every rank of the group runs the same collectives, also one without any token.
+(:func:`.reduce_dtype`), so that a gradient depends on the number of ranks only by rounding. Every
+rank of the group runs the same collectives, even a rank without tokens.
 
 Cost: at most 2 · rows · kv_heads · head_dim elements sent to each rank, in forward and twice in
-backward; earlier keys are sent once per slice. Those that are read are in memory meanwhile, 1 + 1 /
-(2·CP) times the micro-batch for shardings with one pair of chunks. Not for groups across slow
-links, where passing keys round a ring hides the transfer.
+backward; earlier keys are sent once per slice. Keys that are read are meanwhile in memory, 1 + 1 /
+(2·CP) times the micro-batch for shardings with one pair of chunks. Do not use it for groups across
+slow links, where passing keys round a ring hides the transfer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class KeyMessages:
-    """The keys and values of one layer and micro-batch on their way, then their gradients.
+    """The messages of one layer and micro-batch: keys and values, then their gradients.
 
     Collective: every rank of the group sends, then receives.
     """
@@ -60,7 +60,7 @@ class KeyMessages:
         self._work: dist.Work | None = None
 
     def send(self, k: Tensor, v: Tensor) -> None:
-        """Post this rank's own rows and those of earlier slices, once, without waiting."""
+        """Post this rank's own rows and its rows of earlier slices, once, without waiting."""
         if self._buffer is not None or self._runs:
             return
         metadata = self._metadata
@@ -81,7 +81,7 @@ class KeyMessages:
             self._runs = []
             self._buffer = k.new_empty(self._arriving, *local.shape[1:])
         else:
-            # Own rows that are read are behind those that arrive.
+            # Own rows come after the rows that arrive.
             self._buffer = k.new_empty(self._arriving + len(k), 2, *k.shape[1:])
             local = self._buffer[self._arriving :]
             torch.stack((k, v), dim=1, out=local)
@@ -138,7 +138,7 @@ class KeyMessages:
         self._shares = back.unbind(1)
 
     def receive_back(self) -> Iterable[Tensor]:
-        """Gradients of this rank's keys and values over all ranks, [rows, kv_heads, head_dim]."""
+        """Gradients of this rank's keys and values from all ranks, [rows, kv_heads, head_dim]."""
         self._wait()
         shares, own, self._shares, self._buffer = self._shares, self._buffer, (), None
         slices, sent = self._metadata.slices, self._metadata.send_index
@@ -155,7 +155,7 @@ class KeyMessages:
 
     @property
     def _arriving(self) -> int:
-        """Number of rows that arrive from the group, own ones of an all-gather included."""
+        """Number of rows that arrive from the group; in an all-gather own rows are among them."""
         return group_size(self._group) * self._gathered + sum(self._metadata.receive_counts)
 
     def _wait(self) -> None:
@@ -167,12 +167,12 @@ class KeyMessages:
 def _added(slices: SliceMetadata, rows: int, of_keys: Tensor, of_values: Tensor) -> Pair:
     """Total gradients of this rank's own keys and values, for slices.
 
-    They are the parts from all ranks and those that later slices have left in the cache. The
-    gradients of earlier slices' rows are left in the cache, for those slices' own backward.
+    They sum the parts from all ranks and the parts that later slices have left in the cache. The
+    gradients of earlier slices' rows are left in the cache for the backward of those slices.
     """
     cache, layer = slices.cache_and_layer
     dtype = sum_dtype(of_keys.dtype)
-    # What later slices have left may be added to: nothing else reads it any more.
+    # The cached gradients may be changed in place: nothing else reads them any more.
     keys, values = cache.gradients_of(layer, slices.micro_batch) or (
         of_keys.new_zeros(rows, *of_keys.shape[1:], dtype=dtype),
         of_keys.new_zeros(rows, *of_keys.shape[1:], dtype=dtype),
@@ -192,9 +192,9 @@ def _added(slices: SliceMetadata, rows: int, of_keys: Tensor, of_values: Tensor)
 class _Send(torch.autograd.Function):
     """Posts keys and values; backward waits for their gradients.
 
-    Returns an empty tensor that ties :class:`_Receive` to it. The gradients themselves stay in
-    the messages: as gradients of a half-type tensor autograd would round them before they are
-    added up, over the segments and ranks that read a row.
+    Returns an empty tensor that connects it to :class:`_Receive` in the graph. The gradients stay
+    in ``messages``: autograd would round gradients of a half-type tensor before they are summed
+    over the segments and ranks that read a row.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class _Receive(torch.autograd.Function):
 
 
 send: Callable[[Tensor, Tensor, Pair, KeyMessages], Tensor] = _Send.apply
-"""Post ``own``, which are the first two without a graph; the result is for :func:`receive`."""
+"""Post ``own``, the detached ``k`` and ``v``; the result is for :func:`receive`."""
 
 receive: Callable[[Tensor, KeyMessages], Pair] = _Receive.apply
 """Wait for the keys and values of the segments."""

@@ -1,25 +1,25 @@
-"""Keys and values between forward and backward: cached for later slices, or fetched once more.
+"""Keys and values between forward and backward: cached for later slices, or refetched.
 
 *Cache.* The forward of a slice reads the keys and values that the earlier slices of its piece left
-here, each on the ranks that computed them. Its backward runs before theirs (a plan lists backward
-in reverse slice order) and leaves the gradients of those keys here, summed in float32 (float64 in
-float64 runs). The earlier slice's own backward takes them.
+here, each on the ranks that computed them. Backwards run in reverse order of slices. A slice's
+backward leaves the gradients of those keys here, summed in float32 (float64 in float64 runs), and
+the earlier slice's own backward takes them.
 
-Cost: the keys and values of micro-batches whose pieces go on, from their forward to their backward,
-and as much again in the wide dtype once gradients come back. The former are aliases of what
-autograd keeps for those micro-batches anyway, except under activation checkpointing.
+Cost: the keys and values of micro-batches whose pieces have later slices, from their forward to
+their backward, and as much again in the wide dtype once there are gradients. The keys and values
+are aliases of tensors that autograd keeps anyway, except under activation checkpointing.
 
 *States.* A recurrence leaves its state at a slice's end in the same way, and the next slice's
 backward leaves the state's gradient (:class:`RecurrentStates`).
 
-*Refetch.* A kernel saves the keys and values that it read for its backward, of whole prefixes.
+*Refetch.* A kernel saves for its backward all keys and values that it read, of whole prefixes.
 :func:`attend_with_refetch` lets autograd save a number in their place (``saved_tensors_hooks``, so
-it works for every kernel). They are fetched again right before the kernel's backward, outside of
-what is timed as attention, and freed right after it. Fetching may be collective: it happens once in
-the backward of every rank, with or without queries.
+it works for every kernel). Keys and values are fetched again right before the kernel's backward,
+outside the time that counts as attention, and freed right after it. Fetching may be collective: it
+happens once in the backward of every rank, with or without queries.
 
-Cost: one more exchange of keys, in backward. Not inside a checkpoint that recomputes the whole
-layer: the checkpoint's own hooks would no longer see what the kernel saves.
+Cost: one more exchange of keys, in backward. Do not use it inside a checkpoint that recomputes the
+whole layer: the checkpoint's own hooks would no longer see the tensors that the kernel saves.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lightning_wlb.distributed.collectives import sum_dtype
 from lightning_wlb.sharding.sliced_indices import Run
 
 State = tuple[Tensor, ...]
-"""What a recurrence hands from a slice of a piece to the next."""
+"""The state that a recurrence passes from a slice of a piece to the next."""
 
 
 class KeyValueCache:
     """Keys and values by (layer, micro-batch), for one step of one rank.
 
-    One backward of a whole step's summed loss is right too: autograd visits what was computed last
-    first, and so the slices of a piece in reverse.
+    A single backward of a step's summed loss is correct too: autograd goes through the slices of a
+    piece in reverse, since it visits the operation that was computed last first.
 
     Attributes:
-        states: what recurrences hand from slice to slice.
-        gradients: those that later slices have left.
+        states: the states that recurrences pass from slice to slice.
+        gradients: the gradients that later slices have left.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class KeyValueCache:
         self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def put(self, layer: int, micro_batch: int, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values, [rows, kv_heads, head_dim], unless recomputation has them here."""
+        """Keep keys and values, [rows, kv_heads, head_dim]; recomputation changes nothing."""
         self._pairs.setdefault((layer, micro_batch), (keys, values))
 
     def read(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Take what later slices have left for the owner's backward; behind it none reads keys."""
+        """Take the gradients for the owner's backward, and free the keys, which none reads later."""
         self._pairs.pop((layer, micro_batch), None)
         return self.gradients.pop((layer, micro_batch), None)
 
@@ -121,8 +121,8 @@ def attend_with_refetch(
 def call_in_backward(call: Callable[[], object], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as views; in backward ``call`` runs once the gradients of all of them are known.
 
-    Put around an operation's output, it runs before the operation's own backward; around its
-    inputs, after it. It does not run where no tensor requires a gradient.
+    Around an operation's output, ``call`` runs before the operation's own backward; around its
+    inputs, after it. It does not run if no tensor requires a gradient.
     """
     return _CallInBackward.apply(call, *tensors)
 
@@ -145,7 +145,7 @@ class RecurrentStates:
 
     Attributes:
         held: the states, detached.
-        gradients: what later slices have left for them.
+        gradients: the gradients that later slices have left for the states.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class RecurrentStates:
         return _Left.apply(out, self, key, *state)
 
     def take(self, key: Any, anchor: Tensor) -> State:
-        """The state that the slice before has left, put into the autograd graph of ``anchor``."""
+        """The state that the previous slice has left, put into the autograd graph of ``anchor``."""
         return _Taken.apply(anchor, self, key)
 
 
@@ -168,7 +168,7 @@ class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, states: RecurrentStates, key: Any, *state: Tensor) -> Tensor:
         ctx.states, ctx.key, ctx.count = states, key, len(state)
-        # A recomputed layer has kept it already.
+        # If the layer is being recomputed, it has kept the state already.
         states.held.setdefault(key, tuple(each.detach() for each in state))
         return out.view_as(out)
 
@@ -189,6 +189,6 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        # Copies, since a gradient may be a part of one of all rows.
+        # Copies, since a gradient may be a view of a gradient of all rows.
         ctx.states.gradients[ctx.key] = tuple(each.clone() for each in gradients)
         return None, None, None

@@ -1,8 +1,8 @@
 """Which keys the rows of a micro-batch see, and where these keys are.
 
-The data loader makes the metadata by index arithmetic (:mod:`lightning_wlb.sharding`), and it moves
-to the device with the batch. It is never changed: a layer, or a step with its cache of keys, gets a
-copy with its own fields.
+The data loader makes the metadata by index arithmetic (:mod:`lightning_wlb.sharding`), and moves it
+to the device with the batch. Metadata is never changed: a layer, or a step with its cache of keys,
+gets a copy with its own fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Holder = TypeVar("_Holder", bound=Any)  # a dataclass
 
 
 def with_tensors(holder: _Holder, change: Callable[[Tensor], Tensor]) -> _Holder:
-    """A copy of a dataclass with every field that is a tensor changed."""
+    """A copy of a dataclass in which ``change`` has been applied to every tensor."""
     tensors: dict[str, Any] = {
         field.name: change(value)
         for field in fields(holder)
@@ -34,20 +34,20 @@ def with_tensors(holder: _Holder, change: Callable[[Tensor], Tensor]) -> _Holder
 
 @dataclass(frozen=True)
 class SliceMetadata:
-    """What attention needs beyond :class:`AttentionMetadata` where pieces are sliced."""
+    """What attention needs besides :class:`AttentionMetadata` if pieces are sliced."""
 
     micro_batch: int  #: index in the replica's forward order
     runs: tuple[Run, ...]  #: see :class:`~lightning_wlb.sharding.sliced_indices.SlicedIndices`
     rows: int  #: see there
     keeps: bool  #: see there
-    #: the step's, which ``MicroBatchTensors.with_cache`` fills in
+    #: the step's cache, which ``MicroBatchTensors.with_cache`` fills in
     cache: KeyValueCache | None = field(default=None, repr=False)
     #: global number of the running layer, which ``AttentionMetadata.for_layer`` fills in
     layer: int | None = None
 
     @property
     def cache_and_layer(self) -> tuple[KeyValueCache, int]:
-        """The step's cache and the layer's number; ValueError where either is not filled in."""
+        """The step's cache and the layer's number; ValueError if either is not filled in."""
         if self.cache is None or self.layer is None:
             raise ValueError(
                 "a sliced micro-batch needs to know its layer and the step's cache: pass"
@@ -63,13 +63,13 @@ class AttentionMetadata:
 
     The fields from ``cu_seqlens_q`` to ``receive_counts`` are those of
     :class:`~lightning_wlb.sharding.rank_indices.RankIndices`, as tensors. ``send_index`` is None
-    where no all-to-all is used. ``key_index`` is an index into the rows that all ranks gather, or
-    for slices into the gathered ``runs``; it is None without context parallelism, where the keys
-    are the local rows, or the ``runs``.
+    without an all-to-all. ``key_index`` is an index into the rows of the buffer, or for slices into
+    the gathered ``runs``. Without context parallelism it is None, and the keys are the local rows,
+    or the ``runs``.
     """
 
     rows: int  #: local rows, padding included
-    queries: int  #: local rows that hold a token; rows from there on are padding
+    queries: int  #: local rows that hold a token; later rows are padding
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -80,8 +80,8 @@ class AttentionMetadata:
     send_counts: tuple[int, ...] = ()
     receive_counts: tuple[int, ...] = ()
     replicas: int = 1  #: data-parallel replicas whose context-parallel groups share the micro-batch
-    slices: SliceMetadata | None = None  #: None where the micro-batch's pieces are whole
-    #: the window of the indices: keys that no query sees with it are left out
+    slices: SliceMetadata | None = None  #: None if the micro-batch's pieces are whole
+    #: the window of the indices, which leave out keys that no query sees with it
     sliding_window: int | None = None
     recomputed: bool = False  #: whether backward recomputes the layer that is running
 
@@ -111,9 +111,9 @@ class AttentionMetadata:
         context_parallel_size: int,
         sliding_window: int | None = None,
     ) -> AttentionMetadata:
-        """Metadata on CPU from one rank's index arithmetic, with which it shares its memory.
+        """Metadata on CPU from one rank's indices, with which it shares memory.
 
-        ``rows`` and the number of ranks are the layout's, the window is that of the indices.
+        ``rows`` and the number of ranks are the layout's, the window is the indices'.
         """
         named = {each.name: getattr(indices, each.name) for each in fields(indices)}
         kept = named.keys() & {each.name for each in fields(AttentionMetadata)}

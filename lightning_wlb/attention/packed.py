@@ -1,19 +1,18 @@
-"""The one attention function that a model calls, however its packed rows lie on the ranks.
+"""The attention function that models call, however their packed rows lie on the ranks.
 
-Keys and values are posted (:mod:`.key_exchange`), then the queries are computed, and attention runs
-on what has arrived: one kernel call. The output is projected here too. Its backward, which needs
-the keys once more where they are not kept (:func:`.attend_with_refetch`), thus begins with posting
-them, and they travel while the projection's own backward runs. Nothing else overlaps
-(docs/design.md says why).
+Keys and values are posted (:mod:`.key_exchange`), the queries are computed meanwhile, and attention
+runs on the keys that have arrived, in one kernel call. The output is projected here too. If
+backward must fetch the keys again (:func:`.attend_with_refetch`), it first posts them, and they are
+sent while the projection's own backward runs. Nothing else overlaps (docs/design.md says why).
 
-A slice leaves its keys and values in the step's :mod:`.kv_cache` for the later ones of its piece.
+A slice leaves its keys and values in the step's :mod:`.kv_cache` for later slices of its piece.
 Prefixes of a piece of n slices would add up to n/2 times the piece in every layer, and keys of a
-context-parallel group to CP times a rank's own, so that backward refetches both.
+context-parallel group to CP times a rank's own keys, so backward refetches both.
 
 Padding rows, at the local end, are cut off before the kernel, and are exactly zero in the output
 and in every gradient, whatever they hold. Values may be narrower than keys, as in DeepSeek's
-multi-head latent attention. Keys and values are sent as one tensor, and kernels want them equally
-wide, so that zeros are put behind the values here and cut off the result.
+multi-head latent attention. Keys and values are sent as one tensor, and kernels need them equally
+wide, so zeros are appended to the values here and cut off the result.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from lightning_wlb.distributed.process_groups import ProcessGroups, group_size
 Queries = Tensor | Callable[[], Tensor]
 """Queries, or a function that computes them and is called while keys and values are sent."""
 Project = Callable[[Tensor], Tensor]
-"""The output projection: from attention's output, [rows, heads, v_dim], to what a layer adds."""
+"""The output projection: from attention's output, [rows, heads, v_dim], to the layer's summand."""
 
 
 def packed_attention(
@@ -51,20 +50,21 @@ def packed_attention(
     """Causal attention within each piece, over the ranks that share the rows.
 
     Args:
-        queries: [rows, heads, head_dim], or a function that computes them; it is called once, while
-            keys and values are sent, and so hides the exchange, as its backward hides that of the
-            gradients.
+        queries: [rows, heads, head_dim], or a function that computes them. It is called once, while
+            keys and values are sent, which hides the exchange; its backward hides the exchange of
+            the gradients.
         k: [rows, kv_heads, head_dim], padding rows included.
         v: [rows, kv_heads, v_dim], v_dim at most head_dim.
-        project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows,
-            which is called once and whose result is returned; its backward hides the exchange of
-            keys. None returns the output itself: backward then waits for that exchange.
-        metadata: of the micro-batch, for the layer (``metadata.for_layer``), on the same device.
+        project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
+            It is called once, and its result is returned; its backward hides the exchange of keys.
+            None returns the output itself, and backward waits for that exchange.
+        metadata: metadata of the micro-batch for the layer (``metadata.for_layer``), on the same
+            device.
         groups: has the group of the ranks that share the micro-batch's rows.
         options: the layer's, the same on every rank of the group.
 
     Returns:
-        What ``project`` returns, or [rows, heads, v_dim], zero in padding rows.
+        The result of ``project``, or [rows, heads, v_dim] with zeros in padding rows.
 
     Raises:
         ValueError: if values are wider than keys, rows, metadata and groups do not fit each other,
@@ -88,7 +88,7 @@ def packed_attention(
         )
     own, messages = _own(k, v, metadata), KeyMessages(metadata, group)
     travel = size > 1 and metadata.rows > 0
-    # A kernel that reads one run saves views of what this rank holds anyway.
+    # A kernel that reads a single run saves only views of tensors that this rank holds anyway.
     copied = travel or (slices is not None and len(slices.runs) > 1)
     sent = send(k, v, own, messages) if travel or slices is not None else None
     q = queries() if callable(queries) else queries
@@ -126,7 +126,7 @@ def _own(k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Pair:
     if slices is None:
         return k.detach(), v.detach()
     cache, layer = slices.cache_and_layer
-    # Contiguous, lest a view of something larger is kept.
+    # Contiguous, so that the cache keeps no view of a larger tensor.
     own = k.detach().contiguous(), v.detach().contiguous()
     if slices.keeps:
         cache.put(layer, slices.micro_batch, *own)

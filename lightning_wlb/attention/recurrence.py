@@ -1,17 +1,17 @@
-"""Recurrences over packed rows: what begins where, what a slice hands to the next, who computes it.
+"""Recurrences over packed rows: their segments, their states between slices, and their ranks.
 
-Linear attention, a state-space layer and a causal convolution carry something from row to row,
-which begins anew with every piece, and goes on where a slice continues one:
+Linear attention, a state-space layer and a causal convolution carry a state from row to row, which
+restarts with every piece, but goes on if a slice continues a piece:
 
 * *Segments* are the pieces, or parts of pieces, of a micro-batch (:class:`RecurrentRows`).
 * *States* at the end of a slice are left for the next slice of its piece, whose backward runs first
   and leaves the state's gradient for this one (:class:`RecurrentStates`).
-* *Ranks that share the rows* cannot cut a recurrence by rows. One all-to-all brings each of them
-  its part of the heads (of a convolution: of the channels) of all rows (:func:`to_all_rows`); a
-  second one brings the results back (:func:`to_own_rows`).
+* *Ranks that share the rows* cannot split a recurrence by rows. One all-to-all brings each rank its
+  part of the heads (for a convolution: of the channels) of all rows (:func:`to_all_rows`); a second
+  all-to-all brings the results back (:func:`to_own_rows`).
 
-Cost: over a recurrence of whole rows two all-to-alls of its inputs and outputs in forward and two
-in backward, only where ranks share rows; one state for each sliced piece and layer.
+Cost: if ranks share rows, two all-to-alls of inputs and outputs in forward and two in backward; one
+state for each sliced piece and layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_wlb.sharding.integer_ranges import offsets, ranges
 class Segment:
     """Tokens ``[start, stop)`` of a piece, (document, origin), counted from its origin.
 
-    ``goes_on`` says whether a later micro-batch has more of the piece.
+    ``goes_on`` says whether a later micro-batch has a further slice of the piece.
     """
 
     piece: tuple[int, int]
@@ -53,11 +53,11 @@ class RecurrentRows:
 
     segments: tuple[Segment, ...]  #: in the order in which a recurrence computes them
     counts: tuple[int, ...]  #: rows of each rank that hold a token
-    #: int64 [sum of counts], for each row in the order of segments its place among the rows of all
-    #: ranks, one rank after another; None where they are in order
+    #: int64 [sum of counts], for each row in the order of segments its index in the concatenated
+    #: rows of all ranks; None if these are in the order of segments
     order: Tensor | None = None
     replicas: int = 1  #: data-parallel replicas whose context-parallel groups share the micro-batch
-    #: the step's, which ``MicroBatchTensors.with_cache`` fills in
+    #: the step's states, which ``MicroBatchTensors.with_cache`` fills in
     states: RecurrentStates | None = None
 
     @property
@@ -76,7 +76,7 @@ def recurrent_rows(
     """
     pieces = dict.fromkeys(each[:2] for each in slices)
     number = {piece: index for index, piece in enumerate(pieces)}
-    # A piece's slices one after another, in the order of its tokens.
+    # The slices of each piece one after another, in the order of the piece's tokens.
     by = sorted(range(len(slices)), key=lambda i: (number[slices[i][:2]], slices[i].start))
     segments: list[Segment] = []
     for index in by:
@@ -106,8 +106,8 @@ def to_all_rows(
     """Send and receive this rank's part of the heads of all rows, in the order of the segments.
 
     Args:
-        tensors: [own rows, heads, ...] each, padding rows included; ``heads`` may differ, and is a
-            multiple of the number of ranks.
+        tensors: [own rows, heads, ...] each, padding rows included; ``heads`` may differ between
+            tensors, and is a multiple of the number of ranks.
 
     Returns:
         [rows of all ranks, own heads, ...] each.
@@ -116,7 +116,7 @@ def to_all_rows(
     own = rows.counts[group_rank(group)]
     parts = [each[:own] for each in tensors]
     if size > 1 and rows.tokens:
-        # Those of one dtype travel together.
+        # Tensors of equal dtype are sent together.
         for dtype in dict.fromkeys(each.dtype for each in parts):
             places = [place for place, each in enumerate(parts) if each.dtype == dtype]
             sent = [parts[place].unflatten(1, (size, -1)).flatten(2) for place in places]
@@ -131,7 +131,7 @@ def to_all_rows(
 def to_own_rows(
     out: Tensor, padded_rows: int, rows: RecurrentRows, group: ProcessGroup | None
 ) -> Tensor:
-    """The reverse of one result: [rows of all, own heads, width] -> [own rows, heads, width].
+    """The reverse, for one result: [rows of all, own heads, width] -> [own rows, heads, width].
 
     Rows of padding, up to ``padded_rows``, are zero.
     """
@@ -160,16 +160,16 @@ def _all_to_all(
 
 
 class SegmentRows(NamedTuple):
-    """What a recurrence over segments is given."""
+    """The input of a recurrence over segments."""
 
     inputs: Sequence[Tensor]  #: [rows of all segments, ...] each
-    tokens: list[int]  #: of each segment
-    before: Sequence[State | None]  #: the state before each; None: its piece begins
-    goes_on: Sequence[bool]  #: whether the state behind each is wanted
+    tokens: list[int]  #: tokens of each segment
+    before: Sequence[State | None]  #: the state before each segment; None if its piece begins
+    goes_on: Sequence[bool]  #: whether the state after each segment is needed
 
 
 Computed = tuple[Tensor, Sequence[State | None]]
-"""What a recurrence returns: [rows of all segments, ...], and the states that are wanted."""
+"""The result of a recurrence: [rows of all segments, ...], and the states that are needed."""
 
 Compute = Callable[[SegmentRows], Computed]
 
@@ -177,10 +177,10 @@ Compute = Callable[[SegmentRows], Computed]
 def by_segment(
     rows: RecurrentRows, layer: Any, inputs: Sequence[Tensor], compute: Compute
 ) -> Tensor:
-    """Run a recurrence over each segment's rows, from the state that the slice before has left.
+    """Run a recurrence over each segment's rows, from the state that the previous slice has left.
 
     Args:
-        layer: what distinguishes this recurrence from others of the model.
+        layer: a key that distinguishes this recurrence from others of the model.
         inputs: [rows of all ranks, ...] each, in the order of the segments.
 
     Returns:
@@ -208,7 +208,7 @@ def by_segment(
 
 
 def one_by_one(compute: Compute) -> Compute:
-    """A recurrence over several segments, made of one that computes a single segment."""
+    """A recurrence over several segments, made from a recurrence over a single segment."""
 
     def every(given: SegmentRows) -> Computed:
         parts = zip(*(each.split(given.tokens) for each in given.inputs), strict=True)

@@ -1,1 +1,1 @@
-"""What work costs: the one cost model of planning, simulation and report."""
+"""The cost model that planning, simulation and reports share."""

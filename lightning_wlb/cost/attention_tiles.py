@@ -2,17 +2,17 @@
 
 Tiled attention kernels (FlashAttention) take a segment's queries in tiles of 128 rows, and each
 query tile reads the key/value tiles that its last query sees. A query tile costs a constant
-(loading the queries, the first key/value tile that nothing hides, the epilogue) and one unit for
-each key/value tile it reads. A segment of at most 128 rows has a single query tile, which shares
-its key/value tiles in the cache with no other, so they cost a quarter more:
+(loading the queries, the first key/value tile, whose loading nothing hides, and the epilogue) and
+one unit for each key/value tile it reads. The single query tile of a segment of at most 128 rows
+shares no key/value tiles in the cache, so they cost a quarter more:
 
     cost(segment) = sum over query tiles of (overhead + key/value tiles · (5/4 if rows <= 128)).
 
-Costs are whole quarters of a key/value tile, so that every rank predicts alike. The overhead fits
-the published throughput of FlashAttention-3 over short sequences; this project measured nothing of
-it. Forward and backward have the same shape in this cost, so it stands for their sum up to a
-factor. It is no time in nanoseconds: :mod:`~lightning_wlb.cost.latency` has the rates of a device,
-and :func:`last_tiles_end` the time in which a call has fewer tiles left than there are processors.
+Costs are whole quarters of a key/value tile, so that every rank predicts the same. The overhead is
+fitted to the published throughput of FlashAttention-3 over short sequences; this project did not
+measure it. Forward and backward have the same shape in this cost, so it stands for their sum up to
+a factor. It is not a time: :mod:`~lightning_wlb.cost.latency` has the rates of a device, and
+:func:`last_tiles_end` models the end of a call, when fewer tiles than processors are left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TILE = 128
 """Rows of a query tile and columns of a key/value tile."""
 
 OVERHEAD = 2
-"""Key/value tiles that a query tile costs besides those it reads, by the fit above."""
+"""Cost of a query tile besides the key/value tiles that it reads, in such tiles; see above."""
 
 UNITS = 4
 """Units of cost in one key/value tile."""
@@ -48,17 +48,17 @@ def reference_kernel_cost(
     Args:
         queries: int64 [segments], at least 1 each.
         keys: int64 [segments], at least the queries.
-        overhead: key/value tiles that a query tile costs besides those it reads.
-        sliding_window: most keys that a query sees; key/value tiles that none of a tile's queries
+        overhead: cost of a query tile besides the key/value tiles that it reads, in such tiles.
+        sliding_window: most keys that a query sees; key/value tiles that no query of a query tile
             sees are not read.
     """
     tiles = -(-queries // TILE)
-    # Tile i but the last ends at query (i + 1) · TILE, the last one at the last query.
+    # Query tile i ends at query (i + 1) · TILE, the last tile at the last query.
     before = -(-(keys - queries) // TILE)
     read = (tiles - 1) * before + tiles * (tiles - 1) // 2 - (-keys // TILE)
     if sliding_window is not None:
-        # The first query of tile i misses whole tiles in front of its window: those in front of
-        # the first query's, which may be fewer than none, and i more.
+        # The window of tile i's first query leaves out i more whole tiles at the front than the
+        # window of tile 0's first query. `first` is the latter's number, negative if none.
         first = (keys - queries - sliding_window + 1) // TILE
         missed = np.maximum(first, 0) * tiles + tiles * (tiles - 1) // 2
         beyond = np.maximum(tiles - 1 + first, 0)
@@ -74,8 +74,8 @@ def layers_kernel_cost(
 
     Args:
         queries: int64 [segments], as ``keys``.
-        windows: how much the layers of each window weigh, such as ``PassWork.windows``; None is no
-            bound. The costs count in the smallest whole proportions of the weights.
+        windows: weight of the layers of each window, such as ``PassWork.windows``; None is no
+            bound. Weights are divided by their greatest common divisor.
     """
     each = gcd(*windows.values()) or 1
     costs = (
@@ -90,13 +90,13 @@ def padded_pairs(
 ) -> tuple[Integers, Integers, Integers]:
     """(query, key) pairs of segments whose queries a kernel pads to its tile.
 
-    Rows of padding see no keys behind those of the last query. The other arguments are those of
+    Padding rows see no keys after the last query's. The other arguments are those of
     :func:`reference_kernel_cost`. Returns the pairs, the padded queries and the keys that they see,
     int64 [segments] each.
     """
     tiles = -(-queries // tile)
     padded = tiles * tile
-    # What the last tile reads less than if it were full, taken from all tiles alike.
+    # The last tile reads fewer keys than a full one; the difference is spread over all tiles.
     before = np.maximum(keys - queries - (padded - queries) // tiles, 0)
     pairs = _pairs(padded + before) - _pairs(before)
     if sliding_window is not None:
@@ -114,17 +114,17 @@ def _pairs(tokens: Integers) -> Integers:
 def last_tiles_end(
     busy: Integers, tiles: Integers, longest: Integers, at_once: Integers
 ) -> Integers:
-    """When a device that works on ``at_once`` tiles at a time has ended the last one of a call.
+    """When a device that works on ``at_once`` tiles at a time has ended a call.
 
     A forward deals tiles of queries of each head to the processors, a backward tiles of keys. A
-    call ends no sooner than its longest tile. Otherwise the processors wait at the end for half of
-    what the longest tile takes more than the mean one.
+    call takes at least as long as its longest tile. Otherwise the processors wait at the end for
+    half of the difference between the longest and the mean tile.
 
     Args:
         busy: how long the call would take if all processors were busy to its end.
-        tiles: of all heads; 0 in an empty call.
+        tiles: tiles of all heads; 0 in an empty call.
         longest: how long the longest tile takes on its processor, in the unit of ``busy``.
-        at_once: tiles in progress at a time.
+        at_once: tiles that run at the same time.
     """
     mean = busy * at_once // np.maximum(tiles, 1)
     result: Integers = np.maximum(longest, busy + np.maximum(longest - mean, 0) // 2)

@@ -1,8 +1,8 @@
-"""What communication costs: the time of messages between devices, and the memory of process groups.
+"""The cost of communication: time of messages between devices, and memory of process groups.
 
 A transfer takes launch + hops · latency + bytes / bandwidth of its link, and a ramp: until the link
-is full, a transfer gets half of the bandwidth (:meth:`.Link.ns`). So do measured all-gathers of
-NCCL, which take 36 to 76 µs at 8 MiB, where their bytes alone would take 11 to 20 µs.
+is full, a transfer gets half of the bandwidth (:meth:`.Link.ns`). This fits measured all-gathers of
+NCCL, which take 36 to 76 µs at 8 MiB, while their bytes alone would take 11 to 20 µs.
 
 Which link an axis of the mesh uses follows from the order of the ranks (:mod:`lightning_wlb.mesh`)
 and from the devices per node: a process group whose ranks are all in one node uses the node's link;
@@ -10,11 +10,11 @@ any other crosses nodes. Every device has a network adapter of its own, so a gro
 each node drives m of them, up to the bandwidth of the node's link.
 
 Collectives are rings: an all-gather or reduce-scatter of B bytes over n ranks takes n - 1 steps in
-which each rank sends B/n bytes. On GPUs a reduce-scatter ends with B/n bytes added to those that
-arrived: two reads and a write. Here messages overlap neither each other nor computation:
-:mod:`~lightning_wlb.cost.overlap` has what products hide of tensor- and context-parallel ones.
+which each rank sends B/n bytes. On GPUs a reduce-scatter's last step adds B/n bytes to the received
+ones: two reads and a write. Here messages overlap neither each other nor computation;
+:mod:`~lightning_wlb.cost.overlap` models how products hide tensor- and context-parallel messages.
 
-Do not use it for oversubscribed networks, where the bandwidth depends on who else sends.
+Do not use it for oversubscribed networks, where the bandwidth depends on other senders.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Communication:
 
     @cached_property
     def pipeline(self) -> tuple[Link, ...]:
-        """The link between stages s and s + 1, for each s; the last stage's leads to stage 0."""
+        """The link between ranks s and s + 1 for each s; the last rank's leads to rank 0."""
         node = self.mesh.groups("pipeline") // self.profile.devices_per_node
         crosses = (node != np.roll(node, -1, axis=1)).any(axis=0)
         links = self.profile.links
@@ -89,7 +89,7 @@ class Communication:
         return round(self.pipeline[source % self.mesh.pipeline].ns(1, size))
 
     def _of_groups(self, *axes: str) -> Link:
-        """The link of the slowest group, which the step waits for."""
+        """The link of the slowest group, for which the step waits."""
         together, node = self._together(*axes), self.profile.links["node"]
         if together == self.mesh.groups(*axes).shape[1]:
             return node
@@ -97,26 +97,26 @@ class Communication:
         rate = together * network.bytes_per_second
         if together > 1:
             rate = min(rate, node.bytes_per_second)
-        # Of so many hops one leaves the node.
+        # One of so many hops leaves the node.
         latency = ((together - 1) * node.latency_ns + network.latency_ns) / together
         return replace(network, latency_ns=latency, bytes_per_second=rate)
 
     def _together(self, *axes: str) -> int:
-        """The fewest ranks that any group has in any one of its nodes."""
+        """The fewest ranks that any group has in any of its nodes."""
         node = np.sort(self.mesh.groups(*axes) // self.profile.devices_per_node, axis=1)
-        # All groups in one row: where the node changes, or a group ends, a run of ranks ends.
+        # Over all groups in one row, a run of ranks ends where the node changes or a group ends.
         ends = np.append(node[:, :-1] != node[:, 1:], np.ones((len(node), 1), bool), axis=1)
         return int(np.diff(np.flatnonzero(ends), prepend=-1).min())
 
 
 COMMUNICATOR_BYTES = 24 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
-"""Memory that a process group takes of a GPU under NCCL once it has reduced or gathered: a ring
-receives into buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30), of
-which eight H100 have 24 (a log in NCCL's issue 1259). From the sources, not measured."""
+"""GPU memory of a process group under NCCL once it has reduced or gathered: a ring receives into
+buffers of three protocols on each channel (defaults in src/init.cc of NCCL 2.30); eight H100 have
+24 channels (a log in NCCL's issue 1259). From the sources, not measured."""
 
 
 def communicators(mesh: Mesh) -> int:
-    """Process groups of a rank on a mesh, with those that sharing of micro-batches may add."""
+    """Process groups of a rank on a mesh, with the groups that shared micro-batches may add."""
     channels = 4 if mesh.virtual_stages > 1 else 2
     return (
         (mesh.devices > 1)
@@ -130,10 +130,10 @@ def communicators(mesh: Mesh) -> int:
 
 
 def heterogeneous_communicators(strategies: Sequence[Sequence[Scheme]]) -> int:
-    """Process groups that heterogeneous pipelines add to the rank that gets the most of them.
+    """The most process groups that heterogeneous pipelines add to a rank.
 
-    Each strategy adds the groups of its pipelines, and those that sharing of micro-batches may add;
-    all strategies together add one, over which parameters are exchanged. ``strategies`` has the
+    Each strategy adds the groups of its pipelines and those that shared micro-batches may add; all
+    strategies together add one group, over which parameters are exchanged. ``strategies`` has the
     pipelines of each strategy that steps may take. Cost: O(pipelines).
     """
     if not strategies:

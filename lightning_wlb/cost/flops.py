@@ -3,19 +3,19 @@
 A causal decoder does work of two kinds on a piece of d tokens: the matrix products, which are
 linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or
 under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers,
-so that every rank ranks pieces alike on any CPU. Layers may differ in both, see
+so that pieces compare alike on every rank and CPU. Layers may differ in both, see
 :mod:`~lightning_wlb.cost.shape`.
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
 activation functions and the embedding look-up are bound by memory, not by arithmetic); masked
-pairs do not count, as variable-length attention kernels skip them; of a mixture's experts those
-count that a token is sent to. The backward of a matrix product is two products (×2); the backward
-of attention computes the scores again and does four more products where the forward does two (×2.5
-where values are as wide as keys).
+pairs do not count, as variable-length attention kernels skip them; in a mixture only the experts
+count to which a token is sent. The backward of a matrix product is two products (×2); the backward
+of attention recomputes the scores and does four more products, the forward two (×2.5 if values are
+as wide as keys).
 
-A call costs O(distinct windows of the layers), one or two in every model known. Do not use FLOPs as
-a latency: a short piece runs far below the arithmetic peak of a device, which only
-:mod:`~lightning_wlb.cost.latency` knows.
+A call costs O(distinct windows of the layers), one or two in every known model. Do not use FLOPs as
+a latency: a short piece runs far below the arithmetic peak of a device. Only
+:mod:`~lightning_wlb.cost.latency` models that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_wlb.cost.shape import LayerShape, ModelShape, window_width
 def causal_pairs(tokens: int, context: int = 0, sliding_window: int | None = None) -> int:
     """(query, key) pairs of ``tokens`` new tokens that follow ``context`` tokens of their piece.
 
-    With a ``sliding_window``, only so many last keys of a query count.
+    With a ``sliding_window``, a query sees only its last so many keys, its own included.
     """
     if sliding_window is None:
         return tokens * context + tokens * (tokens + 1) // 2
@@ -78,7 +78,7 @@ def attention_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
 
 
 def _forward_pair(layer: LayerShape) -> int:
-    """FLOPs of a query and a key that it sees: a score, and the key's value added."""
+    """FLOPs of a query and a key that it sees: the score, and adding the weighted value."""
     return layer.attends * 2 * layer.heads * (layer.head_dim + layer.value_dim)
 
 
@@ -88,18 +88,18 @@ def _backward_pair(layer: LayerShape) -> int:
 
 
 class _Stretch(NamedTuple):
-    """Tokens of a piece in which the same layers' windows are full: work is quadratic there."""
+    """Tokens of a piece over which the same windows are full, so that work is quadratic."""
 
     start: int  # tokens of the piece before the stretch
     first: int  # work of the stretch's first token
     per_pair: int  # how much more work each token has than the one before
 
     def work(self, tokens: int) -> int:
-        """Work of its first tokens."""
+        """Work of the stretch's first ``tokens`` tokens."""
         return tokens * self.first + self.per_pair * (tokens * (tokens - 1) // 2)
 
     def tokens_within(self, work: int) -> int:
-        """How many of the stretch's first tokens have at most ``work`` together, exactly."""
+        """How many first tokens of the stretch have at most ``work`` together, exactly."""
         if self.per_pair == 0:
             return work // self.first
         linear = 2 * self.first - self.per_pair
@@ -116,9 +116,9 @@ class PassWork:
 
     Args:
         per_token: work of a token, at least 1.
-        per_pair: work of a query and a key that it sees, at least 0, in the layers that see most.
-        window: most keys that a query sees there, its own included; None for no bound.
-        narrower: (window, per_pair) of the layers that see less, ascending and each below
+        per_pair: work of a query and a key that it sees, at least 0, in layers of widest window.
+        window: most keys that a query sees in these layers, its own included; None for no bound.
+        narrower: (window, per_pair) of the layers of narrower windows, ascending and each below
             ``window``; :meth:`of_windows` sorts them.
     """
 
@@ -181,7 +181,7 @@ class PassWork:
                 continue
             last = stretches[-1]
             tokens = window - last.start
-            # The first token past the window sees as many keys as the one before.
+            # The first token past the window sees as many keys as the token before.
             rising -= per_pair
             first = last.first + last.per_pair * (tokens - 1) + rising
             before.append(before[-1] + last.work(tokens))
@@ -191,9 +191,9 @@ class PassWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, recomputation left out.
+    """Work of a model on slices, W_l + W_a of WLB-LLM Equation 2, without recomputation.
 
-    ``recurrent_heads`` is what the ranks that share a micro-batch must divide; 0: nothing.
+    The number of ranks that share a micro-batch must divide ``recurrent_heads``, unless it is 0.
     """
 
     forward: PassWork

@@ -3,24 +3,24 @@
 Every time is that of one rank, forward and backward apart:
 
 * attention: FLOPs of each segment in whole tiles of the kernel, over the achieved FLOP/s that the
-  profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments; a call ends no
-  sooner than its longest tile (:func:`.last_tiles_end`);
+  profile has for (queries, keys, head size) (WLB-LLM §5.3), summed over segments; a call takes at
+  least as long as its longest tile (:func:`.last_tiles_end`);
 * matrix products: FLOPs over the achieved FLOP/s at so many rows, so that a short micro-batch is
   charged its low utilisation; element-wise work: bytes over the memory's bandwidth. For a given
   shape and mesh that is a·l² + b·l + c (Hydraulis App. B) with coefficients that follow l;
-* communication of all axes (:mod:`~lightning_wlb.cost.communication`): of tensor-parallel messages
-  that travel while products run, what is waited for (:mod:`~lightning_wlb.cost.overlap`).
+* communication of all axes (:mod:`~lightning_wlb.cost.communication`). If tensor-parallel messages
+  overlap products, only the wait counts (:mod:`~lightning_wlb.cost.overlap`).
 
-:mod:`lightning_wlb.prediction.micro_batch` adds them up, recomputation included.
+:mod:`lightning_wlb.prediction.micro_batch` adds them up, with recomputation.
 
-Where layers differ, each kind of layer has a model of its own (:attr:`LatencyModel.kinds`), which
-answers what concerns one layer. Decoders of other families are taken to do as much beside matrix
-products and attention as a plain decoder with feed-forward matrices of the same size. An expert's
-products are taken to run at the rate of all the micro-batch's rows, so mixtures are predicted too
-fast where micro-batches are short.
+If layers differ, each kind of layer has a latency model of its own (:attr:`LatencyModel.kinds`).
+Besides matrix products and attention, decoders of other families are assumed to do as much work as
+a plain decoder with feed-forward matrices of the same size. An expert's products are assumed to run
+at the rate of all the micro-batch's rows, so predictions for mixtures are too fast for short
+micro-batches.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
-Segments are rounded one by one, to picoseconds, so that a sum does not depend on its order.
+Each segment is rounded to picoseconds, so that a sum does not depend on its order.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class LatencyModel:
     """Times of a model's parts on one device of a mesh.
 
     Raises:
-        ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans
-            nodes under a profile without network, or a tensor-parallel size that does not divide
-            the model.
+        ValueError: a profile for a dtype that is not in ``DTYPE_BYTES``, a mesh that spans nodes
+            with a profile without network, or a tensor-parallel size that cannot split the model.
     """
 
     profile: Profile
@@ -65,7 +64,7 @@ class LatencyModel:
     reduce_dtype: str = "float32"
     #: whether the blocks are compiled: one kernel for each norm, rotation and SwiGLU
     compiled: bool = False
-    overlap: Overlap = "off"  #: which messages travel while products run
+    overlap: Overlap = "off"  #: which messages overlap products
     #: results of :func:`.overlap.chunks_of`, by rows
     known_chunks: dict[int, int] = field(default_factory=dict, init=False, compare=False)
     _of_rows: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False)
@@ -86,7 +85,7 @@ class LatencyModel:
 
     @cached_property
     def kinds(self) -> tuple[LatencyModel, ...]:
-        """A model of each kind of layer, in the order of ``shape.kinds``."""
+        """A latency model for each kind of layer, in the order of ``shape.kinds``."""
         if len(self.shape.kinds) == 1:
             return (self,)
         ends = self.shape.dim, self.shape.vocab_size
@@ -96,7 +95,7 @@ class LatencyModel:
     # Compute, one layer on one rank
 
     def attention_ns(self, queries: Integers, keys: Integers) -> tuple[int, int]:
-        """Forward and backward of a layer's attention kernel on one rank: its part of the heads.
+        """Forward and backward time of a layer's attention kernel on one rank's heads.
 
         ``queries`` and ``keys`` are int64 [segments], keys at least as many as queries.
         """
@@ -116,21 +115,21 @@ class LatencyModel:
         longest: Integers,
         totals: Callable[[Integers], Integers],
     ) -> Integers:
-        """Forward and backward of calls of the attention kernel, int64 [2, calls].
+        """Forward and backward time of calls of the attention kernel, int64 [2, calls].
 
         Args:
-            queries: of the segments of all calls, int64 [segments], as ``keys``.
+            queries: queries of the segments of all calls, int64 [segments], as ``keys``.
             longest: most keys and most queries of a segment of each call, int64 [2, calls].
             totals: adds up values of segments, int64 [2, segments], for each call.
         """
         table = self._table
         if not self.layer.attends:
             return np.zeros_like(longest)
-        if table.at_once == (1, 1):  # A call takes as long as its segments together.
+        if table.at_once == (1, 1):  # A call takes the sum of its segments' times.
             busy = totals(self.segments_ps(queries, keys))
         else:
-            # Behind the segments, of each call the tile of queries that sees the most keys, and
-            # the tile of keys that the most queries see.
+            # After the segments come each call's query tile that sees the most keys, and its key
+            # tile that the most queries see.
             last = np.maximum(longest, table.tile).ravel()
             every = self.segments_ps(
                 np.append(queries, np.full_like(last, table.tile)), np.append(keys, last)
@@ -147,7 +146,7 @@ class LatencyModel:
         return busy // 1000 + np.rint(table.call_ns).astype(np.int64)[:, None]
 
     def segments_ps(self, queries: Integers, keys: Integers) -> Integers:
-        """Picoseconds of forward and backward of each segment, int64 [2, segments].
+        """Forward and backward time of each segment in picoseconds, int64 [2, segments].
 
         FLOPs count :func:`.padded_pairs`. Arguments are those of :meth:`attention_ns`.
         """
@@ -164,8 +163,8 @@ class LatencyModel:
 
         It counts the kernel, and under context parallelism the copy of the keys that the segment
         reads: a sharding of many short segments copies a long document's keys many times. Times are
-        those of one layer, or where layers differ of the fewest layers that have all kinds in the
-        model's proportions. Arguments are those of :meth:`attention_ns`; int64 [segments].
+        for one layer; if layers differ, for the fewest layers with all kinds in the proportions of
+        the model. Arguments are those of :meth:`attention_ns`; int64 [segments].
         """
         counts = self.shape.kinds.values()
         each = gcd(*counts)
@@ -177,28 +176,28 @@ class LatencyModel:
 
     def _segment_cost(self, queries: Integers, keys: Integers) -> Integers:
         result: Integers = self.segments_ps(queries, keys).sum(axis=0)
-        # Backward gathers the keys anew.
+        # Backward copies the keys again.
         copies = 2 * self._copied_bytes(backward=False) + self._copied_bytes(backward=True)
         if self.mesh.context > 1:
             result += keys * round(copies * _PICOSECONDS / self.profile.element_bytes_per_second)
         return result
 
     def linear_ns(self, rows: int, *, backward: bool) -> int:
-        """Everything of one layer but the attention kernel, on one rank of ``rows`` rows."""
+        """Time of one layer without the attention kernel, on one rank of ``rows`` rows."""
         traffic = self.layer_traffic(rows, backward=backward)
         return round(self.products_ns(rows, backward)) + self._blocks_ns(traffic)
 
     def products_ns(self, rows: int, backward: bool) -> float:
-        """The matrix products of one layer, on one rank of ``rows`` rows."""
+        """Time of the matrix products of one layer, on one rank of ``rows`` rows."""
         flops = (1 + backward) * (layer_linear_flops(self.layer, rows) // self.mesh.tensor)
         seconds = self.profile.layer.seconds(flops, rows, backward=backward)
         return seconds / self.profile.sustained * 1e9
 
     def again_ns(self, rows: int, recompute: Recompute) -> int:
-        """Time that recomputation adds to one layer's backward, attention and its keys left out.
+        """Time that recomputation adds to one layer's backward, without attention and its keys.
 
-        That is the matrix products of a forward with their communication: all of the layer's for
-        ``"full"``, those of its feed-forward half for ``"selective"``.
+        That is the matrix products of a forward with their communication: of the whole layer for
+        ``"full"``, of its feed-forward half for ``"selective"``.
         """
         if recompute == "none":
             return 0
@@ -215,8 +214,8 @@ class LatencyModel:
     def rows_ns(self, rows: int) -> tuple[int, ...]:
         """Times of a layer without its attention kernel and the exchange of keys.
 
-        Forward, backward without recomputation, and what each mode of ``Recompute`` adds to it.
-        They depend on rows only, and are remembered, as rows recur in every plan.
+        Forward, backward without recomputation, and the addition of each mode of ``Recompute``.
+        They depend only on the rows and are remembered, as equal rows recur in every plan.
         """
         if rows not in self._of_rows:
             self._of_rows[rows] = (
@@ -229,21 +228,21 @@ class LatencyModel:
     # Compute, the ends of the model
 
     def embedding_ns(self, rows: int, *, backward: bool) -> int:
-        """The look-up of ``rows`` tokens; backward adds into the whole table's gradient."""
+        """Time of the look-up of ``rows`` tokens; backward adds to the whole table's gradient."""
         traffic = 2 * self._width * rows * self.shape.dim
         if backward and rows:
             traffic += 12 * self.shape.vocab_size // self.mesh.tensor * self.shape.dim
         return self._traffic_ns(traffic)
 
     def head_ns(self, rows: int, *, backward: bool) -> int:
-        """The output projection and the loss of ``rows`` rows; backward recomputes the logits."""
+        """Time of output projection and loss of ``rows`` rows; backward recomputes the logits."""
         flops = head_flops(self.shape, rows) // self.mesh.tensor
         seconds = self.profile.head.seconds((1 + 2 * backward) * flops, rows, backward=backward)
         products = round(seconds / self.profile.sustained * 1e9)
         return products + self._blocks_ns(self.head_traffic(rows, backward=backward))
 
     def action_ns(self, rows: int, parameters: int, *, backward: bool) -> int:
-        """Overhead of a pass through a stage of ``parameters`` on the rank, for ``rows`` rows."""
+        """Overhead of a pass of ``rows`` rows through a stage of ``parameters`` on the rank."""
         overhead = self.profile.action
         sums = parameters * overhead.parameter_ns if backward else 0.0
         return round(overhead.ns[backward] + rows * overhead.row_ns[backward] + sums)
@@ -251,15 +250,15 @@ class LatencyModel:
     # Communication
 
     def tensor_parallel_ns(self, rows: int, *, backward: bool = False) -> int:
-        """What a pass of one layer waits for all-gathers and reduce-scatters of [rows, dim]."""
+        """Time that a layer's pass waits for all-gathers and reduce-scatters of [rows, dim]."""
         return round(sum(half[backward] for half in self.waits_ns(rows)))
 
     def waits_ns(self, rows: int) -> tuple[Exposed, Exposed]:
-        """What the attention and the feed-forward half of a layer wait for these messages."""
+        """Time that the attention and the feed-forward half of a layer wait for these messages."""
         return exposed_halves(self, rows)
 
     def messages_ns(self, rows: int, chunks: int = 1) -> tuple[int, int]:
-        """One all-gather and one reduce-scatter of a part of [rows, dim] among tensor ranks."""
+        """Time of an all-gather and of a reduce-scatter of a part of [rows, dim] over tensor."""
         elements, ranks = -(-rows // chunks) * self.shape.dim, self.mesh.tensor
         ns = self.communication.collective_ns
         gather = ns("tensor", ranks, elements * self._width)
@@ -268,15 +267,15 @@ class LatencyModel:
     def exchange_keys_ns(
         self, received: int, keys: int, *, backward: bool, replicas: int = 1
     ) -> int:
-        """Keys and values of one layer put together on a rank; backward sums their gradients.
+        """Time to join keys and values of one layer on a rank; backward sums their gradients.
 
-        Without context parallelism nothing is received: the keys of earlier slices and own ones are
-        copied in the order of the segments.
+        Without context parallelism nothing is received: the keys of earlier slices and the own keys
+        are copied in the order of the segments.
 
         Args:
-            received: rows of other ranks' keys, as many as the busiest rank receives, or sends.
-            keys: rows that this rank's segments read, put in their order after they have arrived.
-            backward: whether it is gradients, which are sent in the dtype of reduction.
+            received: rows of other ranks' keys, as many as the busiest rank receives or sends.
+            keys: rows that this rank's segments read, which are put in order after they arrive.
+            backward: whether gradients are sent, in the dtype of reduction.
             replicas: number of replicas whose context-parallel groups act as one (DP-Merge).
         """
         axis = "context" if replicas == 1 else "data"
@@ -286,14 +285,14 @@ class LatencyModel:
         return result + self._traffic_ns(keys * self._copied_bytes(backward=backward))
 
     def exchange_recurrence_ns(self, rows: int, *, replicas: int) -> int:
-        """Time of the all-to-alls that bring a recurrence's rows to its heads, and results back."""
+        """Time of the all-to-alls that distribute a recurrence's heads, and return the results."""
         assert self.layer.recurrence is not None
         axis, ranks = "context" if replicas == 1 else "data", self.mesh.context * replicas
         own = rows * self.layer.recurrence.moved // self.mesh.tensor * self._width
         return self.communication.exchange_ns(axis, ranks, own * (ranks - 1) // ranks)
 
     def pipeline_ns(self, rows: int, source: int) -> int:
-        """The message of a micro-batch between stages ``source`` and ``source + 1``."""
+        """Time of a micro-batch's message between stages ``source`` and ``source + 1``."""
         if self.mesh.pipeline == 1:
             return 0
         size = -(-rows // self.mesh.tensor) * self.shape.dim * self._width
@@ -322,13 +321,13 @@ class LatencyModel:
 
     @cached_property
     def layer(self) -> LayerShape:
-        """The layer that all layers are like."""
+        """The shape of all layers, which must be alike."""
         (layer,) = self.shape.kinds
         return layer
 
     @cached_property
     def _key_elements(self) -> int:
-        """Elements of a token's key and value, of one layer on one rank."""
+        """Elements of a token's key and value in one layer on one rank."""
         return self.layer.attends * 2 * self.rank_kv_heads * self.layer.head_width
 
     @cached_property
@@ -343,7 +342,7 @@ class LatencyModel:
 
     @cached_property
     def _summed(self) -> int:
-        """Bytes of an element that tensor- and context-parallel ranks send to be added up."""
+        """Bytes of an element that tensor- and context-parallel ranks send for a sum."""
         return max(self._width, DTYPE_BYTES[self.reduce_dtype])
 
     @cached_property
@@ -351,15 +350,15 @@ class LatencyModel:
         return self.profile.attention_table(self.layer.head_width)
 
     def _copied_bytes(self, *, backward: bool) -> int:
-        """Memory traffic of each key put in a segment's order, or of each gradient added."""
+        """Memory traffic of each key that is put in order, or of each gradient that is added."""
         return self._key_elements * (self._width + 2 * self._wide if backward else 2 * self._width)
 
     def layer_traffic(self, rows: int, *, backward: bool) -> int:
         """Bytes of memory traffic of a layer's element-wise work; backward counts twice.
 
-        Two norms and two residual sums on this rank's rows, the rotary embedding in float32 on
-        its heads or what a recurrence reads and writes, SwiGLU on its part of the feed-forward
-        width. Compiled, a rotation and SwiGLU read their inputs and write their result once.
+        It counts two norms and two residual sums on this rank's rows, the rotary embedding in
+        float32 on its heads or the reads and writes of a recurrence, and SwiGLU on its part of the
+        feed-forward width. Compiled, rotation and SwiGLU read inputs and write results only once.
         """
         width, layer, size = self._width, self.layer, self.mesh.tensor
         residual = (2 * 2 + 2 * 3) * width * self.shape.dim // size

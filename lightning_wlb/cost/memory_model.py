@@ -1,25 +1,25 @@
-"""What a rank holds in memory: parameters and their state, and activations.
+"""The memory of a rank: parameters and their state, and activations.
 
 *State*, as with ZeRO-1 (:mod:`~lightning_wlb.training.gather_and_reduce`): during a step a rank
 holds its stage's tensor-parallel share of the parameters in the compute dtype and of their
 gradients in at least float32. It also holds its data × context shard of the parameters, of AdamW's
-two moments and, at the step's end, of the gradients. A rank that shares with no other has one copy
-of the gradients, and of the parameters too if they are kept in the compute dtype.
+two moments and, at the step's end, of the gradients. If parameters are not sharded, a rank has one
+copy of the gradients, and of the parameters too if they are kept in the compute dtype.
 
-*Activations* are the tensors that autograd saves of the reference decoder, tensor by tensor, from a
-micro-batch's forward on a stage to its backward, by what the micro-batch recomputes. Keys and
-values of other ranks or of earlier slices are not among them, because backward refetches them.
-Layers of another family count as those of a plain decoder with as many heads and feed-forward
-parameters, and recurrent layers as kernels that keep their inputs and results: an estimate. The
-states that slices leave for later ones are counted exactly.
+*Activations* are the tensors that autograd saves in the reference decoder, tensor by tensor, from a
+micro-batch's forward on a stage to its backward, given what the micro-batch recomputes. Keys and
+values of other ranks or of earlier slices do not count, because backward refetches them. For other
+families the bytes are an estimate: layers count as those of a plain decoder with as many heads and
+feed-forward parameters, recurrent layers as kernels that keep their inputs and results. The states
+that slices leave for later slices are counted exactly.
 
-*Transient* bytes live only inside one pass: the gradients of one layer, its recomputation, keys
-that were fetched, the loss head's logits of one chunk and the gradient of its matrix, the kernel's
-sums of gradients. They are counted once, at the largest. Kernels under
-``torch.use_deterministic_algorithms`` take more than is counted.
+*Transient* bytes exist only inside one pass: the gradients of one layer, its recomputation, fetched
+keys, the loss head's logits of one chunk and the gradient of its matrix, and the kernel's sums of
+gradients. Only the largest are counted, once. Kernels under ``torch.use_deterministic_algorithms``
+take more than is counted.
 
-tests/cost/test_memory_model.py holds the activations to what autograd saves, byte for byte, and
-tests/benchmarks/test_activation_count.py whole steps to what the executor counts.
+tests/cost/test_memory_model.py compares the activations with the bytes that autograd saves, and
+tests/benchmarks/test_activation_count.py compares whole steps with the executor's count.
 
 The caching allocator's fragmentation, the CUDA context and communication buffers are not counted:
 plan with :func:`usable_bytes` of a device. Every call is O(1).
@@ -52,29 +52,29 @@ _SPARE_PERCENT = 3
 """Least percent of a GPU left for CUDA's context and for fragmentation. Chosen, not measured."""
 
 _TILE = 128
-"""Most rows of a kernel's accumulator for each segment beyond the segment's own."""
+"""Most rows of a kernel's accumulator for each segment besides the segment's rows."""
 
 CPU_LOGITS = 2**22
-"""Logits of a chunk on a CPU (16 MiB in float32), unless these are fewer than the least rows."""
+"""Logits of a chunk on a CPU (16 MiB in float32), unless ``LEAST_ROWS`` rows have more."""
 
 ACCELERATOR_LOGITS = 2**29
 """Most logits of a chunk on an accelerator (2 GiB in float32): 4,096 rows of 128K words."""
 
 ACCELERATOR_ROWS = 4096
-"""Rows of a chunk on an accelerator, unless they have more logits than that."""
+"""Rows of a chunk on an accelerator, unless they have more logits than ``ACCELERATOR_LOGITS``."""
 
 LEAST_ROWS = 256
-"""Fewer rows than this starve the matrix product."""
+"""Least rows of a chunk: with fewer, the matrix product runs at low utilisation."""
 
 
 def chunk_rows(words: int, accelerator: bool) -> int:
-    """Rows of the loss head that exist as logits at a time, by the words of the rank's vocabulary.
+    """Rows of a chunk of the loss head, whose logits exist together; ``words`` are the rank's.
 
     Each chunk reads and writes the sum of the output matrix' gradient once: 8 bytes per element in
     float32, for 8 FLOPs per element and row. So on an accelerator of 600 TFLOP/s and 3.3 TB/s
-    chunks of 4,096 rows spend 4 % of their time on that (by these numbers, not measured), and those
-    of 256 more than 40 %. On a CPU, whose products take so much longer, the two are equal within
-    the noise (``benchmarks/loss_head.py``).
+    chunks of 4,096 rows spend 4 % of their time on that, and chunks of 256 rows more than 40 %
+    (computed, not measured). On a CPU products take so much longer that both chunk sizes are
+    equally fast within the noise (``benchmarks/loss_head.py``).
     """
     if accelerator:
         return max(min(ACCELERATOR_LOGITS // max(words, 1), ACCELERATOR_ROWS), LEAST_ROWS)
@@ -84,8 +84,8 @@ def chunk_rows(words: int, accelerator: bool) -> int:
 def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int:
     """Bytes of a device that a plan may fill on a mesh.
 
-    That is :data:`USABLE_PERCENT` of it, or less on a small GPU, where that would leave no room for
-    the process groups of a rank: ``groups``, or those of the mesh.
+    That is :data:`USABLE_PERCENT`, or less if that leaves no room on a small GPU for the process
+    groups of a rank: ``groups`` many, or those of the mesh.
     """
     memory = profile.memory_bytes
     groups = communicators(mesh) if groups is None else groups
@@ -96,7 +96,7 @@ def usable_bytes(profile: Profile, mesh: Mesh, groups: int | None = None) -> int
 
 @dataclass(frozen=True)
 class StageParts:
-    """The part of the model that a rank owns: layers (over all its stages) and the ends."""
+    """The part of the model that a rank owns: layers of all its stages, embedding and head."""
 
     layers: tuple[int, ...]  #: how many of each kind of layer, in the order of ``ModelShape.kinds``
     embedding: bool = False  #: whether it has the embedding
@@ -105,18 +105,18 @@ class StageParts:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes on one rank. ``rows`` are those of a micro-batch on the rank, padding included.
+    """Bytes on one rank. ``rows`` are the rows of a micro-batch on the rank, padding included.
 
     Args:
         shape: sizes of the whole model.
-        dtype: what the model computes in.
+        dtype: dtype in which the model computes.
         rest_dtype: dtype of sharded parameters and optimizer state; float32 for ``bf16-mixed``.
         accelerator: whether the device is no CPU. A CPU's RMSNorm is not one kernel, and also
             saves the normalised rows; its loss head takes fewer rows at a time.
-        reduce_dtype: dtype in which tensor- and context-parallel ranks send what is added up.
-        overlap: whether layers keep own rows for backward, and gather the others' again.
-        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; another
-            name stands for a FlashAttention-2.
+        reduce_dtype: dtype in which tensor- and context-parallel ranks send summands.
+        overlap: whether layers keep only own rows for backward, and gather the others again.
+        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; unknown names
+            count as FlashAttention-2.
     """
 
     shape: ModelShape
@@ -139,7 +139,7 @@ class MemoryModel:
         size = self.mesh.tensor
         matrices = layer.attention_parameters + layer.feed_forward_parameters
         matrices += layer.idle_parameters
-        # Keys and values are replicated where there are fewer heads than ranks.
+        # With fewer key/value heads than ranks, their parameters are replicated.
         heads = layer.kv_heads if size > layer.kv_heads and layer.attends else 0
         replicated = self.shape.dim * heads * (layer.head_dim + layer.value_dim)
         return (matrices - replicated) // size + replicated + layer.vector_parameters
@@ -153,13 +153,13 @@ class MemoryModel:
         count = self.parameters(parts)
         ranks, rest = self.mesh.data * self.mesh.context, DTYPE_BYTES[self.rest_dtype]
         if ranks == 1:
-            # Nothing is reduced, and parameters of the dtype of computation are not copied.
+            # Nothing is reduced, and parameters in the compute dtype are not copied.
             copied = 0 if self.dtype == self.rest_dtype else self._width
             return count * (copied + self._wide + 3 * rest)
         return count * (self._width + self._wide) + -(-count // ranks) * (3 * rest + self._wide)
 
     def layer_bytes(self, layer: LayerShape, rows: int, recompute: Recompute = "none") -> int:
-        """Bytes that one layer saves of a micro-batch for its backward."""
+        """Bytes that one layer saves for the backward of a micro-batch."""
         residual = self.boundary_bytes(rows)
         if recompute == "full":
             return residual
@@ -175,13 +175,13 @@ class MemoryModel:
         if parts.head:
             result += self._norm(rows) + rows * (self.shape.dim * self._width + 4)
         else:
-            result += self.boundary_bytes(rows)  # the output, held until its gradient comes
+            result += self.boundary_bytes(rows)  # the output, held until its gradient arrives
         return result
 
     def input_bytes(self, parts: StageParts, rows: int, index: int) -> int:
         """Positions, tokens, labels and the index of keys, which a rank holds for the whole step.
 
-        ``index`` is the number of keys that are put in order, 0 where a rank's rows are its keys.
+        ``index`` is the number of keys that an index puts in order, 0 if keys are the local rows.
         """
         return 8 * (rows * (1 + parts.embedding + parts.head) + index)
 
@@ -190,9 +190,9 @@ class MemoryModel:
         return rows // self.mesh.tensor * self.shape.dim * self._width
 
     def kept_keys_bytes(self, parts: StageParts, rows: int, recompute: Recompute) -> int:
-        """Keys and values that later slices read, where :meth:`micro_batch_bytes` lacks them.
+        """Keys and values that later slices read, unless :meth:`micro_batch_bytes` counts them.
 
-        It lacks them only if whole layers are recomputed; otherwise autograd saves them.
+        It leaves them out only if whole layers are recomputed; otherwise autograd saves them.
         """
         if recompute != "full":
             return 0
@@ -201,16 +201,16 @@ class MemoryModel:
     def key_gradient_bytes(self, parts: StageParts, rows: int) -> int:
         """Gradients of the keys and values that later slices read, in at least float32.
 
-        They are held from the backward of the first of these slices to that of ``rows``.
+        They are held from the first backward of these slices to the backward of ``rows``.
         """
         return self._of_layers(parts, lambda layer: self._key_bytes(layer, rows, self._wide))
 
     def transient_bytes(
         self, parts: StageParts, rows: int, keys: int, recompute: Recompute = "none"
     ) -> int:
-        """Most that lives only inside one pass of a micro-batch of one segment on a stage.
+        """Most transient bytes of a pass of a micro-batch of one segment on a stage.
 
-        ``keys`` are those that the rank's attention reads.
+        ``keys`` are the keys that the rank's attention reads.
         """
         kinds = zip(self.shape.kinds, parts.layers, strict=True)
         layers = [layer for layer, count in kinds if count]
@@ -232,10 +232,10 @@ class MemoryModel:
         recompute: Recompute,
         segments: _Sizes | int,
     ) -> _Sizes:
-        """Most that lives only inside one pass of a layer.
+        """Most transient bytes of a pass of a layer.
 
-        ``rows`` is one number or int64 [micro-batches], as are the ``keys`` that the rank's
-        attention reads, its ``segments`` and the bytes.
+        ``rows``, the ``keys`` that the rank's attention reads, its ``segments`` and the result are
+        single numbers or int64 [micro-batches].
         """
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows, kept=True)
@@ -250,7 +250,7 @@ class MemoryModel:
         if layer.recurrence:
             attention = rows * layer.recurrence.moved // size * width
         if self.mesh.context > 1:
-            # Sums of this rank's gradients, and a copy if they are sent in a narrower dtype.
+            # Sums of gradients of keys and values, and a copy if they are sent in a narrower dtype.
             reduced = max(width, DTYPE_BYTES[self.reduce_dtype])
             widths = self._wide + (reduced if reduced < self._wide else 0)
             attention += self._key_bytes(layer, self.mesh.context * rows, widths)
@@ -262,9 +262,9 @@ class MemoryModel:
     ) -> _Sizes:
         """The buffers in which the kernel's backward adds up gradients.
 
-        Every FlashAttention has a float32 gradient of the queries, each segment with a tile of rows
-        more. Where query heads share key heads, 2.x and torch make the gradients of keys and values
-        for each query head; 3.x and 4.x add them up in float32. Heads are as wide as a tile.
+        Every FlashAttention has a float32 gradient of the queries, with one more tile of rows for
+        each segment. If query heads share key heads, 2.x and torch make the gradients of keys and
+        values for each query head; 3.x and 4.x add them up in float32. Head widths are padded.
         """
         if self.kernel in ("cpu", "exact"):
             return 0 * rows
@@ -301,7 +301,7 @@ class MemoryModel:
         return self._norm(rows) + self._read_rows(rows, kept) + gate
 
     def _read_rows(self, rows: _Sizes, kept: bool) -> _Sizes:
-        """The rows that products read, of all tensor-parallel ranks where they are kept."""
+        """Bytes of the rows that products read: with overlap only own rows, unless ``kept``."""
         ranks = 1 if kept or not self.overlap else self.mesh.tensor
         return rows // ranks * self.shape.dim * self._width
 
@@ -333,21 +333,22 @@ class MemoryModel:
         micro_batches: int,
         recompute: Recompute = "none",
     ) -> int:
-        """What a rank holds where all micro-batches of a step are equally long.
+        """Bytes that a rank holds if all micro-batches of a step are equally long.
 
-        Each is taken to be one document in equal shares: of T tokens a rank then reads
+        Each micro-batch counts as one document in equal shares: of T tokens a rank then reads
         T·(1 + 1/(2·CP)) keys, without context parallelism T.
 
         Args:
-            parts: of all stages of the rank.
+            parts: the parts of all stages of the rank.
             open_micro_batches: most stage passes whose activations the schedule holds at once.
-            rows: of each micro-batch, as is ``recompute``.
-            micro_batches: how many the step has; the inputs of all of them are in memory.
+            rows: rows of each micro-batch.
+            micro_batches: micro-batches of the step, whose inputs are all in memory.
+            recompute: the mode of each micro-batch.
         """
         ranks = self.mesh.context
         keys = rows if ranks == 1 else rows * ranks + rows // 2
         index = keys if ranks > 1 else 0
-        # Beyond the first stage, two gradients on their way to the stage before.
+        # Stages after the first also hold two gradients that are being sent to the stage before.
         sent = 0 if parts.embedding else 2 * self.boundary_bytes(rows)
         return (
             self.state_bytes(parts)
@@ -367,12 +368,12 @@ class MemoryModel:
     ) -> int:
         """L_max: tokens of the longest micro-batch, over its context-parallel group, that fits.
 
-        All micro-batches are taken to be as long (WLB-LLM §4, Hydraulis App. B.1 MaxLen). The
-        arguments are those of :meth:`rank_bytes`, and the bytes that may be filled. It is 0 where
-        not even the state fits.
+        All micro-batches are assumed to be equally long (WLB-LLM §4, Hydraulis App. B.1 MaxLen).
+        The arguments are those of :meth:`rank_bytes`, and ``usable``, the bytes that may be filled.
+        The result is 0 if not even the state fits.
         """
         size = self.mesh.tensor
-        # A row takes more than one byte, so no more than these units of `size` rows fit.
+        # A row takes more than one byte, so at most so many units of `size` rows fit.
         units = bisect_right(
             range(1, max(usable - self.state_bytes(parts), 0) + 1),
             usable,

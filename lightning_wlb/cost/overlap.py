@@ -1,17 +1,17 @@
-"""What is left to wait for of messages that travel while products run: of rows, and of keys.
+"""Time that layers wait for messages of rows and of keys, which overlap matrix products.
 
-:mod:`lightning_wlb.models.tensor_parallel_overlap` says what runs while rows travel between
-tensor-parallel ranks, :mod:`lightning_wlb.attention.packed` while keys travel between
-context-parallel ones. Here a message and the products beside it end with the later one of the two.
-While it travels the device computes slower (``Profile.slowed_beside``). Where rows travel in n
-equal parts, the first message and the last product have nothing beside them, or the other way
-round. Keys travel at once. Element-wise work and attention hide nothing.
+:mod:`lightning_wlb.models.tensor_parallel_overlap` says which products overlap messages of rows
+between tensor-parallel ranks, :mod:`lightning_wlb.attention.packed` which overlap messages of keys
+between context-parallel ranks. Here a message and the products beside it take as long as the longer
+of both, and a message slows the products down (``Profile.slowed_beside``). If rows are sent in n
+equal parts, the first message and the last product have nothing beside them, or the first product
+and the last message. Keys are sent in one part. Element-wise work and attention hide nothing.
 
-Short micro-batches, whose parts would take little but launches and hops, travel in one, and so do
-all where links are so fast that there is next to nothing to hide (:func:`chunks_of`).
+The rows of short micro-batches are sent in one part, since more parts would take little but
+launches and hops; so are all rows if links are so fast that waits are short (:func:`chunks_of`).
 
-Cost: some microseconds; times are remembered by rows. Not for messages that share a link with
-others at the same time, as keys with rows in a node, or with parameters between nodes.
+Cost: some microseconds; times are remembered by rows. Do not use it for messages that share a link
+at the same time, such as keys and rows in a node, or messages and parameters between nodes.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from lightning_wlb.cost.latency import LatencyModel
 
 Overlap = Literal["off", "late", "all"]
-"""Which messages travel while products run: none; the sum of a half layer's gradients of rows,
-beside its gradients of weights (Hugging Face blocks); all of rows and of keys."""
+"""Which messages overlap products: none; the sum of a half layer's gradients of rows, beside its
+gradients of weights (Hugging Face blocks); all messages of rows and keys."""
 
 MOST_CHUNKS = 4
 """Parts beyond four hide little more, and each has fewer rows for its products."""
 
 LEAST_GAIN = 0.0025
-"""Part of a layer's products that more parts must save: over loopback, where 0.2 % could be saved,
-four parts made a forward 1.026 times as long, one 1.003 (benchmarks/results/overlap.md)."""
+"""More parts must save this share of a layer's products: over loopback, where 0.2 % could be saved,
+four parts made a forward 1.026 times as long, one part 1.003 (benchmarks/results/overlap.md)."""
 
 ROWS_OF_A_PART = 1024
-"""Rows of a part, over all ranks, where no device profile is known. Chosen, not measured."""
+"""Rows of a part, over all ranks, without a device profile. Chosen, not measured."""
 
 
 class HalfLayer(NamedTuple):
-    """Shares of a layer's products: those of its attention or its feed-forward half."""
+    """Shares of a layer's products that belong to its attention or its feed-forward half."""
 
     into: float  #: products of gathered rows
     out: float  #: the product whose sum is scattered
 
 
 class Exposed(NamedTuple):
-    """Time in ns of a half layer's messages in which the rank computes nothing."""
+    """Time in ns in which a rank only waits for a half layer's messages."""
 
     forward: float
-    backward: float  #: of the backward pass, without recomputation
-    again: float  #: the part of ``backward`` that gathers rows again, which a recomputed half lacks
+    backward: float  #: in the backward pass, without recomputation
+    again: float  #: the part of ``backward`` for rows gathered again; not in a recomputed half
 
 
 def default_chunks(rows: int, ranks: int) -> int:
-    """Parts in which a micro-batch of ``rows`` rows travels, where no device profile is known."""
+    """Parts in which a micro-batch of ``rows`` rows is sent, without a device profile."""
     return min(max(rows // ROWS_OF_A_PART, 1), MOST_CHUNKS)
 
 
@@ -70,9 +70,9 @@ def halves(dim: int, layer: LayerShape) -> tuple[HalfLayer, HalfLayer]:
 
 
 def chunks_of(latency: LatencyModel, rows: int) -> int:
-    """Parts in which the rows of a micro-batch travel: as few as bring the least waiting.
+    """Parts in which the rows of a micro-batch are sent: the fewest with nearly the least waits.
 
-    A further part is worth it if layers then wait less by :data:`LEAST_GAIN` of their products.
+    Fewer parts are taken if layers then wait at most :data:`LEAST_GAIN` of their products longer.
     """
 
     def waits(chunks: int) -> float:
@@ -92,10 +92,10 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
 
 
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
-    """Time in ns that layers wait for rows to travel, and would wait if nothing ran beside them.
+    """Time in ns that layers wait for messages of rows, with overlap and without.
 
-    Both are forward and backward, summed over all layers of the model and over the micro-batches,
-    whose numbers of rows are given. Recomputation is left out.
+    Both are forward and backward, summed over all layers of the model and over micro-batches of
+    ``rows`` rows each. Recomputation is left out.
     """
     kinds = [(n, kind) for n, kind in zip(latency.shape.kinds.values(), latency.kinds, strict=True)]
     waited = messages = 0
@@ -108,17 +108,17 @@ def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
 
 
 def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[Exposed, Exposed]:
-    """What the attention and the feed-forward half of a layer wait for their messages.
+    """Time that the attention and the feed-forward half of a layer wait for their messages.
 
-    ``rows`` are the micro-batch's on the rank, ``chunks`` the parts in which they travel; 0 means
-    :func:`chunks_of`.
+    ``rows`` are the micro-batch's rows on the rank, ``chunks`` the parts in which they are sent; 0
+    means :func:`chunks_of`.
     """
     gather, scatter = latency.messages_ns(rows)
     if latency.overlap == "off" or latency.mesh.tensor == 1:
         return (Exposed(gather + scatter, gather + scatter, 0),) * 2
     beside = partial(_waited_for, latency)
     forward_ns, backward_ns = (latency.products_ns(rows, each) for each in (False, True))
-    each_ns = backward_ns / 2  # gradients of rows; those of weights take as long
+    each_ns = backward_ns / 2  # gradients of rows; gradients of weights take as long
     both = halves(latency.shape.dim, latency.layer)
     if latency.overlap == "late":
         summed = (beside(scatter, sum(half) * each_ns) for half in both)
@@ -142,19 +142,19 @@ def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[E
 
 
 def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tuple[int, int, int]:
-    """What a layer waits for messages of keys, in ns: in forward, of gradients, and of keys again.
+    """Time in ns that a layer waits for messages: of keys, of their gradients, of refetched keys.
 
-    Replicas that share a micro-batch without context parallelism are taken to wait for all.
+    Replicas that share a micro-batch without context parallelism are assumed to wait for all of it.
 
     Args:
-        rows: of the micro-batch on the rank.
+        rows: rows of the micro-batch on the rank.
         there: time in ns of the message of keys and values, which backward fetches again.
         back: time in ns of the message of their gradients.
     """
     if latency.overlap != "all" or latency.mesh.context == 1:
         return there, back, there
-    # The matrices of queries and of outputs are as large. Where rows travel too, the last part of
-    # the queries is left to compute beside keys, and gradients of weights come later.
+    # The matrices of queries and of outputs are equally large. If rows overlap too, only the last
+    # part of the queries is left to compute beside keys, and gradients of weights come later.
     tensor, (half, _) = latency.mesh.tensor > 1, halves(latency.shape.dim, latency.layer)
     forward, backward = (half.out * latency.products_ns(rows, each) for each in (False, True))
     return (
@@ -165,5 +165,5 @@ def exposed_keys(latency: LatencyModel, rows: int, there: int, back: int) -> tup
 
 
 def _waited_for(latency: LatencyModel, message: float, product: float) -> float:
-    """How long a message is waited for that travels while a product is computed."""
+    """How long a message is waited for that is sent while a product is computed."""
     return max(message - product, message * (1.0 - 1.0 / latency.profile.slowed_beside))

@@ -1,8 +1,8 @@
-"""What a device can do, as one JSON file: rates, bandwidths, latencies, and where they come from.
+"""The speed of a device as one JSON file: rates, bandwidths, latencies, and their sources.
 
 A profile is *measured* (``lightning-wlb profile`` ran the real kernels and layers on the device)
-or *analytic* (published figures, named in ``sources``), and everything that predicts from it says
-which. Rates are achieved, not peak.
+or *analytic* (published figures, named in ``sources``), and every prediction from it says which.
+Rates are achieved, not peak.
 
 A profile knows nothing of contention: do not use it for ranks that share a core, nor for
 collectives that share a link.
@@ -29,8 +29,8 @@ _TEXTS = ("name", "device", "device_type", "dtype", "date", "kernel", "sources")
 _OPTIONAL = ("sliding_window", "layer_shapes")  # of the shape that was measured
 _LARGE = ("forward", "backward", "peak_flops")
 _LEAST, _MOST, _MOST_NS = 1e4, 1e18, 1e12
-"""Least of what is a rate, most of any number, and of a time: beyond these a unit was mistaken
-(TFLOP/s, GB, seconds), or sums of times, or rows that fit the memory, leave 64 bits."""
+"""Least rate, most of any number, most of a time. Beyond these a unit was mistaken (TFLOP/s, GB,
+seconds), or sums of times or the number of rows that fit into memory exceed 64 bits."""
 _BOUNDS = {
     "memory_bytes": (1e4, 1e13),
     **dict.fromkeys(("row_ns", "parameter_ns"), (0, 1e6)),
@@ -40,12 +40,12 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class ActionOverhead:
-    """Time of a pass through a stage besides its layers and ends: dispatch and positions."""
+    """Time of a pass through a stage besides layers, embedding and head: dispatch and positions."""
 
     ns: tuple[float, float] = (0.0, 0.0)  #: per action of any size, (forward, backward)
     row_ns: tuple[float, float] = (0.0, 0.0)  #: per row of the micro-batch, (forward, backward)
-    #: per parameter of the stage's layers and head, in a backward: its gradient is added to the
-    #: sums of the step
+    #: per parameter of the stage's layers and head, in a backward, whose gradients are added to
+    #: the sums of the step
     parameter_ns: float = 0.0
 
 
@@ -53,11 +53,11 @@ class ActionOverhead:
 class Link:
     """One class of connection between two devices, in one direction."""
 
-    latency_ns: float  #: time of a hop, as each step of a collective's ring is one
-    bytes_per_second: float  #: what a device sends over the link with large messages
+    latency_ns: float  #: time of a hop; each step of a collective's ring is one hop
+    bytes_per_second: float  #: rate at which a device sends large messages over the link
     launch_ns: float = 0.0  #: time of a collective or message besides its hops and bytes
-    #: what a large transfer loses until the link is full; a small one loses as much as its bytes
-    #: take
+    #: time that a large transfer loses until the link is full; a small transfer loses as much as
+    #: its bytes take
     ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:
@@ -83,14 +83,14 @@ class Profile:
     device_type: str  #: ``"cpu"`` or ``"cuda"``
     dtype: str  #: the dtype of the work: ``"bfloat16"``, ``"float32"``, ...
     measured: bool  #: whether the rates were measured on the device, not taken from publications
-    #: sentences that say where every figure comes from, or what was measured how
+    #: sentences that say where every figure comes from, or how it was measured
     sources: tuple[str, ...]
     date: str  #: of the measurement or of the figures, ISO 8601
-    #: FLOP/s of the data sheet in that dtype, which utilisation is relative to; for a device
-    #: without a data sheet the highest rate measured
+    #: FLOP/s of the data sheet in that dtype, to which utilisation is relative; for a device
+    #: without a data sheet the highest measured rate
     peak_flops: float
     memory_bytes: int  #: of one device
-    devices_per_node: int  #: how many share the node's link
+    devices_per_node: int  #: devices that share the node's link
     element_bytes_per_second: float  #: memory traffic of element-wise work
     attention: tuple[AttentionTable, ...]  #: one table for each head size
     layer: LinearTable  #: matrix products of a decoder layer
@@ -102,9 +102,9 @@ class Profile:
     action: ActionOverhead  #: overhead of a pass through a stage
     #: sizes of the layers that were measured; others are extrapolated from them
     shape: Mapping[str, int]
-    #: relative errors of predictions of work that no fit used: of a measured profile those of its
-    #: own device, else the median of what others published of such devices, by kind of work
-    #: (docs/accuracy.md)
+    #: relative errors of predictions of work that no fit used. A measured profile has the errors on
+    #: its own device, an analytic one by kind of work the median error against others' published
+    #: figures (docs/accuracy.md)
     errors: Mapping[str, float]
     #: the attention kernel whose rates ``attention`` has, by the names of
     #: ``lightning_wlb.attention.backends.kernel_name``: ``"flash_attn 3"``, ``"cpu"``, ...
@@ -112,9 +112,9 @@ class Profile:
     #: how much longer a layer's and the head's element-wise work takes uncompiled; 1 where
     #: ``element_bytes_per_second`` was measured on such work
     eager_factor: float
-    #: share of the rates of attention and of matrix products that whole steps reach: 1 where they
-    #: were measured in steps, less where kernels were measured alone and briefly, at clocks that
-    #: the power limit lets no training hold
+    #: share of the rates of attention and of matrix products that whole steps reach: 1 if they were
+    #: measured in steps; less if kernels were measured briefly and alone, at clocks that training
+    #: cannot hold under the power limit
     sustained: float
     slowed_beside: float  #: how much longer products take while a collective runs beside them
 
@@ -139,14 +139,14 @@ class Profile:
 
     @property
     def provenance(self) -> str:
-        """Measured or analytic, in words that stand beside every figure predicted from it."""
+        """The profile's origin in words, which stand beside every figure predicted from it."""
         kind = "measured" if self.measured else "analytic (published figures, not measured)"
         on = f"{self.device}, {self.dtype}, attention by {self.kernel}"
         return f"profile {self.name}: {on}, {kind}, {self.date}"
 
     @property
     def accuracy(self) -> str:
-        """A clause on how far the predictions of a profile that is not measured have been right."""
+        """A clause on the known errors of the predictions of an analytic profile."""
         if self.measured:
             return ""
         off = ", ".join(f"{error:.0%} ({work})" for work, error in self.errors.items())
@@ -156,7 +156,7 @@ class Profile:
         )
 
     def attention_table(self, head_dim: int) -> AttentionTable:
-        """The table of the head size nearest to ``head_dim`` by ratio; the larger of two."""
+        """The table of the head size nearest to ``head_dim`` by ratio; in a tie the larger."""
         return min(
             self.attention,
             key=lambda table: (
@@ -187,7 +187,7 @@ class Profile:
         """Read what :meth:`to_json` wrote; errors call it ``origin``.
 
         Raises:
-            ValueError: naming what is missing, unknown or out of range.
+            ValueError: an entry is missing, unknown or out of range; the message names it.
         """
         try:
             values = parse_json(text)
@@ -217,7 +217,7 @@ class Profile:
         """One of :func:`shipped_profiles` by name, or the profile in the JSON file at that path.
 
         Raises:
-            ValueError: no such profile or file, or not a profile; the message lists the shipped.
+            ValueError: no such profile or file, or not a profile; lists the shipped profiles.
         """
         if str(name) in shipped_profiles():
             file = resources.files(__package__) / _FOLDER / f"{name}.json"
@@ -246,9 +246,7 @@ def _record(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _check_values(name: str, value: Any) -> None:
-    """Refuse texts where none are, or that a terminal would obey, and numbers below 0 or beyond
-    what a rate can be.
-    """
+    """Refuse a value of another type, control characters in texts, and numbers out of range."""
     if not f"{name}{value if isinstance(value, str) else ''}".isprintable():
         raise ValueError(f"{name!r}: {value!r:.80} has characters that cannot be printed.")
     if value is None and name in _OPTIONAL:

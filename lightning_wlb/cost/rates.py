@@ -1,8 +1,9 @@
-"""Tables of achieved FLOP/s in a device profile, and what lies between their points.
+"""Tables of achieved FLOP/s in a device profile, and interpolation between their points.
 
 Between the points of a table the *inverse* rate is interpolated linearly over 1/queries, 1/(keys
-per query) and 1/rows, which is exact for a time of the form a + b·queries·keys. Only the four
-operations of arithmetic are used, which IEEE 754 makes equal on every processor.
+per query) and 1/rows, which is exact for a time of the form a + b·queries·keys. Only additions,
+subtractions, multiplications and divisions are used, which give the same results on every IEEE 754
+processor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AttentionTable:
     """
 
     head_dim: int  #: width of one head
-    tile: int  #: queries that the kernel rounds a segment up to; 1 where it does not
+    tile: int  #: the kernel rounds a segment's queries up to a multiple of this; 1: it does not
     queries: tuple[int, ...]  #: queries of a segment, ascending
     keys_per_query: tuple[float, ...]  #: keys of a segment over its queries, ascending from 1
     forward: tuple[tuple[float, ...], ...]  #: FLOP/s of the forward pass, [queries][keys_per_query]
@@ -42,8 +43,8 @@ class AttentionTable:
     backward: tuple[tuple[float, ...], ...]
     #: time of a kernel call besides its segments, (forward, backward)
     call_ns: tuple[float, float] = (0.0, 0.0)
-    #: tiles of one head that the device works on at the same time, (forward, backward); 1 where a
-    #: call takes as long as its segments together, however few
+    #: tiles of one head that the device works on at the same time, (forward, backward); 1 if a call
+    #: takes the sum of its segments' times, however few they are
     at_once: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
@@ -66,8 +67,7 @@ class AttentionTable:
     def inverse_rates(self, queries: Integers, keys: Integers) -> _Floats:
         """Seconds per FLOP of segments, float64 [2 (forward, backward), segments].
 
-        Beyond an end of the table they are as at that end. ``queries`` and ``keys`` are int64
-        [segments].
+        Beyond the table its nearest values count. ``queries`` and ``keys`` are int64 [segments].
         """
         inverse = _inverse(self.forward, self.backward)
         row, row_weight = _cell(queries.astype(np.float64), self.queries)
@@ -132,7 +132,7 @@ def check_positive(name: str, values: Sequence[float]) -> None:
 
 
 def _cell(values: _Floats, axis: tuple[float, ...]) -> tuple[Integers, _Floats]:
-    """The axis point at or below each value, and its weight by 1/value; 0 weight at the next."""
+    """The axis point at or below each value, and its weight by 1/value (0 at the next point)."""
     points, inverse = _points(axis)
     values = np.minimum(np.maximum(values, axis[0]), axis[-1])
     # The last point belongs to the cell before it.

@@ -1,12 +1,12 @@
-"""The sizes of a decoder that its FLOPs, its time and its memory follow from.
+"""The sizes of a decoder from which its FLOPs, time and memory are computed.
 
-A plain decoder is eight numbers. In any other (layers with different windows or heads, mixtures of
-experts, latent attention) each layer states what a token meets in it: heads and their widths, the
-window, and how many parameters the token is multiplied by. The layers of a model are of a few
-*kinds*, and costs are computed once for each kind.
+Eight numbers describe a plain decoder. In any other decoder (layers with different windows or
+heads, mixtures of experts, latent attention) each layer states its heads and their widths, its
+window, and the number of parameters that a token uses. The layers of a model are of a few *kinds*,
+and costs are computed once for each kind.
 
-Parameters that a token does not meet (experts that it is not sent to) take memory and no FLOPs.
-Costs are computed from these sizes in the modules that import this one.
+Parameters that a token does not use (experts to which it is not sent) take memory but no FLOPs.
+The modules that import this one compute costs from these sizes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lightning_wlb.argument_checks import whole
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a layer computes across rows in place of attention: linear attention, a convolution.
+    """The computation across rows of a layer without attention: linear attention, a convolution.
 
-    It costs a token the same wherever it stands. A layer that computes nothing across rows, such as
-    a feed-forward network alone, has one whose sizes are all zero.
+    Its cost for a token does not depend on the token's position. A layer that computes nothing
+    across rows, such as a feed-forward network alone, has a recurrence whose sizes are all zero.
 
     Args:
-        heads: heads, of a convolution alone its channels, of which the ranks that share rows or
-            parameters compute equal parts.
-        flops: forward FLOPs of a token, the layer's matrices left out.
+        heads: heads, or channels of a convolution alone; ranks that share rows or parameters
+            compute equal parts of them.
+        flops: forward FLOPs of a token, without the layer's matrices.
         moved: elements of a token that go into a convolution or a recurrence, or come out of it.
-        state: elements that a recurrence hands from a slice of a piece to the next, in at least
+        state: elements that a recurrence passes from a slice of a piece to the next, in at least
             float32.
-        last_rows: elements of the rows that a convolution hands on, as wide as activations.
+        last_rows: elements of the rows that a convolution passes on, in the dtype of activations.
 
     Raises:
         ValueError: a size is not a whole number of at least 0.
@@ -57,18 +57,18 @@ class LayerShape:
     """The sizes of one decoder layer that its FLOPs, time and memory depend on.
 
     Args:
-        heads: query heads; 1, as are the next three, in a layer without attention.
-        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
+        heads: query heads. In a layer without attention this and the next three are 1.
+        kv_heads: key and value heads (fewer than ``heads`` in grouped-query attention).
         head_dim: width of one head's query and key.
         value_dim: width of a value of one head; ``head_dim`` in most models.
         attention_parameters: elements of the matrices before and after attention.
-        feed_forward_parameters: elements of the matrices that a token meets in the feed-forward
-            network: of a mixture of experts the router, the shared experts, and as many experts as
+        feed_forward_parameters: elements of the matrices that a token uses in the feed-forward
+            network: in a mixture of experts the router, the shared experts, and as many experts as
             a token is sent to.
-        idle_parameters: elements of the experts' matrices that a token does not meet.
+        idle_parameters: elements of the experts' matrices that a token does not use.
         vector_parameters: elements of norms and biases.
         sliding_window: most keys that a query sees, its own included; None for no bound.
-        recurrence: what the layer has in place of attention; None where it attends.
+        recurrence: the layer's computation in place of attention; None if it attends.
 
     Raises:
         ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
@@ -100,34 +100,34 @@ class LayerShape:
         return max(self.head_dim, self.value_dim)
 
     def gated_width(self, dim: int) -> int:
-        """Hidden width of a gated feed-forward network of as many parameters, rounded down."""
+        """Hidden width of a gated feed-forward network with as many parameters, rounded down."""
         return self.feed_forward_parameters // (3 * dim)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that its FLOPs depend on.
+    """The sizes of a decoder on which its FLOPs depend.
 
-    The first eight are those of a plain decoder: layers all alike, with a gated feed-forward
-    network. :meth:`of_layers` describes any other by its layers: where windows, heads or parameters
-    differ between them, in a mixture of experts, or where values are narrower than keys. There the
-    first eight are the largest over the layers.
+    The first eight describe a plain decoder: equal layers with a gated feed-forward network.
+    :meth:`of_layers` describes any other decoder by its layers: if their windows, heads or
+    parameters differ, in a mixture of experts, or if values are narrower than keys. The first eight
+    are then the largest over the layers.
 
     Args:
         dim: width of the residual stream.
         layers: number of decoder layers.
         heads: query heads.
-        kv_heads: key and value heads (grouped-query attention where fewer than ``heads``).
+        kv_heads: key and value heads (fewer than ``heads`` in grouped-query attention).
         head_dim: width of one head.
         ffn_dim: hidden width of the gated feed-forward network (three matrices); another network
-            counts as a gated one of as many parameters, rounded down.
+            counts as a gated one with as many parameters, rounded down.
         vocab_size: rows of the output projection; 0 leaves the output projection out.
         sliding_window: most keys that a query sees, its own included; None for no bound.
-        layer_shapes: the shape of each layer, where :meth:`of_layers` has set it.
+        layer_shapes: the shape of each layer, if :meth:`of_layers` has set it.
 
     Raises:
         ValueError: a size is not a whole number of at least 1 (``vocab_size``: 0), ``heads`` is not
-            a multiple of ``kv_heads``, or ``layer_shapes`` say otherwise than the other fields.
+            a multiple of ``kv_heads``, or ``layer_shapes`` contradict the other fields.
     """
 
     dim: int
@@ -154,7 +154,7 @@ class ModelShape:
 
     @staticmethod
     def of_layers(dim: int, vocab_size: int, layer_shapes: Iterable[LayerShape]) -> ModelShape:
-        """The shape of a decoder whose layers are not those of a plain one.
+        """The shape of a decoder that is not a plain one.
 
         Raises:
             ValueError: no layer, or a size out of range.
@@ -190,12 +190,12 @@ class ModelShape:
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers carry something from row to row beside attention."""
+        """Whether any layer carries a state from row to row."""
         return self.recurrent_heads > 0
 
     @property
     def recurrent_heads(self) -> int:
-        """Heads that ranks which share rows or parameters must divide; 0 without recurrences."""
+        """The number of ranks that share rows or parameters must divide this; 0: no recurrence."""
         return gcd(*(layer.recurrence.heads for layer in self.kinds if layer.recurrence))
 
     def check_tensor_parallel(self, size: int, context: int = 1) -> None:
@@ -208,7 +208,7 @@ class ModelShape:
                 f" computes on all rows. Choose sizes whose product is one of {sizes}."
             )
         heads_of = [("heads", layer.heads) for layer in self.kinds if layer.attends]
-        # Layers given by `of_layers` may split their feed-forward network in ways of their own.
+        # Layers given by `of_layers` may split their feed-forward network in other ways.
         plain = [("ffn_dim", self.ffn_dim)] if self.layer_shapes is None else []
         for name, value in [*heads_of, *plain, ("vocab_size", self.vocab_size)]:
             if value % size:
@@ -249,7 +249,7 @@ def _check_sizes(shape: LayerShape | ModelShape, may_be_zero: Collection[str]) -
 
 
 def _summary(dim: int, layers: Sequence[LayerShape]) -> dict[str, Any]:
-    """The fields of a ModelShape whose layers differ: by those with attention, where there are."""
+    """The fields of a ModelShape whose layers differ, from the layers with attention if any."""
     attending = [layer for layer in layers if layer.attends] or layers
     sizes = ("heads", "kv_heads", "head_dim")
     return {

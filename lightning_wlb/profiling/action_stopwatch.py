@@ -1,8 +1,7 @@
 """Times each action of a step and, within it, the attention kernels.
 
-On a CPU with one thread the compute time of an action is the thread's own CPU time, which leaves
-out waits (docs/design.md). On CUDA, events are recorded on the stream and read once at the end of
-the step.
+On a CPU with one thread the compute time of an action is the thread's own CPU time, without waits
+(docs/design.md). On CUDA, events are recorded on the stream and read once at the end of the step.
 
 Cost: two clock readings for each action and each attention kernel.
 """
@@ -23,12 +22,12 @@ Moment = Any
 
 
 class CPUClock:
-    """The wall clock and the rank's own; backward runs in the calling thread on CPU."""
+    """The wall clock and the rank's CPU time; on CPU backward runs in the calling thread."""
 
     def now(self) -> Moment:
         """A reading of both clocks."""
         wall = time.perf_counter()
-        # A thread pool's work is not in the caller's CPU time.
+        # The caller's CPU time does not include the work of a thread pool.
         return wall, time.thread_time() if torch.get_num_threads() == 1 else wall
 
     def wall(self, begin: Moment, end: Moment) -> float:
@@ -47,7 +46,7 @@ class CUDAClock:
     """Events on the current stream, whose times are known when :meth:`wait` has returned."""
 
     def now(self) -> Moment:
-        """The moment when all that has been queued will have run."""
+        """The moment when everything queued so far will have run."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -59,7 +58,7 @@ class CUDAClock:
     compute = wall
 
     def wait(self) -> None:
-        """Wait until the device has done all that is queued."""
+        """Wait until the device has done everything queued."""
         torch.cuda.synchronize()
 
 
@@ -74,7 +73,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
         self._origin: Moment = None
-        # Of each action its begin and end, and the attention kernels that had run by then.
+        # For each action its begin and end, and the attention kernels that had run by its end.
         self._actions: list[tuple[Action, Moment, Moment, int, int]] = []
         self._kernels: list[tuple[Moment, Moment]] = []
         self._kernel_begin: Moment = None

@@ -1,18 +1,18 @@
-"""Times repeated calls on a device, the host's share left out.
+"""Times repeated calls on a device, without the host's share.
 
-On a CPU with one thread that is the thread's own CPU time, so that a busy machine disturbs it
-little; with more threads wall-clock time.
+On a CPU with one thread the time is the thread's own CPU time, which a busy machine disturbs
+little; with more threads it is wall-clock time.
 
-On CUDA the host queues kernels, and a short one takes longer to queue than to run: events around a
-single call on an idle device measure the host. So the device is first given a kernel that does
-nothing for a while (``torch.cuda._sleep``), behind which the host queues an event, several calls
-and another event; what lies between the events, over the number of calls, is the device's alone.
-That it was so can be seen: when all is queued the device must still be asleep. If it is not, the
-sample is dropped, and all later sleeps are twice as long.
+On CUDA the host queues kernels, and a short kernel takes longer to queue than to run: events around
+a single call on an idle device measure the host. So the device first gets a kernel that does
+nothing for a while (``torch.cuda._sleep``), after which the host queues an event, several calls and
+another event. The time between the events, divided by the number of calls, is the device's alone,
+provided that the device is still asleep when everything is queued. If it is not, the sample is
+dropped, and all later sleeps are twice as long.
 
-Cost: a sleep of half a millisecond for each sample, up to 70 ms where the host is slow. Not for
-calls that wait for the device in their middle: no sleep is long enough for those, and after the
-longest a sample counts as it is. The CUDA half has not been run by this project.
+Cost: a sleep of half a millisecond for each sample, up to 70 ms if the host is slow. Do not use it
+for calls that wait for the device: no sleep is long enough for those, and a sample with the longest
+sleep counts as it is. The CUDA half has not been run by this project.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lightning_wlb.profiling.action_stopwatch import clock_of
 
 FIRST_SLEEP = 2**20
 LONGEST_SLEEP = 2**27
-"""Cycles of the shortest and longest sleep: half a millisecond and 67 ms at 2 GHz, more below."""
+"""Cycles of the shortest and longest sleep: half a millisecond and 67 ms at 2 GHz."""
 
 INTERVAL = 1e-3
-"""Seconds between two events, at least, so that their resolution of a microsecond hardly counts."""
+"""Least seconds between two events, so that their resolution of a microsecond hardly counts."""
 
 MOST_CALLS = 20
 """Most calls between two events: some dozens of kernels, of which a queue holds a thousand."""
@@ -43,12 +43,10 @@ MOST_CALLS = 20
 
 @dataclass
 class Held:
-    """How long the host took to queue work while :meth:`.CallTimer.held` kept the device from
-    running it.
-    """
+    """The host's time to queue work, which :meth:`.CallTimer.held` kept the device from running."""
 
-    seconds: float = 0.0  #: of the host; 0 where it does the work itself, or waited for the device
-    ahead: bool = True  #: whether the device had not begun by then, or has had the longest sleep
+    seconds: float = 0.0  #: 0 if the host does the work itself, or has waited for the device
+    ahead: bool = True  #: whether the device had not begun when all was queued, or slept longest
 
 
 class CallTimer:
@@ -63,8 +61,8 @@ class CallTimer:
     def held(self) -> Iterator[Held]:
         """A context in which the host queues work before the device runs it.
 
-        On CUDA the device sleeps before the work, next time longer if it must. On a CPU nothing is
-        queued.
+        On CUDA the device sleeps before the work, the next time longer if this was too short. On a
+        CPU nothing is queued.
         """
         held = Held()
         if not self._cuda:
@@ -83,7 +81,7 @@ class CallTimer:
             self._cycles *= 2
 
     def seconds(self, call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Mean seconds of ``times`` calls, and what the last of them returned."""
+        """Mean seconds of ``times`` calls, and the result of the last one."""
         while True:
             with self.held() as held:
                 begin = self._clock.now()
@@ -97,8 +95,8 @@ class CallTimer:
     def times(self, seconds: float) -> int:
         """The number of calls, of so many seconds each, that make a sample.
 
-        On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU one, whose
-        clock is read in less than a microsecond.
+        On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU, whose clock is
+        read in less than a microsecond, one.
         """
         if not self._cuda:
             return 1
@@ -107,11 +105,11 @@ class CallTimer:
     def medians(
         self, forward: Callable[[], Any], backward: Callable[[Any], Any], repeats: int
     ) -> np.ndarray:
-        """Median seconds [2] of each; more samples of short calls, fewer of long ones.
+        """Median seconds [forward, backward]; more samples of short calls, fewer of long ones.
 
-        ``backward`` is called with what ``forward`` returned, several times with the same.
+        ``backward`` is called with a result of ``forward``, several times with the same one.
         """
-        # The second on CUDA says how long a call takes, without what is set up in the first.
+        # On CUDA the second call says how long a call takes without the setup of the first.
         warm_ups = 2 if self._cuda else 1
         samples: list[tuple[float, float]] = []
         times, spent = (1, 1), 0.0

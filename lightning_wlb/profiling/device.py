@@ -1,14 +1,14 @@
-"""What a device is: its name, its memory, the FLOP/s of its data sheet, its shipped profile.
+"""Facts about a device: its name, memory, data-sheet FLOP/s, and nearest shipped profile.
 
-Utilisation (MFU) is relative to that peak. Figures are NVIDIA's, of dense matrix products on tensor
-cores (since Hopper, data sheets print those of sparse ones, twice as many), from the data sheets of
-A100 (2021), H100 and H100 NVL (2024), H200 (2024), L40S (2023), and GB200 NVL72 and HGX B200
-(2025). Float32 is done on tensor cores, as TF32, only where
+Utilisation (MFU) is relative to the data-sheet FLOP/s. Figures are NVIDIA's for dense matrix
+products on tensor cores (since Hopper, data sheets print the doubled figures of sparse ones), from
+the data sheets of A100 (2021), H100 and H100 NVL (2024), H200 (2024), L40S (2023), and GB200 NVL72
+and HGX B200 (2025). Float32 products run on tensor cores, as TF32, only if
 ``torch.set_float32_matmul_precision`` allows it.
 
-Lightning's table is asked for GPUs that ours lacks. It does not find the H200 and the B200, has the
-sparse figures for the H100 NVL, and takes an L40S for an L4, so ours goes first. A part of a GPU
-(MIG) has no data sheet, and its peak is unknown.
+For GPUs that this table lacks Lightning's table is used. It does not find the H200 and the B200,
+has the sparse figures for the H100 NVL, and takes an L40S for an L4, so this table goes first. A
+part of a GPU (MIG) has no data sheet, and its peak is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAST_KERNELS = ("flash_attn 3", "flash_attn 4")
 _HALF, _TF32, _SINGLE, _DOUBLE = "half", "tf32", "single", "double"
 _KINDS = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _TF32, torch.float64: _DOUBLE}
 
-# In TFLOP/s, by a pattern of the device's name; the first that fits counts.
+# In TFLOP/s, by a pattern of the device's name; the first pattern that fits counts.
 _TABLE = (
     (r"\bGB200\b", {_HALF: 2500.0, _TF32: 1250.0, _SINGLE: 80.0, _DOUBLE: 40.0}),
     (r"\bB200\b", {_HALF: 2250.0, _TF32: 1100.0, _SINGLE: 75.0, _DOUBLE: 37.0}),
@@ -46,7 +46,7 @@ _TABLE = (
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of matrix products of ``dtype`` on one device; None where nobody states them."""
+    """FLOP/s of matrix products of ``dtype`` on one device; None if they are unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -81,7 +81,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The part of a GPU's memory that nobody uses now; all of a machine's, which swaps."""
+    """The free part of a GPU's memory; for a CPU all of the machine's, since it swaps."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return memory_bytes(device)
@@ -96,12 +96,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def shipped_profile(device: torch.device, backend: str = "auto") -> Profile | None:
     """The shipped device profile that is nearest to this device; collective over all ranks.
 
-    A CPU gets the profile ``cpu``, an H100 or H200 its own. Other GPUs get the one that is nearest
-    in memory, with a warning. The profile's memory is the least of all ranks' GPUs. The result is
-    None for devices that are neither CPU nor CUDA.
+    A CPU gets the profile ``cpu``, an H100 or H200 its own profile. Other GPUs get the profile that
+    is nearest in memory, with a warning. The profile's memory is the least of all ranks' GPUs. The
+    result is None for devices that are neither CPU nor CUDA.
 
     Raises:
-        ValueError: the backend is not there.
+        ValueError: the backend is not available.
     """
     if device.type == "cpu":
         return Profile.load("cpu")
@@ -113,13 +113,13 @@ def shipped_profile(device: torch.device, backend: str = "auto") -> Profile | No
 
 
 def nearest_profile(name: str, memory_bytes: int, kernel: str) -> Profile:
-    """The shipped profile of the GPU of this name, or else the one that is nearest in memory.
+    """The shipped profile of the named GPU, or else the profile that is nearest in memory.
 
-    There is one with the rates of FlashAttention-3 and one with those of FlashAttention-2. Other
-    kernels are taken for FlashAttention-2, the slower one, except FlashAttention-4.
+    There is one with the rates of FlashAttention-3 and one with the rates of FlashAttention-2,
+    which is slower. All other kernels count as FlashAttention-2, except FlashAttention-4.
 
     Args:
-        kernel: of attention, as :func:`.backends.kernel_name` calls it.
+        kernel: the attention kernel, named as by :func:`.backends.kernel_name`.
     """
     shipped = [Profile.load(each) for each in shipped_profiles()]
     gpus = [

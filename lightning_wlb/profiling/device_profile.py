@@ -5,15 +5,15 @@ CPU:
 
 * the attention kernel alone, forward and backward, over a grid of queries and keys;
 * pipeline stages of the reference decoder with one and with three layers over a grid of rows,
-  attention timed apart: the difference is two layers, what is left of one stage its overhead;
+  attention timed apart: the difference is two layers, the rest of a stage its overhead;
 * the output projection with the loss, in the same way;
 * a stream of element-wise work for the memory's bandwidth;
 * two processes that exchange small and large messages, for the link within a node;
-* micro-batches that were in no grid, whole stages forward and backward: windows of document lengths
+* whole stages, forward and backward, on micro-batches that no grid has: windows of document lengths
   like those of long-context pretraining (:mod:`lightning_wlb.planning.synthetic_lengths`). The
   median and the worst relative error of their prediction go into the profile (``errors``).
 
-:mod:`.call_timer` says what is timed. The CUDA branch has not been run by this project yet.
+:mod:`.call_timer` says what counts as time. The CUDA branch has not been run by this project yet.
 
 A profile of small layers says little about large ones: profile the layers that will run. Links
 between nodes are not measured; add them by hand.
@@ -52,13 +52,13 @@ def measure(
 
     Args:
         config: the decoder whose layers and head are run; its number of layers does not matter.
-        grid: where to measure; by default the grid for the kind of device.
+        grid: points to measure; by default the grid for the kind of device.
         links: whether to measure the link between two processes of this node. If not, or with one
-            GPU, the memory's bandwidth stands in its place, and the profile says so.
+            GPU, the memory's bandwidth replaces it, and the profile says so.
 
     Raises:
-        ValueError: a backend that is missing, or layers that not even the fewest rows of the grid
-            fit into memory with.
+        ValueError: a backend that is missing, or layers that do not fit into memory even with the
+            fewest rows of the grid.
     """
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]
@@ -79,7 +79,7 @@ def measure(
         sources.append("Link within the node: not measured, the memory's bandwidth stands for it.")
     else:
         sources.append("Link within the node: two processes, all-gathers of 4 KiB and 16 MiB each.")
-    # Ranks of as many threads as this process has that the node can hold.
+    # The number of ranks that the node can hold if each has as many threads as this process.
     ranks = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
     if cuda:
         ranks = torch.cuda.device_count()

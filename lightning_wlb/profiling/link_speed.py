@@ -1,4 +1,4 @@
-"""The link between two processes of one node, by messages small and large.
+"""Measures the link between two processes of one node with small and large messages.
 
 The CUDA half has not been run by this project.
 """
@@ -25,7 +25,7 @@ SIZES = (2**12, 2**24)
 def measure_link(device: torch.device) -> Link | None:
     """Latency and bandwidth between two processes of this node, by all-gather.
 
-    None on CUDA with one device: the two processes cannot have one each, and there is no link.
+    The result is None on CUDA with one device, where there is no link to measure.
     """
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
@@ -50,7 +50,7 @@ def _seconds_of_rank(rank: int, device_type: str, rendezvous: str) -> tuple[floa
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)  # else NCCL would put both ranks on the first
+        torch.cuda.set_device(device)  # else NCCL would put both ranks on the first device
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         init_method=rendezvous,
@@ -68,7 +68,7 @@ def _seconds_of_rank(rank: int, device_type: str, rendezvous: str) -> tuple[floa
 def _seconds(device: torch.device) -> tuple[float, float]:
     """Seconds of a small and of a large all-gather, as this rank measures them."""
     cuda = device.type == "cuda"
-    # A message may take less than the host needs to queue it and to wait for it: several in a row.
+    # Several in a row, as a message may take less time than the host needs to queue it and to wait.
     messages = 10 if cuda else 1
     seconds = []
     for size in SIZES:
@@ -83,6 +83,6 @@ def _seconds(device: torch.device) -> tuple[float, float]:
             if cuda:
                 torch.cuda.synchronize()
             samples.append((time.perf_counter() - begin) / messages)
-        # The fastest, which what else runs on the machine disturbs least.
+        # The fastest sample is disturbed least by other programs of the machine.
         seconds.append(min(samples))
     return seconds[0], seconds[1]

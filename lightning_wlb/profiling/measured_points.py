@@ -1,11 +1,11 @@
-"""Where to measure, and how much of it fits into a device's memory.
+"""The points to measure, as far as they fit into a device's memory.
 
 A point of the attention kernel is one call over equal segments. On CUDA a call needs many tiles of
-queries to keep the device busy, so there are as many segments as make :data:`BUSY_TOKENS`, or as
-fit into the memory that points may take (:func:`segment_bytes`). Points of which too few fit, or
-with more than ``Grid.pairs`` pairs, are left out, and get the rate of a neighbour.
+queries to keep the device busy, so it has as many segments as make :data:`BUSY_TOKENS`, or as fit
+into the memory that a point may take (:func:`segment_bytes`). Points with too few fitting segments
+or more than ``Grid.pairs`` pairs are left out, and get the rate of a neighbour.
 
-Attention over many keys for each query takes most memory: for the 7B model's heads, a call of
+Attention over many keys for each query takes the most memory: for the 7B model's heads, a call of
 16,384 queries over 512 times as many keys would take 400 GB.
 """
 
@@ -19,24 +19,24 @@ BUSY_TOKENS = 16384
 """Queries of a call on CUDA, if they fit."""
 
 BUSY_TILES = 128
-"""Tiles of 128 queries of all heads in a call on CUDA, at least: GPUs have about as many
+"""Least tiles of 128 queries, over all heads, in a call on CUDA: about as many as GPUs have
 processors."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where to measure; the default is that of a CPU."""
+    """The points to measure; the defaults are for a CPU."""
 
     #: queries of attention segments
     queries: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-    #: keys of attention segments over their queries
+    #: keys of attention segments, divided by their queries
     keys_per_query: tuple[float, ...] = (1.0, 1.125, 1.5, 2.0, 4.0, 16.0, 128.0)
-    #: most query-key pairs of a segment; points beyond have a neighbour's rate. On a CPU also the
-    #: most of a call with several segments
+    #: most query-key pairs of a segment; points with more get a neighbour's rate. On a CPU it is
+    #: also the most of a call with several segments
     pairs: int = 2**23
     rows: tuple[int, ...] = (32, 128, 512, 2048, 8192)  #: rows of layers and of the head
-    repeats: int = 5  #: repetitions of every measurement, of which the median counts
-    held_out: int = 9  #: micro-batches by which the finished profile is judged
+    repeats: int = 5  #: repetitions of every measurement, whose median counts
+    held_out: int = 9  #: micro-batches on which the finished profile is tested
 
 
 GRIDS = {
@@ -49,19 +49,19 @@ GRIDS = {
         repeats=10,
     ),
 }
-"""Grids of a profile that is kept, by kind of device: one to two minutes."""
+"""Grids of full profiles, by kind of device; they take one to two minutes."""
 
 
 def segment_bytes(shape: ModelShape, width: int, queries: int, keys: int) -> int:
-    """Bytes that one segment of a call takes, forward and backward, in the hungriest kernel.
+    """Bytes of one segment of a call, forward and backward, in the kernel that takes the most.
 
     ``width`` is the number of bytes of an element.
     """
     layer = shape.each_layer[0]
-    # Queries, their gradient, the output and that of the call before, and its gradient; the
-    # queries' gradient in float32 of FlashAttention-2, and two numbers for each head.
+    # Queries, their gradient, the output of this and of the previous call, the output's gradient,
+    # FlashAttention-2's float32 gradient of the queries, and two numbers for each head.
     query = layer.heads * (layer.head_width * (5 * width + 4) + 8)
-    # Keys, values, their gradients, and these once more for every head that shares them.
+    # Keys, values, their gradients, and the gradients once more for every head that shares them.
     shared = 2 * layer.heads if layer.heads > layer.kv_heads else 0
     key = layer.head_width * width * (4 * layer.kv_heads + shared) + 8  # and its index
     return queries * query + keys * key
@@ -70,10 +70,10 @@ def segment_bytes(shape: ModelShape, width: int, queries: int, keys: int) -> int
 def segments(
     grid: Grid, shape: ModelShape, width: int, queries: int, keys: int, *, cuda: bool, budget: int
 ) -> int:
-    """Number of equal segments in the call that measures a point; 0 where it is left out.
+    """Number of equal segments in the call that measures a point; 0 if the point is left out.
 
-    ``width`` is the bytes of an element, ``budget`` those that the call may take. ``cuda``: the
-    device is a GPU, which must be kept busy; for a CPU a few segments do.
+    ``width`` is the bytes of an element, ``budget`` the bytes that the call may take. ``cuda`` says
+    that the device is a GPU, which must be kept busy; a CPU needs only a few segments.
     """
     fit = budget // segment_bytes(shape, width, queries, keys)
     if queries * keys > grid.pairs and keys > queries:

@@ -1,16 +1,16 @@
-"""The measurements behind a profile: kernel, layers, head, and how well a prediction fits.
+"""The measurements behind a profile: kernel, layers, head, and how well predictions fit.
 
-Arrays of two are (forward, backward) throughout. Times are medians of repeated calls, the first of
-which warms up and does not count.
+Arrays of two are (forward, backward) throughout. Times are medians of repeated calls; the first
+call warms up and does not count.
 
 *Kernel*: the device's own time, without the host's (:mod:`.call_timer`), since in a long step the
 host queues kernels while earlier ones run. *Stages*: the longer of the device's own time and the
-host's, since an action of few rows takes as long as the host needs to queue it, whatever the device
-could do. Attention inside of a stage is the device's time and is taken off.
+host's, since an action of few rows takes as long as the host needs to queue it, however fast the
+device is. The device's time for attention inside a stage is subtracted.
 
-What does not fit into memory is not measured (:mod:`.measured_points`): a point of the kernel has
-then the better rate of its neighbours, with fewer keys for each query and with fewer queries, and
-rows of layers end with those that fit.
+Points that do not fit into memory are not measured (:mod:`.measured_points`). A point of the kernel
+then gets the better rate of two neighbours, with fewer keys for each query and with fewer queries.
+Layers are measured up to the largest number of rows that fits.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from lightning_wlb.schedule.actions import BACKWARD, FORWARD, Action
 from lightning_wlb.sharding import layout, rank_indices
 
 SHORT_DOCUMENT = 32
-"""Tokens of the documents that layers are measured on, so that attention hardly counts."""
+"""Tokens of the documents on which layers are measured: few, so that attention hardly counts."""
 
 
 class StageTimes(NamedTuple):
-    """What a stage takes, attention left out."""
+    """Times of a stage without attention."""
 
     layer: np.ndarray  #: seconds of a layer, [numbers of rows, 2]
     head: np.ndarray  #: seconds of the head, [numbers of rows, 2]
@@ -62,10 +62,10 @@ class DeviceBench:
     """Measures the kernel and the layers of one shape and dtype on one device.
 
     Attributes:
-        rows: numbers of rows of the grid with which layers fit into memory.
+        rows: the grid's numbers of rows with which layers fit into memory.
 
     Raises:
-        ValueError: layers that do not fit into memory with the fewest rows.
+        ValueError: layers do not fit into memory even with the fewest rows.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DeviceBench:
                 " may take three quarters. Measure layers split over ranks: fewer heads and a"
                 " narrower feed-forward."
             )
-        # The latency model is asked for the traffic of a layer alone, so any profile's rates do.
+        # Only the latency model's traffic of a layer is used, so any profile's rates will do.
         profile = replace(Profile.load("h100"), dtype=str(dtype).removeprefix("torch."))
         self._latency = LatencyModel(profile, config.shape)
 
@@ -113,7 +113,7 @@ class DeviceBench:
         forward, backward = (tuple(map(_rounded, table)) for table in rates)
         return AttentionTable(
             head_dim=shape.head_dim,
-            # A CPU takes queries as they come; tiled GPU kernels round up to 128.
+            # The CPU kernel does not round queries up; tiled GPU kernels round up to 128.
             tile=128 if self.device.type == "cuda" else 1,
             queries=queries_axis,
             keys_per_query=ratios,
@@ -123,7 +123,7 @@ class DeviceBench:
         )
 
     def _rate(self, queries: int, keys: int, call: np.ndarray) -> np.ndarray | None:
-        """FLOP/s [2] of a point's segments; None where it is left out."""
+        """FLOP/s [2] of a point's segments; None if the point is left out."""
         shape, width = self.config.shape, self.dtype.itemsize
         cuda, budget = self.device.type == "cuda", self._free // 8
         count = segments(self.grid, shape, width, queries, keys, cuda=cuda, budget=budget)
@@ -135,7 +135,7 @@ class DeviceBench:
         return np.asarray(np.array((1.0, 2.5)) * flops / seconds)
 
     def _call_overhead(self) -> np.ndarray:
-        """Seconds [2] of a call besides its segments: two smallest points, extrapolated to none."""
+        """Seconds [2] of a call besides its segments, extrapolated from the two smallest points."""
         few, many = (self._kernel_seconds([(1, 1)] * count) for count in (4, 20))
         return np.maximum(few - 4 * (many - few) / 16, 0.0)
 
@@ -154,7 +154,7 @@ class DeviceBench:
             cu_seqlens_k=torch.from_numpy(firsts[:, 1].copy()),
             max_seqlen_q=int(lengths[:, 0].max()),
             max_seqlen_k=int(lengths[:, 1].max()),
-            key_index=torch.arange(total_k),  # keys of their own, not the local rows
+            key_index=torch.arange(total_k),  # the keys are not the local rows
         ).to(self.device)
         kernel = VarlenAttention(self.backend)
         gradient = torch.randn_like(q)
@@ -168,7 +168,7 @@ class DeviceBench:
         return self._timer.medians(forward, backward, self.grid.repeats)
 
     def stages(self) -> StageTimes:
-        """Layers, head and overhead over the grid of rows."""
+        """Times of layers, head and overhead over the grid of rows."""
         one, three = (self._stage(layers=count) for count in (1, 3))
         models = one, three, self._stage(layers=0, head=True)
         batches = map(_short_documents, self.rows)
@@ -185,8 +185,7 @@ class DeviceBench:
     def element_bytes_per_second(self, stages: StageTimes) -> float:
         """The memory's bandwidth, by the traffic that the latency model counts for SwiGLU's gate.
 
-        It is raised until element-wise work takes at most a quarter of the time of a layer or the
-        head.
+        It is raised until element-wise work takes at most a quarter of a layer's or head's time.
         """
         rows = self.rows[-1]
         a, b = (self._random(rows, self.config.ffn_dim) for _ in range(2))
@@ -219,7 +218,7 @@ class DeviceBench:
         )
 
     def best_product(self) -> float:
-        """FLOP/s of a large matrix product, the peak where there is no data sheet."""
+        """FLOP/s of a large matrix product, which is the peak if there is no data sheet."""
         size = 8192 if self.device.type == "cuda" else 1024
         a, b = (self._random(size, size) for _ in range(2))
         return _rounded([2 * size**3 / self._seconds(lambda: a @ b)])[0]
@@ -227,8 +226,8 @@ class DeviceBench:
     def held_out(self) -> Iterator[list[int]]:
         """Yield the lengths of the documents of micro-batches like those of training.
 
-        They are windows of Generator A, cut as ``original`` packing does: in turn of as many tokens
-        as the grid's most rows, of half and of a quarter as many.
+        They are windows of Generator A, cut as ``original`` packing does. In turn, windows have as
+        many tokens as the grid's most rows, half and a quarter of that.
         """
         most = self.rows[-1]
         # Documents have 32 tokens at least, so that these are enough.
@@ -240,7 +239,7 @@ class DeviceBench:
             yield [stop - start for _, start, stop in pieces]
 
     def errors(self, profile: Profile) -> dict[str, float]:
-        """Relative errors of predicted stages on micro-batches that no grid has seen."""
+        """Relative errors of predicted stages on micro-batches that are not in the grid."""
         config = replace(self.config, layers=2)
         model = self._stage(layers=2, embed=True, head=True)
         predictor = Predictor(LatencyModel(profile, config.shape), (range(2),))
@@ -327,14 +326,14 @@ def _short_documents(rows: int) -> list[int]:
 
 
 def _rounded(values: Iterable[float]) -> tuple[float, ...]:
-    """Four digits of each, which is more than a measurement has."""
+    """Each rounded to four digits, more than a measurement has."""
     return tuple(float(f"{value:.4g}") for value in values)
 
 
 def affine(x: Sequence[float], y: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Nanoseconds at x = 0 and per x, from seconds; neither below 0.
+    """A linear fit of seconds: nanoseconds at x = 0 and per x, neither below 0.
 
-    Relative errors count, so that the small values decide about the constant.
+    It weighs relative errors, so that the small values determine the constant.
     """
     points, seconds = np.array(x, dtype=np.float64), np.array(y, dtype=np.float64)
     slope, constant = np.polyfit(points, seconds, 1, w=1 / np.maximum(seconds, 1e-9))
