@@ -75,7 +75,7 @@ class KeyValueCache:
             total[run.start : run.stop] += share
 
     def gradients_of(self, layer: int, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """Take the gradients for the owner's backward, and free the keys, which none reads later."""
+        """Take the gradients for the owner's backward; frees the keys, which none reads later."""
         self._pairs.pop((layer, micro_batch), None)
         return self.gradients.pop((layer, micro_batch), None)
 
