@@ -67,7 +67,7 @@ def check_regular(path: str | Path, most: int | None = None, *, links: bool = Tr
     size = _checked(os.stat(path, follow_symlinks=links), path, most)
     if size == 0 and os.access(path, os.R_OK):
         with os.fdopen(os.open(path, os.O_RDONLY | _NOWAIT), "rb", buffering=0) as file:
-            # Some files in /proc report 0 bytes and never end. None: more bytes may come.
+            # Some files in /proc report 0 bytes and never end; None means that more may come.
             if file.read(8) != b"":
                 raise ValueError(
                     f"{path} says that it has no bytes, but more come, and reading it might never"

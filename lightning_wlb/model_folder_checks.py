@@ -103,7 +103,7 @@ def check_model(path: str | Path) -> None:
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse a tokenizer's settings that name files, and any but tokens in a special tokens map."""
+    """Refuse tokenizer settings that name files, and entries of special tokens that are none."""
     fields = read_json(path)
     for name, value in fields.items() if isinstance(fields, Mapping) else ():
         opens = isinstance(value, str) and name in _OPENED

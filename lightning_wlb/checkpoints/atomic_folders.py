@@ -42,12 +42,12 @@ from lightning_wlb.distributed.collective_errors import Ranks
 from lightning_wlb.file_checks import check_links, follow, is_open, left_behind, my_user
 
 POINTS = (
-    "begun",  # the folder aside is made
+    "begun",  # the partial folder is made
     "writing",  # a file is opened: several times, on every rank
     "written",  # this rank's shards are on the disk
     "listed",  # the manifest is on the disk
-    "moved",  # only without renameat2: the replaced folder is in .old, nothing bears the name
-    "named",  # the new folder bears the name, perhaps not yet on the disk
+    "moved",  # only without renameat2: the replaced folder is in .old, nothing has the name
+    "named",  # the new folder has the name, perhaps not yet on the disk
     "synchronised",  # the new name is on the disk
     "removed",  # the replaced folder is gone
 )

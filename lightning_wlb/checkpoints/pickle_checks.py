@@ -245,7 +245,7 @@ def check_archive(file: IO[bytes], *, sums: bool = False) -> None:
             directory = int.from_bytes(tail[-50:-42] if large else tail[-6:-2], "little")
             file.seek(0)  # torch takes a file that begins otherwise for an old format
             # No record is compressed, there twice (by name, by place, or in a second archive),
-            # elsewhere, a folder (which torch does not read), or named otherwise for a C reader.
+            # elsewhere, a folder (which torch counts as read), or named otherwise for a C reader.
             if (
                 file.read(4) != b"PK\x03\x04"
                 or tail[-22:-18] != b"PK\x05\x06"

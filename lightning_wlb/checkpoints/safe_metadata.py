@@ -98,7 +98,7 @@ def _metadata(folder: Path, found: Any) -> Metadata:
                 raise ValueError(f"no file holds {name} from {offset} on")
             if (length := there[offset][1].length) < size:
                 raise ValueError(f"{name} is said to have {size:,} bytes in {length:,}")
-    # Many of these could share the hash of their offsets, and take quadratic time below.
+    # Refused, since many could share the hash of their offsets, and take quadratic time below.
     if others := places.keys() - stored.keys():
         raise ValueError(f"{repr(others.pop())} lies in a file, and is not described")
     paths = {

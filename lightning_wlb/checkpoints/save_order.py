@@ -69,7 +69,7 @@ def runs_of(path: Path) -> tuple[str, ...]:
 def newest_first(saved: Mapping[Path, Manifest]) -> list[Path]:
     """Sort checkpoints, the one that was saved last first.
 
-    If manifests contradict each other, which happens only by hand, the order is not specified.
+    If manifests contradict each other (somebody has edited them), the order is not specified.
     """
     runs: dict[str, list[Path]] = {}
     known: dict[str, set[str]] = {}

@@ -139,7 +139,7 @@ def _set_timeout(*groups: ProcessGroup | None) -> None:
 def mesh_groups(rank: Rank, device: torch.device, timeout: timedelta | None) -> MeshGroups:
     """The process groups of a mesh, made at the first call; collective over all ranks.
 
-    From now on operations on all groups of this process, with the default group, may wait for
+    From now on operations on all groups of this process, the default group included, may wait for
     ``timeout``; None: torch's default, or the time-out that was set before.
     """
     global _timeout

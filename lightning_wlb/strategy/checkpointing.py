@@ -172,7 +172,7 @@ class Checkpointer:
             # Outside of a fit a save has nothing to resume from: "last" passes it over.
             checkpoint.pop(resuming.RESUMABLE, None)
             weights_only = True
-        # The strategy leaves these empty, so a hook has put there whatever they hold.
+        # The strategy leaves these empty, so a hook has added whatever they hold.
         if checkpoint.pop("state_dict", None) or any(checkpoint.pop("optimizer_states", ())):
             raise MisconfigurationException(
                 "A hook (on_save_checkpoint) has put values into checkpoint['state_dict'] or"
@@ -356,7 +356,7 @@ def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     """Record, in place, that an epoch which ``max_steps`` or a Timer cut short is not over.
 
     Otherwise a resumed run would count the rest of the epoch as another epoch, and ``max_epochs``
-    would end it one epoch too soon. A run may also stop as an epoch begins.
+    would end the run one epoch too soon. A run may also stop as an epoch begins.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
@@ -395,6 +395,6 @@ def _count_as_unbroken(trainer: pl.Trainer) -> bool:
         steps.batch_progress.is_last_batch = True  # no epoch is open: the run may end before one is
         loop.reset_restart_stage()
         steps.reset_restart_stage()
-        # Not the outer loop's own setter, which holds on to it under max_steps.
+        # Not by the outer loop's setter, which always sets True under max_steps.
         loop._restarting = steps.restarting = False
     return True

@@ -187,7 +187,7 @@ def check_script(processes: int) -> None:
 
     Raises:
         MisconfigurationException: in a notebook or another interactive session, with ``python -c``,
-            or where the program came by standard input.
+            or if the program came by standard input.
     """
     if _IS_INTERACTIVE:
         where = "in an interactive session, as a notebook is"

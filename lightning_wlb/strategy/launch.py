@@ -59,7 +59,7 @@ TIMEOUT = timedelta(minutes=10)
 of rank 0 alone. A rank whose process ends is noticed at once nevertheless."""
 
 RENDEZVOUS = timedelta(minutes=30)
-"""How long a rank waits for the others to start, where a node may come late."""
+"""How long a rank waits for the others to start, since a node may come late."""
 
 ANSWER_SECONDS = 15.0
 """Seconds in which rank 0's port must answer; else another program listens there."""
@@ -75,7 +75,7 @@ class StepsBar(RichProgressBar):
         return super()._get_train_description(current_epoch).replace("/-2", "")
 
     def _initialize_train_progress_bar_id(self) -> None:
-        # In a resumed epoch the bar counts all its batches, but Lightning's total those left.
+        # In a resumed epoch the bar counts all of its batches, Lightning's total only those left.
         super()._initialize_train_progress_bar_id()
         bar, trainer = self.train_progress_bar_id, self.trainer
         if bar is not None and self.progress is not None and trainer.max_steps > 0:
@@ -298,8 +298,8 @@ def tell_rank(environment: ClusterEnvironment, rank: int, world_size: int) -> No
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
     """The device to which torch binds the process group, if NCCL serves it; else None.
 
-    NCCL then connects at once, and splits further groups off this one. For a group bound under
-    gloo, torch would also split, by calls that only NCCL has (read in torch 2.13).
+    NCCL then connects at once, and splits further groups off this one. If the group were bound
+    under gloo, torch would split it too, by calls that only NCCL has (read in torch 2.13).
     """
     parts = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
     return device if parts.get(device.type, parts.get("")) == "nccl" else None

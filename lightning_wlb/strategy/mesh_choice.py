@@ -4,12 +4,12 @@ Given sizes are kept. A module that an earlier Trainer has split keeps its mesh 
 given sizes. Otherwise :mod:`lightning_wlb.mesh_search` makes any choice that the sizes leave.
 
 The search needs the documents' lengths, the model's shape and a device profile. Lightning connects
-the ranks before it prepares data and builds the model. So the search has both done early, before
-the process groups of a mesh are made:
+the ranks before it prepares data and builds the model. So the search does both early, before the
+process groups of a mesh are made:
 
-1. The first rank of each node prepares the documents, and the others wait as long as it takes.
-   Lightning lets them wait for ``prepare_data`` in the same way: it calls that again later, and
-   then finds everything made.
+1. The first rank of each node prepares the documents, and the others wait as long as it takes, as
+   they do when Lightning calls ``prepare_data``. When Lightning calls it later, everything is
+   there.
 2. Rank 0 takes the answer from the user's cache folder, or searches. The others wait for it as long
    as for a rank that starts late; if rank 0 fails, all end with its error. (Ranks with other
    documents or devices end in an error before the first step: they compare their plans.)
@@ -147,7 +147,7 @@ def choose_run_mesh(
         are planned by the data module's profile, or by exact work if it has none.
 
     Raises:
-        MisconfigurationException: the sizes do not fit the ranks, or ranks have other settings.
+        MisconfigurationException: the sizes do not fit the ranks, or settings of ranks differ.
         ValueError: no mesh fits in memory; the message says what would.
     """
     data, module = data_module_of(trainer), trainer.lightning_module

@@ -4,8 +4,8 @@ A rank with another learning rate, seed or clipping would silently train a wrong
 other intervals or another precision would wait for the others, or abort. A fact is a short text
 under a name, and all ranks that have a fact must have the same text. Facts are compared as soon as
 the ranks are connected (:func:`settings_of`). Before the first step (:func:`training_of`) they are
-compared again, with optimizers, schedules, and checksums of values of which ranks hold copies.
-Data- and context-parallel ranks hold different parts of a parameter. For these the seed, and a
+compared again, with optimizers, schedules, and checksums of values that several ranks hold. Data-
+and context-parallel ranks hold different parts of a parameter. To check these parts the seed, and a
 sample of the files of pretrained weights, are compared.
 
 Options of optimizers can drift apart later, for example if ReduceLROnPlateau follows one rank's

@@ -21,10 +21,10 @@
 Lightning chooses on each rank separately, before there are process groups. So ``ckpt_path`` is
 noted when the Trainer hands a run to its launcher, and rank 0's list of candidates counts.
 
-The newest checkpoint is the one saved last (:mod:`lightning_wlb.checkpoints.save_order`). If its
-manifest cannot be read, or it vanishes, a checkpoint is passed over with a warning, unless there is
-no other. Other damage is found when the checkpoint is read; then the next one is read. Cost: two
-small files are read for each checkpoint.
+The newest checkpoint is the one saved last (:mod:`lightning_wlb.checkpoints.save_order`). A
+checkpoint that vanishes, or whose manifest cannot be read, is passed over with a warning, unless
+there is no other. Other damage is found when a checkpoint is read; then the next newest is read.
+Cost: two small files are read for each checkpoint.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 
     ModelCheckpoint would remove the checkpoints there when better ones come, or take one for the
     best. A path in this run's folders is kept if the checkpoint there and the one at ``path`` share
-    a run (:func:`.runs_of`): a stranger's may have been copied there. Any other path is kept if it
+    a run (:func:`.runs_of`): ``path`` may be a copy of a stranger's. Any other path is kept if it
     lies beside ``path``. ``rest``, read at ``path``, is changed in place, with a warning.
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
@@ -274,7 +274,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_from_2_on(version: str) -> bool:
-    """Whether Lightning 2.0 or later saved it, which migrates an older checkpoint unchecked."""
+    """Whether Lightning 2.0 or later saved it: an older checkpoint would be migrated unchecked."""
     with suppress(InvalidVersion):
         return len(version) < 60 and Version(version) >= Version("2.0.0")
     return False

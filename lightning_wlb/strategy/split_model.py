@@ -284,7 +284,7 @@ def describe_model(module: LanguageModule, window: int | None) -> None:
     Their tables would show the parameters of rank 0's stage alone, and 0 FLOPs.
 
     Args:
-        module: its model is whole yet.
+        module: nothing is logged if its model is split already.
         window: the context window, if it is known.
     """
     callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]

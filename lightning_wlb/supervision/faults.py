@@ -4,7 +4,7 @@ Lightning answers an exception with callbacks that save
 (``ModelCheckpoint(save_on_exception=True)``). A save is collective: a rank that failed alone would
 wait for ranks that wait for it in their step. So before any callback the ranks agree over their
 heartbeats (:mod:`.heartbeat`). If all ranks have the exception at the same place (a signal that
-they have agreed on, data that all refuse), they save, and report the exception only. Otherwise this
+they have agreed on, data that all refuse), they save, and print nothing beside it. Otherwise this
 rank reports its exception, and takes part in no further collective. Nothing is saved, the last
 checkpoint stands, and the exception ends the process. This closes its connections, so that the
 other ranks end too.
@@ -188,6 +188,6 @@ def _in_short(error: str) -> str:
 
 
 def _exit_soon() -> None:
-    """Let the kernel end this process if its exit hangs, for example on a worker."""
+    """Let the kernel end this process if its exit hangs, for example on a loader's worker."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_SECONDS)

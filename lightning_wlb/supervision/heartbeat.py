@@ -16,7 +16,8 @@ Rank 0 tells all ranks
 
 When no rank makes progress for a while, rank 0 names the rank that is furthest behind, and asks for
 its stack. Among ranks that are equally far, as before the first step, it names one that does not
-wait for the others. If a rank ends by a time-out, its error also names the ranks it waited for.
+wait for the others. Beside the error of the first rank that failed, the cause names silent ranks
+and ranks that did not wait for others: that error may be a time-out for which they are to blame.
 
 torch's TCPStore is not used: a request to a store whose process is stopped waits for ever.
 
