@@ -221,9 +221,9 @@ def check_none_left_out(folder: Path, *suffixes: str) -> None:
         check_one_split(others, folder)
         files = f"*{min(others).suffix.lower()}"
         raise ValueError(
-            f"{min(others)} would be left out: of a folder only its own {files} are taken. Give"
-            f" another folder, or a pattern: {folder / '**' / files} for all, {folder / files} for"
-            " its own. Rename what ends in other letters."
+            f"{min(others)} would be left out: only {folder / files} is read. Give another folder,"
+            f" or a pattern: {folder / '**' / files} for all, {folder / files} for the folder's"
+            " own files. Rename a file whose suffix has other letters."
         )
 
 

@@ -36,13 +36,13 @@ from lightning_wlb.mesh import AXES, Mesh
 from lightning_wlb.plan import Schemes, rank_in
 
 KEPT_STEPS = 64
-"""Last steps from which the one of median waiting is shown."""
+"""How many of the last steps are kept; the step of median waiting is chosen from these."""
 
 MOST_LABELS = 16
 """Up to this number of rows or columns, each has a label and its cells have numbers."""
 
 LITTLE = 0.05
-"""A share of the ranks' time that is not worth doing anything about."""
+"""A share of waiting in the ranks' time below which there is nothing to gain."""
 
 COMPUTE_COLOUR, WAIT_COLOUR = "#6baed6", "#e0e0e0"
 

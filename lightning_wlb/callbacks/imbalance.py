@@ -1,7 +1,7 @@
 """A step's imbalance degrees, from the times that ranks measured, its plan, or its prediction.
 
-docs/design.md ("Imbalance degree") defines those of the levels *pipeline* (WLB-LLM §3.1), *data*
-and *context*. Their excess over 1 is what a perfect balance could save at that level. On each
+docs/design.md ("Imbalance degree") defines the degree at the levels *pipeline* (WLB-LLM §3.1),
+*data* and *context*. Its excess over 1 is what a perfect balance could save at a level. On each
 stage and in each pass a micro-batch takes as long as the slowest of its context and tensor ranks,
 which work in step. A plan's FLOPs give the first two, a measured or a predicted step all three.
 Steps are aggregated by adding up the numerators and the denominators (:class:`Level`).
@@ -141,8 +141,7 @@ def slots(plan: StepPlan) -> float:
 def rank_seconds(timings: Timings) -> np.ndarray:
     """Work of each micro-batch in rank-seconds, [pipelines, micro_batches].
 
-    It is the seconds of its slowest ranks, summed over stages and passes, times the number of ranks
-    that work side by side.
+    Seconds of the slowest ranks, over stages and passes, times the ranks that work side by side.
     """
     slowest = [each[..., COMPUTE].max(axis=(1, 2)).sum(axis=(0, 2)) for each in timings]
     return np.array(slowest) * np.array([[math.prod(each.shape[1:3])] for each in timings])

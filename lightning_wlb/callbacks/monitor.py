@@ -68,8 +68,8 @@ class ImbalanceMonitor(L.Callback):
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
             ``imbalance.png`` in the logger's folder, without a logger in ``default_root_dir``.
-        warm_up_steps: how many of the first steps, on each strategy, the measured figures of the
-            tables and of :meth:`summary` leave out.
+        warm_up_steps: how many first steps on each strategy are left out of the measured figures of
+            the tables and of :meth:`summary`.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
             lists them), path or object. Predicted figures then stand beside the measured ones, as
             ``wlb/..._predicted`` in the log, and in the table.
@@ -234,7 +234,7 @@ class ImbalanceMonitor(L.Callback):
             * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: the medians over
               the timed steps;
             * ``loader_wait_seconds``, ``loader_wait_seconds_p99`` per timed step, and
-              ``loader_wait_share``, the part of wait and step time together;
+              ``loader_wait_share``, its share of wait and step time together;
             * ``seconds_per_step_predicted``, not a number without a profile;
             * ``delay_mean`` (over tokens, drain included) and ``delay_max`` in steps,
               ``drain_steps`` and, where there are any, ``delay_mean_drain`` (over their tokens);

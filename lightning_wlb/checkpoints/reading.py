@@ -153,8 +153,8 @@ def _find(path: Path) -> Path:
     if not path.exists() and (replaced / REST).is_file():
         if atomic_folders.strangers([replaced], path.parent):
             raise FileNotFoundError(
-                f"{path} is missing, and {replaced} is not this user's, where others may put what"
-                " they like. To go on from it give its own path."
+                f"{path} is missing, and {replaced} is not this user's, in a folder where others"
+                " may put files. To go on from it give its own path."
             )
         rank_zero_warn(
             f"{path} is missing: the save that was to replace it broke off. Reading {replaced}, the"

@@ -159,9 +159,9 @@ def _tell_of_changes(
     ]
     if rounded:
         rank_zero_warn(
-            f"{path} holds weights in a wider dtype than they have here, and they are rounded to"
-            f" it; {in_words({weights[rounded[0]].dtype: rounded})}. To go on exactly, resume with"
-            " the precision of the run that saved it."
+            f"{path} holds weights in a wider dtype than that of this model, and they are rounded"
+            f" to it; {in_words({weights[rounded[0]].dtype: rounded})}. To go on exactly, resume"
+            " with the precision of the run that saved the checkpoint."
         )
     changed = {
         f"{option} {value!r} (here {own[name]!r})"
@@ -173,8 +173,8 @@ def _tell_of_changes(
     }
     if said := sorted(set().union(*ranks.every(lambda: changed))):
         rank_zero_warn(
-            f"{path} brings options of the optimizer that configure_optimizers gives otherwise, and"
-            f" they hold from here on, as they do in torch: {', '.join(said[:8])}."
+            f"{path} brings other options of the optimizer than configure_optimizers gives here. As"
+            f" in torch, they hold from here on: {', '.join(said[:8])}."
         )
 
 

@@ -82,8 +82,9 @@ def write(
     ranks.lead(lambda: check_plain(content.rest))
     for each in differences(ranks.every(lambda: _sums_of_tensors(content.rest))):
         rank_zero_warn(
-            f"A checkpoint holds this state of rank 0 alone, and a resumed run has it on every rank"
-            f" ({each}) Keep what is the same on all, as of a parameter its full_tensor()."
+            f"Ranks have different values of a state ({each}) A checkpoint holds that of rank 0"
+            " alone, which a resumed run has on every rank. Keep the same value on all ranks, for"
+            " example a parameter's full_tensor()."
         )
     aside = None
     try:

@@ -1,8 +1,7 @@
 """What `lightning-wlb plan` finds: predicted steps of every packing, and a verdict in words.
 
-Figures over steps are given as mean, 99th percentile and
-*aggregate*, the quotient of the sums over all steps: steps differ in tokens, so a mean of quotients
-misleads.
+Figures over steps are given as mean, 99th percentile and *aggregate*, the quotient of the sums over
+all steps: steps differ in tokens, so a mean of quotients misleads.
 
 The verdict is about a packing that keeps documents whole. It is compared with common practice,
 cutting and concatenating (``original``), per token and for equal work, since a cut saves attention.
@@ -106,7 +105,7 @@ class Forecast:
             "model_flop_utilisation": row.flops_per_second / row.mesh.devices / profile.peak_flops,
             "peak_gigabytes": row.peak_bytes / 1e9,
             "recomputed": row.recomputed,
-            # The share of tensor-parallel messages' time that products hide; 0 without messages.
+            # The share of tensor-parallel messages' time that overlaps with matrix products.
             "hidden_messages": 1 - waited / sent if sent else 0.0,
             "speedup_per_token": self.over(baseline),
             "speedup_per_flop": base.times(row),

@@ -2,7 +2,7 @@ r"""Tokenise texts or chats into documents to train on.
 
 SOURCE is a .jsonl or .jsonl.gz file, a .txt or .md file (one document), or a folder of these. OUT
 becomes a folder that `WLBDataModule(documents=...)` and `lightning-wlb plan --lengths` take. A run
-that was ended goes on where it was when the same command is given.
+that was interrupted goes on where it was if the same command is given again.
 
   lightning-wlb tokenize corpus.jsonl corpus-tokens --tokenizer tokenizer.json
   lightning-wlb tokenize chats.jsonl chats-tokens --tokenizer path/to/model --chats

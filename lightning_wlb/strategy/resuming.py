@@ -339,9 +339,9 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     if strange:
         names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
-            f"{names} in {folder} are not this user's, and others may put what they like there, or"
-            " have made the folder in one that is open: they are passed over. To go on from one"
-            " give its own path as ckpt_path."
+            f"{names} in {folder} are not this user's, and others may put files there, or have made"
+            " that folder: they are passed over. To go on from one of them give its own path as"
+            " ckpt_path."
         )
     return list(found.values())
 

@@ -173,7 +173,7 @@ class EndOnSignal(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Requeue, or end the run, as agreed; every other callback has seen the step."""
-        PROGRESS.note(AFTER, "what follows on it")
+        PROGRESS.note(AFTER, "what comes after it")
         if NOTICES.seen & REQUEUE:
             # This comes before any validation that is due: there is not much time.
             rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")

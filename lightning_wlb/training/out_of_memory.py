@@ -1,8 +1,8 @@
 """Explains a step that runs out of memory: what ran, and which options would take how much less.
 
 The error gets a note, which Python prints below its message. Its bytes are those of the memory
-model (``cost/memory_model.py``) as if all micro-batches were like the rank's largest, by which
-``lightning-wlb plan``, too, says what fits. So they are an upper bound of what is modelled, without
+model (``cost/memory_model.py``) if all micro-batches were like the rank's largest; ``lightning-wlb
+plan`` says by the same bytes what fits. They are an upper bound of what is modelled, without
 fragmentation and communication buffers. For a step that left the mesh the note names the pipeline.
 
 Cost: nothing until there is an error.
