@@ -202,7 +202,7 @@ def check_one_split(files: Sequence[Path], folder: Path) -> None:
     if all(splits) and len(train) > 1:
         raise ValueError(
             f"{folder} has files of several splits, such as {train[True]} and {train[False]}. Give"
-            " those of one, by a folder of their own or a pattern."
+            " the files of one split, by a folder of their own or a pattern."
         )
 
 

@@ -219,8 +219,8 @@ class Verdict:
         take += f" on mesh {name_of(advised.row.mesh)}."
         if not self.worth_it and chosen.packing != REFERENCE:
             take = (
-                f"Balancing is not for you: {WORTH - 1:.0%} more tokens/s than {REFERENCE} are"
-                f" asked of {chosen.packing}. {take}"
+                f"Balancing is not for you: {chosen.packing} has less than {WORTH - 1:.0%} more"
+                f" tokens/s than {REFERENCE}. {take}"
             )
         if self.faster and advised is chosen:
             take += (

@@ -101,8 +101,8 @@ class RunsConfig(SaveConfigCallback):
                 file.write((self.mark + self.parser.dump(self.config, skip_none=False)).encode())
         except (OSError, ValueError) as error:
             rank_zero_warn(
-                f"What this run is configured by is not written down: {error} Use a logger, or a"
-                " default_root_dir of its own."
+                f"The configuration of this run is not written down: {error} Use a logger, or give"
+                " the run a default_root_dir of its own."
             )
 
 

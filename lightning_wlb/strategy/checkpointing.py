@@ -115,7 +115,7 @@ class Checkpointer:
         if blind and (path := next(filter(None, starts), None)) is not None:
             raise MisconfigurationException(
                 f"This run would go on from {path}, which {names_of_ranks(blind)} cannot see, or"
-                " was not asked for. Give all ranks the same ckpt_path, and as default_root_dir or"
+                " was not given. Give all ranks the same ckpt_path, and as default_root_dir or"
                 " dirpath a folder on a file system that all nodes share."
             )
 

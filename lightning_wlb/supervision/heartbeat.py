@@ -172,10 +172,10 @@ class HeartbeatServer(threading.Thread):
                     all_here_by = math.inf
                     missing = [n for n in range(1, self._world_size) if n not in self._peers]
                     self._say(
-                        f"nothing has been heard on port {self.port} of"
-                        f" {names_of_ranks(missing or [0])}, which has not come to this run yet, or"
-                        " is kept away, perhaps by others who take up the port. Let only the job's"
-                        " nodes reach it. Until all are there the run is not watched."
+                        f"nothing has been heard on port {self.port} from"
+                        f" {names_of_ranks(missing or [0])}, not started yet or kept away, perhaps"
+                        " by other programs that take up the port. Let only the job's nodes reach"
+                        " it. Until all ranks are connected the run is not watched."
                     )
                 if now >= due:
                     due = now + pause

@@ -104,7 +104,7 @@ class Notices:
 
     def _look_after_loader(self, number: int) -> None:
         if self.mine & INTERRUPT:  # a handler must not print: it may have interrupted a print
-            rank_zero_info("WLBStrategy: interrupted. This step is the last; again: at once.")
+            rank_zero_info("WLBStrategy: interrupted. This step is the last; Ctrl-C again ends it.")
         main, begin = threading.main_thread(), time.monotonic()
         while self.mine and main.is_alive():
             since = WAIT.since

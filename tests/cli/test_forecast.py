@@ -154,7 +154,7 @@ def test_short_documents_are_told_that_it_is_not_for_them(tmp_path: Path) -> Non
     assert not verdict.worth_it
     assert verdict.attention < 0.05
     assert verdict.lines[1] == (
-        "Balancing is not for you: 3% more tokens/s than best_fit are asked of auto. Take packing"
+        "Balancing is not for you: auto has less than 3% more tokens/s than best_fit. Take packing"
         " best_fit with sharding adaptive on mesh 4,1,1,1."
     )
     assert verdict.figures["packing"] == "best_fit"

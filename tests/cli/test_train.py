@@ -179,7 +179,7 @@ def test_a_run_writes_over_no_config_of_the_users(tmp_path, monkeypatch):
     own.unlink()
     other.write_text("mine")
     own.symlink_to(other)
-    with pytest.warns(match="What this run is configured by is not written down"):
+    with pytest.warns(match="The configuration of this run is not written down"):
         assert run() == "mine"
     own.unlink()
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=PermissionError(1, "sticky")))

@@ -313,7 +313,7 @@ def test_strangers_who_come_first_neither_stay_nor_keep_a_rank_out(start):
         end = time.monotonic() + 20
         while not said and time.monotonic() < end:
             time.sleep(0.01)
-        assert "of rank 1, which has not come" in said[0]
+        assert "from rank 1, not started yet" in said[0]
         assert len(server._selector.get_map()) <= 2 * 2 + 101
         for rank in range(2):
             crowd.append(Connection(socket.create_connection(("127.0.0.1", server.port))))
