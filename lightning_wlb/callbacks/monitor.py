@@ -76,7 +76,7 @@ class ImbalanceMonitor(L.Callback):
 
     Attributes:
         heat_map_path: where the heat map was written, on rank 0 once fit has ended; None if writing
-            it failed, of which a warning tells.
+            it failed, which a warning reports.
 
     Raises:
         MisconfigurationException: the Trainer runs another strategy.

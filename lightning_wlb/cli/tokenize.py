@@ -120,7 +120,7 @@ def next_command(out: Path, made: dict[str, Any]) -> str:
         import torch
 
         gpus = torch.cuda.device_count()
-    # The least power of two that holds the documents in which 99 % of the tokens are.
+    # The least power of two above the lengths of the documents that hold 99 % of the tokens.
     shares = np.cumsum([tokens for _, tokens in made["by_length"]])
     window = 2 << int(np.argmax(shares >= 0.99 * made["tokens"]))
     model, profile = "7b", "h100"

@@ -72,7 +72,7 @@ class Checkpointer:
         self._begun, self._resumes, self._restored = True, False, True
         self._thread: int | None = None  # the thread that trains now
         self._read_to_evaluate = False  # weights were read since the last fit, optimizers were not
-        self._handled = id(None)  # the exception in whose handling the script started this run
+        self._handled = id(None)  # the exception that the script handled as it started this run
         self._jobs = BackgroundSaves()
         self._keepers: list[ModelCheckpoint] = []  # those whose file system and links are ours
         self._stager: Stager | None = None

@@ -171,7 +171,7 @@ class Faults(pl.Callback):
 
 @contextmanager
 def without_hiding_cause(failed: bool = True) -> Iterator[None]:
-    """A context in which an error is only warned of if the run has failed already."""
+    """A context that turns an error into a warning if the run has failed already."""
     try:
         yield
     except Exception as error:

@@ -100,7 +100,7 @@ class Notices:
             raise KeyboardInterrupt
         if self.mine & STOP:
             raise SIGTERMException
-        # The requeue signal: there is no step at whose end to save.
+        # The requeue signal: no step runs that could end with a save.
 
     def _look_after_loader(self, number: int) -> None:
         if self.mine & INTERRUPT:  # a handler must not print: it may have interrupted a print

@@ -102,7 +102,7 @@ class StepParameters(ABC):
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Run one action inside; buckets of which it is the last backward are then reduced."""
+        """Run one action inside; then reduce the buckets whose last backward it is."""
         closing = self._closed_by.get(action, [])
         for each in closing:
             each.expect_last_gradients()
@@ -129,7 +129,7 @@ class StepParameters(ABC):
             self._in_step[number].wait()
 
     def _last_backwards(self, program: Sequence[Action]) -> dict[Action, list[BucketInStep]]:
-        """Map each backward to the buckets of which it is the last backward."""
+        """Map each backward to the buckets whose last backward it is."""
         last = {each.stage: at for at, each in enumerate(program) if each.kind == BACKWARD}
         closed_by: dict[Action, list[BucketInStep]] = {}
         for each in self._in_step:

@@ -53,8 +53,8 @@ class Executor:
     """Runs steps on one rank.
 
     Attributes:
-        heterogeneous: gives what to run a step on whose plan has pipelines of its own; None: such a
-            plan is refused.
+        heterogeneous: makes the :class:`StepRuntime` of a plan with pipelines of its own; None:
+            such a plan is refused.
         reduce_dtype: dtype in which tensor- and context-parallel ranks add up.
         chunks: see :class:`.ProcessGroups`.
         losses: the summed token losses of every rank in the last step, in rank order; 0 for ranks
