@@ -1,21 +1,22 @@
-"""Norm, rotary embedding and SwiGLU as pure functions of rows, as they are or by ``torch.compile``.
+"""Norm, rotary embedding and SwiGLU as pure functions of rows, eager or by ``torch.compile``.
 
-:data:`EAGER` has the functions as they are; :meth:`BlockFunctions.compiled` has them compiled, with
+:data:`EAGER` has the eager functions; :meth:`BlockFunctions.compiled` makes compiled ones, for
 ``LanguageModule(compile=True)``. Inductor then makes one kernel of a norm, one of a rotation, one
-of SwiGLU, and two of what the loss does to logits in half types. Autograd saves less than the
-memory model counts (of SwiGLU three matrices instead of four).
+of SwiGLU, and two of the loss's work on logits in half types. Autograd saves less than the memory
+model counts (for SwiGLU three matrices instead of four).
 
-A function is compiled once for any number of rows, as one graph; a rank on which it does not
-compile ends the run, since all others would wait for it in every step. It runs uncompiled on fewer
-than two rows, for which inductor would compile again, and under a dispatch mode, which looks at
+A function is compiled once for any number of rows, as one graph. If it does not compile on a rank,
+the run ends, since other ranks would wait for that rank in every step. It runs uncompiled on fewer
+than two rows, for which inductor would compile again, and under a dispatch mode, which must see
 every operation.
 
-Cost: seconds of compiler time per function, at its first call with gradients and at its first
-without; some tens of microseconds of checks per call. Not for functions that communicate or call
-kernels of their own, nor for small layers on a CPU, where the checks take longer than they save.
+Cost: seconds of compiler time per function, at its first call with gradients and at its first call
+without; some tens of microseconds of checks per call. Do not use it for functions that communicate
+or call kernels of their own, nor for small layers on a CPU, where the checks cost more time than
+compilation saves.
 
-Run on CPUs only so far. On CUDA inductor chooses among Triton's kernels by time, so that sums may
-be in another order in another process, unless ``torch.use_deterministic_algorithms`` is on.
+So far it has run only on CPUs. On CUDA inductor chooses among Triton's kernels by time, so that the
+order of sums may differ between processes, unless ``torch.use_deterministic_algorithms`` is on.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The middle of a feed-forward network, silu(gate) * up; [rows, ffn_dim] each."""
+    """The activation of a feed-forward network, silu(gate) * up; [rows, ffn_dim] each."""
     return F.silu(gate) * up
 
 
@@ -65,12 +66,12 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
     halves instead, so weights are interchangeable only with permuted query and key matrices.
 
     Args:
-        positions: int64 [rows], each row's place in its document.
-        dtype: the hidden states'.
+        positions: int64 [rows], each row's position in its document.
+        dtype: dtype of the hidden states.
 
     Returns:
         [rows, head_dim / 2], complex128 for float64 models, else complex64, which mixed precision
-        leaves alone. Angles are computed in float64, because those of large positions need it.
+        does not cast. Angles are computed in float64, which large positions need.
     """
     assert config.head_dim is not None
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64)
@@ -82,11 +83,11 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
 def rotate(heads: Tensor, table: Tensor) -> Tensor:
     """Rotate neighbouring pairs of queries or keys, by one complex product.
 
-    Eager products of cosines and sines are five times slower on a CPU, and read and write no less
-    on any device.
+    Eager products of cosines and sines are five times slower on a CPU, and have no less memory
+    traffic on any device.
 
     Args:
-        heads: [rows, heads, head_dim] of any floating-point type, which the result has.
+        heads: [rows, heads, head_dim] of any floating-point type; the result has the same type.
         table: ``torch.view_as_real`` of the frequencies, [rows, head_dim / 2, 2].
     """
     wide = heads.to(table.dtype)
@@ -95,7 +96,7 @@ def rotate(heads: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate_real(heads: Tensor, table: Tensor) -> Tensor:
-    """:func:`rotate` in real numbers, of which a compiler makes one kernel."""
+    """:func:`rotate` in real numbers, from which a compiler makes one kernel."""
     even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = table[:, None].unbind(-1)
     pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
@@ -108,7 +109,7 @@ def _log_sum_exp_at_once(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockFunctions:
-    """What a model computes between products, collectives and attention."""
+    """The functions of a model between products, collectives and attention."""
 
     rms_norm: Function = rms_norm
     rotate: Function = rotate
@@ -130,7 +131,7 @@ class BlockFunctions:
 
 
 EAGER = BlockFunctions()
-"""The functions as they are."""
+"""The eager functions."""
 
 
 class CompiledFunction:
@@ -139,7 +140,7 @@ class CompiledFunction:
     Args:
         function: pure; it returns a tensor.
         rows: number of leading arguments that are tensors whose first dim varies.
-        eager: an equal function that runs uncompiled in its place, faster; itself if None.
+        eager: an equal function that is faster uncompiled; ``function`` if None.
     """
 
     def __init__(self, function: Function, rows: int = 1, eager: Function | None = None) -> None:
@@ -154,10 +155,10 @@ class CompiledFunction:
             return self._eager(*args)
         for each in args[: self._rows]:
             torch._dynamo.mark_dynamic(each, 0)
-        if _use_own_cache not in callback_handler.start_callbacks:  # as a reset leaves it
+        if _use_own_cache not in callback_handler.start_callbacks:  # torch.compiler.reset drops it
             callback_handler.register_start_callback(_use_own_cache)
         if self._compiled is None:
-            # Else Triton's kernels are chosen by time, and another choice adds in another order.
+            # Else Triton's kernels are chosen by time, which changes the order of sums.
             known = "deterministic" in torch._inductor.list_options()
             deterministic = known and torch.are_deterministic_algorithms_enabled()
             options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
@@ -177,15 +178,15 @@ class CompiledFunction:
 
 
 def _use_own_cache(_: object = None) -> None:
-    """Keep inductor's pickles and libraries where no other user has put any; for each compilation.
+    """Keep inductor's pickles and libraries where no other user can have put any.
 
-    torch's own choice is a folder of a known name among temporary files, whoever made it. A folder
-    that the environment names is used if it is this user's or root's.
+    torch's default is a folder of a known name among temporary files, whoever made it. A folder
+    that the environment names is used if it is this user's or root's. Called at each compilation.
     """
     default = Path(default_cache_dir())
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         named = Path(os.environ.get(name, default))
-        if named != default and default not in named.parents:  # below it torch has named it
+        if named != default and default not in named.parents:  # torch sets names below the default
             try:
                 named.mkdir(parents=True, exist_ok=True)
                 check_owner(named.stat(), named, [0])
@@ -199,5 +200,5 @@ def _use_own_cache(_: object = None) -> None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")
         if default in Path(os.environ.get("TRITON_CACHE_DIR", "")).parents:
             del os.environ["TRITON_CACHE_DIR"]
-        # Precompiled headers stay in torch's own choice, whatever the environment says.
+        # torch would keep precompiled headers in its default, whatever the environment says.
         torch._inductor.config.cpp_cache_precompile_headers = False

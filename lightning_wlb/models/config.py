@@ -26,8 +26,8 @@ class TransformerConfig:
         rope_theta: base of the rotary embedding's wavelengths.
         norm_eps: added to the mean square in RMSNorm.
         tied_embeddings: the output matrix is the embedding table.
-        sliding_window: most tokens of its piece that a token attends to, itself included; None:
-            all before it. The same in every layer.
+        sliding_window: most tokens of its piece that a token attends to, its own included; None:
+            all earlier ones. It is the same in every layer.
 
     Raises:
         ValueError: a value of another type or out of range, or sizes that do not fit each other.
@@ -79,10 +79,10 @@ class TransformerConfig:
         """A configuration by name; ``overrides`` replace single fields, as in ``vocab_size=4096``.
 
         ``tiny`` is for the demo on a CPU. ``550m``, ``7b``, ``30b`` and ``70b`` are the models of
-        WLB-LLM's Table 1. The paper gives no sizes but "LLaMA-like" and that 7B is LLaMA2-7B, so
-        these are: ``7b`` and ``70b`` LLaMA2's; ``30b`` LLaMA's (its 33B); ``550m`` the 7B's
-        proportions at 12 heads of 128 and 16 layers, 551 million parameters. ``llama3-8b`` is
-        Llama 3's.
+        WLB-LLM's Table 1. The paper only says that they are "LLaMA-like" and that 7B is LLaMA2-7B.
+        Here ``7b`` and ``70b`` have the sizes of LLaMA2, ``30b`` those of LLaMA's 33B, and ``550m``
+        the proportions of 7B with 12 heads of 128 and 16 layers, 551 million parameters.
+        ``llama3-8b`` has those of Llama 3.
 
         Raises:
             ValueError: an unknown preset or field; the message lists the known ones.
@@ -114,7 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def as_config(config: TransformerConfig | str | Mapping[str, Any] | None) -> TransformerConfig:
-    """A configuration, given as one, as a preset's name or as fields by name; None is ``"tiny"``.
+    """A configuration from a configuration, a preset's name or a mapping; None is ``"tiny"``.
 
     Raises:
         ValueError: something else, or an unknown preset or field; the message lists the known ones.

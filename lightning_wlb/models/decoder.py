@@ -1,12 +1,12 @@
-"""What a model must offer to be trained on packed documents and split over a mesh: one base class.
+"""The base class of models that are trained on packed documents and split over a mesh.
 
-:class:`.Transformer` and the Hugging Face decoders are cases of :class:`Decoder`, and so is a model
-of one's own. Nothing else of a model is asked for: :class:`.LanguageModule` calls its forward and
+:class:`.Transformer`, the Hugging Face decoders and a user's own models are subclasses of
+:class:`Decoder`. A model needs nothing else: :class:`.LanguageModule` calls its forward and
 :meth:`~Decoder.initialise`, and :class:`.WLBStrategy` splits it by its three parts,
 :attr:`~Decoder.tied` and :meth:`~Decoder.tensor_parallel_plan`.
 
 Each parameter is drawn whole, in float32 on the CPU, by a generator seeded with a hash of the seed
-and its name, and a rank keeps its shard. Cost: memory for the largest in float32.
+and the parameter's name, and a rank keeps its shard. Cost: memory for the largest parameter.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from lightning_wlb.plan import ActivationCheckpointing
 class Decoder(nn.Module):
     """A decoder on packed rows, or one pipeline stage of it.
 
-    A subclass builds the whole model; the strategy then removes what other stages own. All of its
-    parameters are in the three parts below, which its forward calls as modules: a module's call
-    waits for its parameters. Rows have no batch dimension and lie in an order that the sharding
-    chooses: where a row stands in its document is in ``micro_batch.positions``, and which rows see
-    which is in ``micro_batch.attention``.
+    A subclass builds the whole model; the strategy then removes the parts of other stages. All
+    parameters are in the three parts below, which the forward calls as modules, because a module's
+    call waits for its parameters. Rows have no batch dimension, and the sharding chooses their
+    order: ``micro_batch.positions`` has each row's position in its document, and
+    ``micro_batch.attention`` says which rows see which.
 
     Attributes:
-        embed: the embedding; None on a stage that another one precedes.
+        embed: the embedding; None on all stages but the first.
         layers: the decoder layers that the stage holds, keyed by their global number as a string.
-        head: the final norm and output projection; None on a stage that another one follows.
+        head: the final norm and output projection; None on all stages but the last.
         attention_kernel: the kernel that the layers' attention calls; a strategy that measures
-            attention sets its ``timer``. None in a model that attends by itself.
-        activation_checkpointing: ``"auto"`` if the layers compute again in backward what
-            ``micro_batch.recompute`` says; else the one mode that they always have.
-        overlaps: which messages travel while layers compute, where ``groups.chunks`` is given
+            attention sets its ``timer``. None in a model with attention of its own.
+        activation_checkpointing: ``"auto"`` if the layers recompute in backward what
+            ``micro_batch.recompute`` says; else the mode that they always have.
+        overlaps: which messages overlap the layers' products if ``groups.chunks`` is given
             (:mod:`.tensor_parallel_overlap`).
     """
 
@@ -67,16 +67,16 @@ class Decoder(nn.Module):
         layers: range | None = None,
         groups: ProcessGroups = NO_GROUPS,
     ) -> Tensor:
-        """Run one stage on P rows, of which this rank's residual stream has P/TP.
+        """Run one stage on P rows; this rank's residual stream has P/TP of them.
 
         Attention is :func:`~lightning_wlb.attention.packed.packed_attention` with
         ``micro_batch.attention.for_layer(number)``.
 
         Args:
-            micro_batch: its tokens are read by the embedding, its labels by the head. A label is
-                -100 where a row has no target.
+            micro_batch: the embedding reads its tokens, the head its labels. The label of a row
+                without a target is -100.
             hidden: [P/TP, dim], the output of the stage before; None in the first stage.
-            layers: global numbers of the stage's layers; all that the module holds if None.
+            layers: global numbers of the stage's layers; all layers of the module if None.
             groups: the process groups that share the rows and the parameters.
 
         Returns:
@@ -87,13 +87,12 @@ class Decoder(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def compile_blocks(self) -> None:
-        """Compile what the layers compute between collectives and attention: ``compile=True``.
+        """For ``compile=True``: compile the layers' work between collectives and attention.
 
-        It is called once, before the model is split. Gradients stay those of the model uncompiled,
-        up to rounding.
+        It is called once, before the model is split. It may change gradients only by rounding.
 
         Raises:
-            ValueError: the model has nothing that can be compiled.
+            ValueError: the model has nothing to compile.
         """
         raise ValueError(
             f"compile=True, but {type(self).__name__} does not compile anything: only the blocks of"
@@ -103,10 +102,10 @@ class Decoder(nn.Module):
         )
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """Parameter-name pattern -> how parameters are split over ``size`` tensor-parallel ranks.
+        """Name pattern of parameters -> how they are split over ``size`` tensor-parallel ranks.
 
         A replicated parameter's gradient on a rank must be the part that flows through the rank's
-        own rows, heads or words: the ranks' parts are added (:func:`.tensor_parallel.local`).
+        own rows, heads or words: the ranks' parts are summed (:func:`.tensor_parallel.local`).
 
         Raises:
             ValueError: the model cannot be split.
@@ -118,18 +117,18 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Parameter name -> the name of the parameter that it equals, on any pipeline stage.
+        """Parameter name -> name of the parameter to which it is tied, on any pipeline stage.
 
-        On a stage with both the two are one ``Parameter``; else the strategy keeps them equal.
+        A stage with both has a single ``Parameter``; else the strategy keeps both equal.
         """
         return {}
 
     def initialise(self, seed: int) -> None:
         """Fill the parameters that this rank holds, which may be DTensors.
 
-        The values must be a function of the seed and of global parameter names only, so that they
-        are the same on any mesh. Here vectors are zeros where their name ends in ``bias``, else
-        ones (they are norm weights); everything else is normal with mean 0 and
+        The values must depend only on the seed and on global parameter names, so that they are the
+        same on any mesh. By default vectors are zeros if their name ends in ``bias``, else ones
+        (norm weights). All other values are normal with mean 0 and the standard deviation
         :meth:`initial_deviation`.
 
         Raises:
@@ -160,17 +159,17 @@ def initial_value(name: str, shape: torch.Size, seed: int, deviation: float) -> 
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed of its own for each name, from the run's seed."""
+    """A separate seed for each name, from the run's seed."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 NO_TABLES: ContextVar[bool] = ContextVar("NO_TABLES", default=False)
-"""Whether modules that are made now shall have no values in their buffers either."""
+"""Whether modules made now get no values in their buffers either."""
 
 
 class StoredWeights(NamedTuple):
-    """What the checkpoint holds that a module is being loaded from."""
+    """The contents of the checkpoint from which a module is being loaded."""
 
     values: int
     names: frozenset[str]
@@ -182,10 +181,10 @@ _FEW_VALUES = 1 << 27
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A context in which models are made with names and shapes, and no values at all.
+    """A context in which models are made with names and shapes, but without any values.
 
     Raises:
-        ValueError: a size is below 0, or beyond what any machine can number.
+        ValueError: a size is below 0, or too large for any machine.
     """
     token = NO_TABLES.set(True)
     try:
@@ -208,9 +207,9 @@ def machine_bytes() -> int:
 def check_size(model: nn.Module, machines: int = 1) -> None:
     """Refuse a model, built without values, whose values would fill the memory.
 
-    Those of its state dict and its tables must not be far more than the checkpoint's that is loaded
-    (a module's hooks may rename or pad weights; torch compares them one by one later), and all of
-    them must fit into ``machines`` such as this one, which share them evenly.
+    While a checkpoint is loaded, the model's state dict and tables must not have far more values
+    than the checkpoint (a module's hooks may rename or pad weights; torch compares them one by one
+    later). All values must fit into ``machines`` machines like this one, which share them evenly.
     """
     kept = {id(each) for each in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -231,7 +230,7 @@ def check_size(model: nn.Module, machines: int = 1) -> None:
 
 
 def check_decoder(model: Decoder, asked: ActivationCheckpointing) -> None:
-    """Refuse a model that recomputes something else than the user ``asked`` for, or has dropout."""
+    """Refuse a model with dropout, or that recomputes other parts than the user ``asked`` for."""
     name, own = type(model).__name__, model.activation_checkpointing
     if "auto" not in (asked, own) and asked != own:
         raise ValueError(

@@ -1,13 +1,13 @@
 """The LightningModule that trains a decoder on step batches.
 
 One batch is one optimiser step: a plan and this rank's micro-batches. The loss of a step is the
-sum of its token losses over the *global* number of target tokens, never a mean of means.
+sum of its token losses divided by the *global* number of target tokens, never a mean of means.
 
-Run with ``strategy="auto"`` on one device, :meth:`LanguageModule.step` loops over the
-micro-batches; that path is the reference that every parallel run equals. ``WLBStrategy`` replaces
-only that: it sets ``LanguageModule.executor``.
+With ``strategy="auto"`` on one device, :meth:`LanguageModule.step` loops over the micro-batches.
+That path is the reference: every parallel run gives the same result. ``WLBStrategy`` replaces only
+this loop, by setting ``LanguageModule.executor``.
 
-Cost of the reference path: the activations of all micro-batches of a step live until its one
+Cost of the reference path: the activations of all micro-batches of a step are held until its single
 backward. ``activation_checkpointing="full"`` bounds them.
 """
 
@@ -44,38 +44,38 @@ LossNormalisation = Literal["step", "nominal"]
 class LanguageModule(LoadsCheckpoints):
     """Next-token training of a :class:`~lightning_wlb.models.transformer.Transformer`.
 
-    For a model of your own override :meth:`build_model`, which returns any :class:`.Decoder`; a
-    subclass of ``Transformer`` that replaces some modules is the shortest.
+    For a model of your own override :meth:`build_model`, which may return any :class:`.Decoder`;
+    the shortest way is a subclass of ``Transformer`` that replaces some modules.
 
     Args:
-        config: sizes of the model; also a preset's name or a mapping of fields. ``"tiny"`` if None.
+        config: sizes of the model, a preset's name, or a mapping of fields; ``"tiny"`` if None.
         learning_rate: peak learning rate of AdamW.
         weight_decay: for matrices only, not for vectors (norm weights, biases).
         betas: AdamW's.
         warmup_tokens: the learning rate rises linearly from 0 over this many tokens.
         decay_tokens: tokens, warm-up included, after which a cosine decay ends; None: no decay.
-        min_learning_rate_ratio: the cosine ends at this part of ``learning_rate``.
+        min_learning_rate_ratio: the cosine ends at this ratio of ``learning_rate``.
         loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
-            configured tokens of a global batch (``"nominal"``), which weighs every token of the
-            run alike.
-        activation_checkpointing: what backward computes again instead of holding it, for all
-            micro-batches: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"``
-            (layers). With ``"auto"`` plans choose for each micro-batch as little as fits in
-            memory, where a device profile says what fits; else ``"none"``.
+            configured tokens of a global batch (``"nominal"``), which gives every token of the run
+            the same weight.
+        activation_checkpointing: what backward recomputes instead of storing it, for all
+            micro-batches: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"`` (layers).
+            With ``"auto"`` and a device profile, plans choose for each micro-batch as little as
+            fits in memory; without a profile ``"auto"`` is ``"none"``.
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
         compile: compile the model's blocks (norms, rotary embedding, feed-forward networks, the
             loss's softmax) by ``torch.compile``, once for all lengths, in the first step.
-        seed: for the initial weights; ``seed_everything``'s if None, or else 0.
+        seed: seed of the initial weights; None: the seed of ``seed_everything``, or 0 without one.
 
     Attributes:
         model: None until :meth:`configure_model`.
-        executor: runs a step's micro-batches and returns :meth:`step`'s loss; ``WLBStrategy`` sets
-            it, and it is None elsewhere.
-        tokens_seen: tokens trained on so far, over all replicas; in the checkpoint.
+        executor: runs a step's micro-batches and returns :meth:`step`'s loss. ``WLBStrategy`` sets
+            it; under other strategies it is None.
+        tokens_seen: tokens trained on so far, over all replicas; saved in the checkpoint.
 
     Raises:
-        ValueError: a value of another type, an option that is not one of those listed, or numbers
-            out of range or order.
+        ValueError: a value of another type, an option that is not listed above, or numbers out of
+            range or in the wrong order.
     """
 
     model: Decoder | None
@@ -102,8 +102,8 @@ class LanguageModule(LoadsCheckpoints):
             "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
         )
         choice("attention_backend", attention_backend, ("auto", *BACKENDS))
-        # Checkpoints hold plain types only: they load with weights_only=True. So the arguments
-        # themselves, which save_hyperparameters looks at, become plain Python.
+        # Checkpoints hold plain types only, as they are loaded with weights_only=True. So the
+        # arguments, which save_hyperparameters reads, become plain Python.
         self.learning_rate = learning_rate = number("learning_rate", learning_rate, 0)
         self.weight_decay = weight_decay = number("weight_decay", weight_decay, 0)
         self.betas = betas = _betas(betas)
@@ -130,17 +130,17 @@ class LanguageModule(LoadsCheckpoints):
         self.model = None
         self.executor: Callable[[StepBatch], Tensor] | None = None
         self.tokens_seen = 0
-        # The step that was counted last: its tokens, its Trainer and the steps taken before it.
+        # The last counted step: its tokens, its Trainer and the number of steps before it.
         self._counted = 0, 0, 0
 
     def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
-        """What ``config`` stands for, and the same in plain types, which the checkpoint keeps."""
+        """The configuration that ``config`` gives, and the same in plain types for checkpoints."""
         understood = as_config(config)
         return understood, asdict(understood)
 
     @property
     def model_shape(self) -> ModelShape:
-        """The sizes that the cost model plans with; override it where ``config`` is not used."""
+        """The sizes for the cost model; override it in a model that does not use ``config``."""
         return self.config.shape
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -148,10 +148,10 @@ class LanguageModule(LoadsCheckpoints):
         keep_hooks(LanguageModule, cls, ("setup", "on_save_checkpoint", "on_load_checkpoint"))
 
     def setup(self, stage: str) -> None:
-        """Count tokens from 0 where a run does not go on: its learning rate begins anew, too.
+        """Count tokens from 0, and so restart the learning rate, unless the run is resumed.
 
         Raises:
-            MisconfigurationException: gradients of several batches are to be accumulated.
+            MisconfigurationException: the Trainer accumulates gradients of several batches.
         """
         if stage != TrainerFn.FITTING:
             return
@@ -163,12 +163,12 @@ class LanguageModule(LoadsCheckpoints):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: the model cannot do what was asked for, has dropout, or is larger than the
-                checkpoint that is loaded, or than the machine's memory.
+            ValueError: the model does not support an option, has dropout, or is larger than the
+                checkpoint that is loaded or than the machine's memory.
         """
         if self.model is not None:
             return
-        # By a strategy that gives the model memory and values itself, after splitting it.
+        # Some strategies give the model memory and values themselves, after splitting it.
         deferred = getattr(getattr(self._trainer, "strategy", None), "defers_initialisation", False)
         if not deferred and torch.get_default_device().type == "cpu":
             with without_values():
@@ -187,17 +187,17 @@ class LanguageModule(LoadsCheckpoints):
             self.init_weights()
 
     def build_model(self) -> Decoder:
-        """The whole model, with parameters of any values: :meth:`init_weights` fills them.
+        """The whole model; :meth:`init_weights` fills its parameters, whatever their values are.
 
         It is also called on the meta device: to compare sizes before values are made, and under
-        ``WLBStrategy``, which so splits a model larger than a rank's memory. Override it for a
+        ``WLBStrategy``, which can thus split a model larger than a rank's memory. Override it for a
         model of your own.
         """
         return Transformer(self.config, attention_backend=self.attention_backend)
 
     def build_blank_model(self) -> Decoder:
-        """The whole model, without values, as this module's own was before it was split."""
-        # As Lightning lets configure_model build it, in the dtype of the run.
+        """The whole model, without values, like this module's model before it was split."""
+        # In the dtype of the run, in which Lightning lets configure_model build.
         with self.trainer.precision_plugin.module_init_context(), torch.device("meta"):
             model = self.build_model()
             if self.compiles_blocks:
@@ -206,16 +206,16 @@ class LanguageModule(LoadsCheckpoints):
 
     @property
     def planned_checkpointing(self) -> ActivationCheckpointing:
-        """The ``activation_checkpointing`` that plans for this module are made with."""
+        """The ``activation_checkpointing`` with which plans for this module are made."""
         return self.checkpointing_with(self.model)
 
     def checkpointing_with(self, model: Decoder | None) -> ActivationCheckpointing:
-        """The mode that ``model`` always has; what was asked for if it can do any, or is None."""
+        """The mode that ``model`` always has; the user's if it supports every mode, or is None."""
         own = "auto" if model is None else model.activation_checkpointing
         return self.activation_checkpointing if own == "auto" else own
 
     def init_weights(self) -> None:
-        """Fill the parameters with values that depend on the seed and their names only."""
+        """Fill the parameters with values that depend only on the seed and their names."""
         assert self.model is not None
         self.model.initialise(self.initial_seed)
 
@@ -225,10 +225,10 @@ class LanguageModule(LoadsCheckpoints):
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
 
     def step(self, batch: StepBatch) -> Tensor:
-        """The loss of one optimiser step: token losses over :meth:`loss_denominator`.
+        """The loss of one optimiser step: token losses divided by :meth:`loss_denominator`.
 
         Returns:
-            0-dim, float32 or wider. Zero, with zero gradients, where no token has a target.
+            0-dim, float32 or wider. Zero, with zero gradients, if no token has a target.
 
         Raises:
             MisconfigurationException: the batch is no step batch.
@@ -242,7 +242,7 @@ class LanguageModule(LoadsCheckpoints):
         if self.executor is not None:
             return self.executor(batch)
         assert self.model is not None
-        # A step without micro-batches has a gradient too: zero, for every parameter.
+        # Without micro-batches the gradient of every parameter is zero, not missing.
         total = torch.zeros((), device=self.device)
         if not batch.micro_batches:
             total = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0
@@ -252,12 +252,12 @@ class LanguageModule(LoadsCheckpoints):
         return total / self.loss_denominator(batch.plan)
 
     def loss_denominator(self, plan: StepPlan) -> int:
-        """What a step's sum of token losses is divided by, at least 1."""
+        """The divisor of a step's sum of token losses, at least 1."""
         nominal = self.loss_normalisation == "nominal"
         return max(plan.nominal_tokens if nominal else plan.target_tokens, 1)
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
-        """One optimiser step; logs ``train_loss`` and ``tokens``, those of the step."""
+        """One optimiser step; logs the step's ``train_loss`` and ``tokens``."""
         loss = self.step(batch)
         if not batch.target_tokens:
             rank_zero_warn(
@@ -265,7 +265,7 @@ class LanguageModule(LoadsCheckpoints):
                 " momentum and weight decay change weights. Is the mask of targets right?"
             )
         self.log("train_loss", loss.detach(), prog_bar=True)
-        # Filled in on the device: Lightning would copy a number to it, and wait for the device.
+        # Filled on the device: Lightning would copy a number there, and wait for the device.
         self.log("tokens", torch.full((), float(batch.tokens), device=loss.device))
         return loss
 
@@ -278,18 +278,18 @@ class LanguageModule(LoadsCheckpoints):
         self._evaluate(batch, "test_loss")
 
     def predict_step(self, *_: Any) -> NoReturn:
-        """Refused, by :func:`.refuse_prediction`."""
+        """Raise an error, see :func:`.refuse_prediction`."""
         refuse_prediction()
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
         total = self.step(batch) * self.loss_denominator(batch.plan)
         if batch.target_tokens:
             loss = total / batch.target_tokens
-            # The same on every rank already; said so that Lightning does not warn.
+            # All ranks have the same value; without sync_dist Lightning would warn.
             self.log(name, loss, prog_bar=True, batch_size=batch.target_tokens, sync_dist=True)
 
     def check_batch(self, batch: object) -> None:
-        """Refuse what is not a step batch, or planned with other activation checkpointing."""
+        """Refuse anything but a step batch, or one planned with other activation checkpointing."""
         if not isinstance(batch, StepBatch):
             raise MisconfigurationException(
                 f"LanguageModule got a batch of type {type(batch).__name__}, but one batch must be"
@@ -309,21 +309,21 @@ class LanguageModule(LoadsCheckpoints):
                 )
 
     def log(self, *args: Any, **options: Any) -> None:
-        """Lightning's method, with batch size 1 by default: it would find no samples in a batch."""
+        """Lightning's method, with batch size 1 by default: Lightning cannot find it in a batch."""
         if options.get("batch_size") is None:
             options["batch_size"] = 1
         super().log(*args, **options)
 
     def configure_optimizers(self) -> Any:
-        """AdamW; with a schedule by tokens where warm-up or decay is asked for."""
+        """AdamW, with a schedule by tokens if there is a warm-up or a decay."""
         trained = {name: each for name, each in self.named_parameters() if each.requires_grad}
-        # Experts' biases have two dims: a row for each expert.
+        # Biases of experts have two dims, with a row for each expert.
         matrices = {n for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")}
         decayed = [p for n, p in trained.items() if n in matrices]
         others = [p for n, p in trained.items() if n not in matrices]
         groups = ((decayed, self.weight_decay), (others, 0.0))
-        # Both groups on every stage, also empty ones, as where all parameters are frozen: schedules
-        # keep a value for each group, and what rank 0 has saved of them is loaded on every rank.
+        # Both groups on every stage, even if empty (all parameters frozen): schedules keep a value
+        # for each group, and every rank loads the schedules that rank 0 has saved.
         optimizer = torch.optim.AdamW(
             [{"params": group, "weight_decay": decay} for group, decay in groups],
             lr=self.learning_rate,
@@ -331,7 +331,7 @@ class LanguageModule(LoadsCheckpoints):
             # One kernel instead of dozens; on a CPU it saves nothing.
             fused=(bool(trained) and all(each.is_cuda for each in trained.values())) or None,
         )
-        # Lightning refuses to clip for a fused one, even where no scaler is at work.
+        # Lightning refuses to clip gradients for a fused optimizer, even without a scaler.
         optimizer._step_supports_amp_scaling = False
         if not self.warmup_tokens and self.decay_tokens is None:
             return optimizer
@@ -341,7 +341,7 @@ class LanguageModule(LoadsCheckpoints):
         return [optimizer], [{"scheduler": schedule, "interval": "step", "name": "lr"}]
 
     def learning_rate_factor(self, tokens: int) -> float:
-        """Part of ``learning_rate`` for the step that follows ``tokens`` trained tokens."""
+        """Factor of ``learning_rate`` for the step after ``tokens`` trained tokens."""
         if tokens < self.warmup_tokens:
             return tokens / self.warmup_tokens
         if self.decay_tokens is None:
@@ -351,7 +351,7 @@ class LanguageModule(LoadsCheckpoints):
         return least + (1 - least) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
     def _tokens_taken(self) -> int:
-        """``tokens_seen`` less those of a step that failed before the optimizer's and is redone."""
+        """``tokens_seen`` without a step that failed before its optimizer step and is repeated."""
         tokens, *since = self._counted
         failed = self._trainer and since == [id(self._trainer), self._trainer.global_step]
         return self.tokens_seen - (tokens if failed else 0)
@@ -361,11 +361,11 @@ class LanguageModule(LoadsCheckpoints):
         checkpoint["tokens_seen"] = self._tokens_taken()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore ``tokens_seen``, and number the parameters of optimizer state that has names.
+        """Restore ``tokens_seen``, and convert optimizer state from parameter names to numbers.
 
         Raises:
-            ValueError: the checkpoint is of another config, which weights do not tell; or a run is
-                to go on without its position in the documents.
+            ValueError: the checkpoint is of another config, which weights may not show; or it lacks
+                the position in the documents, where the run is to continue.
         """
         seen = whole("the checkpoint's tokens_seen", checkpoint.get("tokens_seen", 0), 0)
         self.tokens_seen, self._counted = seen, (0, 0, 0)
@@ -377,7 +377,7 @@ class LanguageModule(LoadsCheckpoints):
         data = getattr(self.trainer, "datamodule", None)
         name = type(data).__qualname__
         position = (checkpoint.get(name) or {}).get("planner", data)
-        begun = position is None and checkpoint.get("global_step")  # as only an edit leaves it
+        begun = position is None and checkpoint.get("global_step")  # only an edit can lead to this
         if data is not None and (begun or position is data):
             raise ValueError(
                 f"the checkpoint has no position in the documents of a {name}, by which Lightning"

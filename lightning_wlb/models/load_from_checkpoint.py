@@ -1,14 +1,15 @@
 """``LanguageModule.load_from_checkpoint``, and optimizer state from another strategy's checkpoint.
 
-A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Optimizer state that is
-keyed by the names of parameters, as in the file that Lightning's ``consolidate_checkpoint`` makes
-of a folder, is numbered in the order of the module's own optimizers, as Lightning restores it.
+A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Lightning restores
+optimizer state by parameter numbers. State that is keyed by parameter names, as in the file that
+Lightning's ``consolidate_checkpoint`` makes of a folder, is numbered in the order of the module's
+optimizers.
 
-A checkpoint of LightningCLI names the module's class, and asks for LightningCLI to instantiate it,
-which would import and call whatever classes the arguments name. Here the class must be imported
-already and a subclass of the one that was asked for, and it gets the arguments as they are.
+A checkpoint of LightningCLI names the module's class and lets LightningCLI instantiate it, which
+would import and call any classes that the arguments name. Here the class must already be imported
+and be a subclass of the class on which the method is called, and it gets the arguments unchanged.
 
-Cost: the weights twice in memory, or the optimizer state twice, until the second is loaded.
+Cost: weights, or optimizer state, are in memory twice until the module has loaded them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class LoadsCheckpoints(L.LightningModule):
     """A module that loads what any strategy has written."""
 
     describing: ClassVar[frozenset[str]] = frozenset()
-    """Fields of ``config`` that change nothing that the model computes."""
+    """Fields of ``config`` that do not affect what the model computes."""
 
     def compare_config(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint was saved with another config."""
         saved = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         configs = [each.get("config") for each in (saved, self.hparams)]
-        # A module of the user's own may have saved what it was given, as a preset's name.
+        # A user's module may have saved its argument unchanged, such as a preset's name.
         before, now = (each if isinstance(each, dict) else {} for each in configs)
         changed = {
             field: (before[field], value)
@@ -75,14 +76,14 @@ class LoadsCheckpoints(L.LightningModule):
                 strategy's file.
             map_location: a device; None means the CPU.
             hparams_file: for a file only.
-            strict: whether all weights must be there, and no others; None: what the module says.
-            weights_only: for a file only. None means True: plain types and tensors, as a folder is
-                always read, and no class is imported.
-            options: arguments of the module in place of those that were saved.
+            strict: whether the weights must be exactly the module's; None: as the module says.
+            weights_only: for a file only. None means True: only plain types and tensors are read,
+                as always from a folder, and no class is imported.
+            options: arguments of the module that replace the saved ones.
 
         Raises:
-            ValueError: what is no checkpoint, is damaged, was given with what is for files only, or
-                describes a far larger model than it holds.
+            ValueError: there is no checkpoint, it is damaged, a folder is given with arguments for
+                files, or the checkpoint describes a far larger model than it holds.
         """
         local = isinstance(checkpoint_path, str | Path)
         path = Path(checkpoint_path).expanduser() if local else None
@@ -94,7 +95,7 @@ class LoadsCheckpoints(L.LightningModule):
                 " arguments that are to be others by name."
             )
         if weights_only is not False:
-            options = options | {"_instantiator": None}  # LightningCLI, which is to make the module
+            options = options | {"_instantiator": None}  # else LightningCLI would make the module
         if path is None or not path.exists() or not plain:
             # Lightning would choose weights_only=False for an address.
             weights_only = weights_only is not False
@@ -105,7 +106,7 @@ class LoadsCheckpoints(L.LightningModule):
         stored = read.rest | {"state_dict": read.read(read.names)}
         given = stored.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         module_name, _, class_name = str(given.pop("_class_path", "")).rpartition(".")
-        # Not getattr, by which transformers would import a module of its own.
+        # Not getattr, which would make transformers import one of its modules.
         found = vars(sys.modules.get(module_name, sys)).get(class_name)
         made = found if isinstance(found, type) and issubclass(found, cls) else cls
         given.update(options)
@@ -120,7 +121,7 @@ class LoadsCheckpoints(L.LightningModule):
 
 
 def _values(state: Iterable[Any]) -> int:
-    """How many values are stored: those that tensors share or repeat are once in the file."""
+    """The number of stored values; values that tensors share or repeat are stored once."""
     weights = [each for each in state if isinstance(each, Tensor)]
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // each.itemsize
@@ -132,7 +133,7 @@ def _values(state: Iterable[Any]) -> int:
 def numbered(
     module: L.LightningModule, states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A checkpoint's optimizer states with numbers for parameters in place of names, if it has any.
+    """A checkpoint's optimizer states, with parameter numbers in place of names if it has names.
 
     The module must be attached to a Trainer and have its whole model.
     """
@@ -141,7 +142,7 @@ def numbered(
     optimizers, _ = _init_optimizers_and_lr_schedulers(module)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for optimizer, state in zip(optimizers, states, strict=True):
-        # Saved before the first step: there are options of its groups, and no state yet.
+        # Saved before the first step: its groups have options, but no state yet.
         stepped = any(name.startswith("state.") for name in state)
         own = {} if stepped else get_optimizer_state_dict(module, optimizer, options=options)
         set_optimizer_state_dict(module, optimizer, own | dict(state), options=options)

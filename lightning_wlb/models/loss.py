@@ -1,4 +1,4 @@
-"""The sum of token losses, without ever holding rows × vocabulary.
+"""The sum of token losses, without holding all logits (rows × vocabulary) at once.
 
 Logits of one long micro-batch are larger than everything else in the last stage (32K rows × 128K
 words × 4 bytes = 16 GiB), so they exist for one chunk of rows at a time and backward recomputes
@@ -7,17 +7,17 @@ them. The forward keeps one number per row, the logarithm of the softmax denomin
 Under tensor parallelism each rank holds some rows of the output matrix ("vocabulary-parallel").
 Per chunk the ranks exchange three numbers per row: the maximum, the sum of exponentials and the
 logit of the target. Logits are never gathered. Every rank returns the same loss and calls backward
-with the same gradient. The gradient of a rank's weight rows is then complete; that of the hidden
-states is the part that flows through this rank's words, and the backward of ``gather_rows`` adds
-the parts up.
+with the same gradient. The gradient of a rank's weight rows is then complete. The gradient of the
+hidden states is the part that flows through this rank's words; the backward of ``gather_rows`` sums
+these parts.
 
-Sums over chunks are in float32. On CUDA the products of half types come out in it too, and add to
-the gradient of the output matrix in place, without a copy in either type. That has been run with
-stand-ins for the two operators only (tests/models/test_loss.py).
+Sums over chunks are in float32. On CUDA the products of half types are in float32 too, and are
+added to the gradient of the output matrix in place, without a copy. That has been run only with
+stand-ins for the two operators (tests/models/test_loss.py).
 
-Cost: one extra product of hidden states and output matrix in backward, a third more than the head
-would otherwise cost. Where rows × vocabulary is small, plain cross-entropy is faster. For torch's
-and Liger's fused losses see docs/design.md.
+Cost: one extra product of hidden states and output matrix in backward, a third of the head's cost
+without it. If rows × vocabulary is small, plain cross-entropy is faster. For torch's and Liger's
+fused losses see docs/design.md.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 def logits_gradient(
     logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of cross-entropy by the logits, [rows, words], which it overwrites.
+    """The gradient of cross-entropy by the logits, [rows, words]; overwrites the logits.
 
     Args:
         logits: [rows, words].
         log_sums: [rows], over all words of all ranks.
-        column: [rows], the target's number among the words; -1 where it is not among them.
-        scale: [rows], what the gradient is multiplied by.
+        column: [rows], the target's number among the words; -1 if it is not among them.
+        scale: [rows], factors of the gradient.
     """
     logits -= log_sums[:, None]
     logits.exp_()
@@ -66,7 +66,7 @@ def logits_gradient(
 def logits_gradient_at_once(
     logits: Tensor, log_sums: Tensor, column: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """:func:`logits_gradient` without a change in place, for a compiler."""
+    """:func:`logits_gradient` without in-place changes, for a compiler."""
     words = torch.arange(logits.shape[1], device=logits.device)
     target = (words == column[:, None]).to(logits.dtype)
     return (((logits - log_sums[:, None]).exp() - target) * scale[:, None]).to(dtype)
@@ -93,24 +93,24 @@ def token_loss(
 
     Args:
         hidden: [rows, dim], the same on every rank of ``group``.
-        weight: [vocabulary, dim]; with a group this rank's rows of it, in rank order and equally
-            many on each rank.
-        labels: int64 [rows], global word numbers, ``IGNORE`` (-100) where a row has no target.
+        weight: [vocabulary, dim]; with a group this rank's rows, in rank order and equally many on
+            each rank.
+        labels: int64 [rows], global word numbers; ``IGNORE`` (-100) for a row without a target.
         group: the tensor-parallel group.
 
     Returns:
         0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
-        gradients, where no row has a target.
+        gradients, if no row has a target.
     """
     group = group if group_size(group) > 1 else None
     return _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)
 
 
 def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum over rows of the cross-entropy of logits that a model has made by code of its own.
+    """Sum over rows of the cross-entropy of logits that a model computes by its own code.
 
     Logits are [rows, vocabulary]; with a group this rank's columns, in rank order and equally many
-    on each rank, and their gradient is complete there. The rest is as in :func:`token_loss`.
+    on each rank. Their gradient is complete on each rank. The rest is as in :func:`token_loss`.
 
     Cost: a gradient as large as the logits is kept until backward. Give few rows at a time
     (:func:`row_chunks`), under a checkpoint.
@@ -119,10 +119,10 @@ def logits_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = Non
 
 
 def row_chunks(rows: int, weight: Tensor, times: int = 1) -> list[slice]:
-    """Cuts ``rows`` rows into chunks, the logits of one of which are in memory at a time.
+    """Cuts ``rows`` rows into chunks, so that only one chunk's logits are in memory at a time.
 
-    Logits are products with ``weight``, [words, dim]. A head that takes ``times`` the plain loss's
-    memory for each logit gets chunks of so many times fewer rows.
+    Logits are products with ``weight``, [words, dim]. A head that takes ``times`` as much memory
+    for each logit as the plain loss gets chunks of so many times fewer rows.
     """
     size = max(chunk_rows(weight.shape[0], weight.device.type != "cpu") // times, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
@@ -181,7 +181,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits = _wide_product(hidden[chunk], weight.T, wide)
             terms, log_sums[chunk] = _terms(logits, labels[chunk], group, softmax)
             loss += terms.sum()
-            del logits  # before the next ones are made
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.group, ctx.softmax = group, softmax
         return loss
@@ -191,7 +191,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         hidden, weight, labels, log_sums = ctx.saved_tensors
         wide = log_sums.dtype
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks add up in float32 even where the weight is bfloat16.
+        # Chunks are summed in float32 even if the weight is bfloat16.
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for chunk in row_chunks(hidden.shape[0], weight):
             logits = _wide_product(hidden[chunk], weight.T, wide)
@@ -211,7 +211,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
 
 
 def _column(labels: Tensor, words: int, group: ProcessGroup | None) -> Tensor:
-    """Column of each row's target among this rank's words, -1 where it is not among them."""
+    """Column of each row's target among this rank's words, -1 if it is not among them."""
     column = labels if group is None else labels - dist.get_rank(group) * words
     return column.masked_fill((column < 0) | (column >= words), -1)
 

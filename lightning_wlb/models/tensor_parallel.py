@@ -1,12 +1,12 @@
 """Tensor parallelism: sharded parameters are DTensors, and computation is on plain tensors.
 
 Each parameter is a DTensor on the one-dimensional tensor axis, so that checkpoints, gradient norms
-and FSDP2 know what part of which global parameter a rank holds. Within a step of ``WLBStrategy``
-modules have plain tensors, the rank's shards; elsewhere :func:`local` hands them out. The model
-moves rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism).
+and FSDP2 know which part of which global parameter a rank holds. Within a step of ``WLBStrategy``
+modules have plain tensors, the rank's shards; elsewhere :func:`local` returns them. The model moves
+rows itself, by :func:`gather_rows` and :func:`scatter_rows` (sequence parallelism).
 
-Each rank uses a replicated parameter on other rows or for other heads, so its gradient is
-``Partial``. ``WLBStrategy`` sums it when it reduces; elsewhere ``parameter.grad.full_tensor()``.
+Each rank uses a replicated parameter for other rows or other heads, so its gradient is ``Partial``.
+``WLBStrategy`` sums it when it reduces gradients; elsewhere ``parameter.grad.full_tensor()`` does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def assign(parameter: Tensor, full: Tensor) -> None:
-    """Give a plain or sharded parameter its values, of which the rank keeps its own part.
+    """Give a plain or sharded parameter its values; the rank keeps only its own part.
 
-    ``full`` has the whole values, in the parameter's shape and any dtype, the same on every rank.
+    ``full`` has all values, in the parameter's shape and any dtype, the same on every rank.
     """
     with torch.no_grad():
         held(parameter).copy_(full[share_of(parameter)])
@@ -50,8 +50,8 @@ def assign(parameter: Tensor, full: Tensor) -> None:
 def share_of(parameter: Tensor) -> tuple[slice, ...]:
     """The rectangle of the whole parameter that this rank holds as its :func:`held` tensor.
 
-    It is one rectangle also where FSDP and tensor parallelism split the same dim: FSDP cuts what
-    tensor parallelism has left.
+    It is one rectangle even if FSDP and tensor parallelism split the same dim, because FSDP cuts
+    the part that tensor parallelism gives the rank.
     """
     sizes, first = tuple(parameter.shape), (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
@@ -69,20 +69,20 @@ def held(parameter: Tensor) -> Tensor:
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Rows of all ranks of a group, one rank after another: [group size · rows, ...].
 
-    ``x`` is [rows, ...], equally shaped on every rank; None or a group of one rank gives it back as
-    it is. Backward sums the gradients over the ranks, in :func:`.reduce_dtype`, and gives each rank
-    its own rows.
+    ``x`` is [rows, ...], equally shaped on every rank, and is returned as it is without a group or
+    for a group of one rank. Backward sums the gradients over the ranks, in :func:`.reduce_dtype`,
+    and gives each rank its own rows.
     """
-    # Row counts are equal, so that all ranks agree on whether there is nothing to send.
+    # Row counts are equal, so all ranks agree on whether there is anything to send.
     if group_size(group) == 1 or x.shape[0] == 0:
         return x
     return _move_rows(x, group, all_gather, reduce_scatter)
 
 
 def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' [group size · rows, ...], of which each rank gets its own [rows, ...].
+    """The sum of the ranks' [group size · rows, ...]; each rank gets its own rows, [rows, ...].
 
-    It is summed in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
+    The sum is in :func:`.reduce_dtype`. Backward gathers the gradient's rows.
 
     Raises:
         ValueError: the rows do not divide by the group's size.
@@ -101,7 +101,7 @@ def scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def embed_words(
     lookup: Callable[[Tensor], Tensor], tokens: Tensor, words: int, group: ProcessGroup | None
 ) -> Tensor:
-    """An embedding of which each rank holds ``words`` words, in rank order.
+    """An embedding whose words are split over ranks, ``words`` on each, in rank order.
 
     The result is this rank's rows of the hidden states, [rows / group size, dim].
 
@@ -120,18 +120,17 @@ def embed_words(
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]) -> None:
     """Replace every parameter of ``model`` with a DTensor on ``mesh``, in place.
 
-    Real parameters must be the same on every rank: each rank keeps its part of its own copy, and
-    nothing is sent. Parameters on the meta device stay there. A parameter that two modules share
-    stays shared.
+    Parameters with values must be the same on every rank: each rank keeps its part of its own copy,
+    and nothing is sent. Parameters on the meta device stay there. A parameter that two modules
+    share stays shared.
 
     Args:
         mesh: the tensor axis, one-dimensional.
         plan: see :meth:`.Decoder.tensor_parallel_plan`; the first pattern that fits a name counts.
 
     Raises:
-        ValueError: a parameter that no pattern names (it would be right on every rank by itself,
-            and get a wrong gradient under a right loss), or whose sharded dimension the mesh does
-            not divide.
+        ValueError: a parameter that no pattern names (its gradient would be wrong although the loss
+            is right), or whose sharded dimension does not divide by the size of ``mesh``.
     """
     replaced: dict[Tensor, nn.Parameter] = {}
     for name, parameter in model.named_parameters():

@@ -1,24 +1,24 @@
-"""Products of the rows that tensor-parallel ranks gather or sum up, with the messages behind them.
+"""Overlaps matrix products with the messages of rows between tensor-parallel ranks.
 
 Either half of a layer gathers rows, multiplies them by matrices that are split by columns, then
-multiplies by one that is split by rows, and sums and scatters. :class:`GatheredRows` does the first
-half of that, :func:`summed_products` the second, and messages run beside products:
+multiplies by a matrix that is split by rows, and sums and scatters. :class:`GatheredRows` does the
+first two steps, :func:`summed_products` the others, and messages overlap products:
 
 * *forward*: own rows are gathered, or sums scattered, in ``RowTravel.chunks`` parts. A part is
-  multiplied while the next one travels; rows are independent, so the results are the same;
-* *backward*, as in Megatron-LM: own rows alone are saved. They are gathered again while the
-  gradient of the gathered rows is computed, and that is summed and scattered while the weights'
-  gradients are. A row-wise product's gradient is gathered in parts, like rows in forward.
+  multiplied while the next one is sent; rows are independent, so the results are the same;
+* *backward*, as in Megatron-LM: only own rows are saved. They are gathered again while the gradient
+  of the gathered rows is computed. This gradient is summed and scattered while the gradients of the
+  weights are computed. A row-wise product's gradient is gathered in parts, like rows in forward.
 
 Rows that backward has just recomputed are not gathered again, nor rows for frozen weights. Every
 rank of a group posts the same operations in the same order. Sums are in :func:`.reduce_dtype`, part
-by part in one order, so that a repetition has the same bits.
+by part in a fixed order, so repeated steps give the same bits.
 
 Cost: a third more bytes gathered, and rows · dim elements more memory in the backward of a half
-layer; it saves (1 - 1/TP) · rows · dim elements from forward to backward. Not for few rows, whose
-products take less time than a message's latency: one part, or ``RowTravel.chunks`` of 0, which
-waits for every message. Run over gloo only: NCCL has a stream of its own for each group, on which
-all of this is queued the same way.
+layer; it saves (1 - 1/TP) · rows · dim elements from forward to backward. For few rows, whose
+products take less time than a message's latency, use one part, or ``RowTravel.chunks`` of 0, which
+waits for every message. It has run only over gloo; NCCL has its own stream for each group, on which
+everything is queued in the same way.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from lightning_wlb.models.tensor_parallel import gather_rows, scatter_rows
 
 @dataclass(frozen=True)
 class RowTravel:
-    """How the rows of a micro-batch travel between tensor-parallel ranks."""
+    """How the rows of a micro-batch are sent between tensor-parallel ranks."""
 
     group: ProcessGroup | None = None  #: the tensor-parallel ranks; None for one rank
-    chunks: int = 0  #: parts in which rows travel behind products; 0: products wait for all rows
-    keys_travel: bool = False  #: between context-parallel ranks, behind the queries' product
+    chunks: int = 0  #: parts in which messages overlap products; 0: products wait for all rows
+    keys_travel: bool = False  #: whether context-parallel ranks send keys beside queries' product
 
     @staticmethod
     def of(groups: ProcessGroups, rows: int) -> RowTravel:
-        """How a micro-batch of ``rows`` rows on this rank travels."""
+        """How a micro-batch of ``rows`` rows on this rank is sent."""
         size = group_size(groups.tensor)
         chunks = groups.chunks(rows, size) if groups.chunks is not None and size > 1 else 0
         return RowTravel(groups.tensor, chunks, group_size(groups.context) > 1)
 
 
 def row_parts(rows: int, chunks: int) -> list[slice]:
-    """At most ``chunks`` consecutive parts of a rank's rows, none empty, as equal as can be."""
+    """At most ``chunks`` consecutive parts of a rank's rows, none empty, as equal as possible."""
     parts = min(rows, chunks)
     return [slice(rows * n // parts, rows * (n + 1) // parts) for n in range(parts)]
 
@@ -67,7 +67,7 @@ class GatheredRows:
     Args:
         x: [rows, dim], equally shaped on every rank.
         weights: [columns, dim] each.
-        kept: whether backward keeps all rows, not own ones: where it recomputes what is done here.
+        kept: whether all rows are kept for backward, not only own ones: while backward recomputes.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class GatheredRows:
         if not self._behind:
             self._all = gather_rows(x, travel.group)
             return
-        # In forward and again in backward. Tensors that backward needs are saved by _Multiply alone
-        # and not here, so that a checkpoint around it sees them.
+        # Set in forward, and again in backward. Only _Multiply saves the tensors that backward
+        # needs, so that a checkpoint around it sees them.
         self._arriving: _Arriving | None = _Arriving(x.detach(), travel.group, travel.chunks)
         self._own: Tensor | None = x.detach()
-        self._left: dict[int, Tensor] = {}  # products that have not been asked for
+        self._left: dict[int, Tensor] = {}  # products that no call has requested yet
         self._gradients: dict[int, Tensor] = {}
         self._token = _gather(x, self, *weights)
 
     def times(self, *numbers: int) -> tuple[Tensor, ...]:
         """The products with the weights of these numbers, [group size · rows, columns] each.
 
-        Each number is asked for once. Products of numbers that later calls ask for are begun here
-        too, while rows arrive: only their last part is left for later.
+        Each number is requested once. Products that later calls request are computed here too while
+        rows arrive; only their last part is left for later.
         """
         weights = [self._weights[number] for number in numbers]
         if not self._behind:
@@ -104,7 +104,7 @@ class GatheredRows:
 
 
 def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
-    """The sum over the ranks of ``y`` times a matrix, of which each rank gets its own rows.
+    """The sum over the ranks of ``y`` times a matrix; each rank gets its own rows.
 
     ``y`` is [group size · rows, columns], equally shaped on every rank, ``weight`` [dim, columns],
     and the result [rows, dim].
@@ -116,9 +116,9 @@ def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
 
 
 class _Arriving:
-    """Rows of all ranks, [ranks, rows, ...], on their way part by part.
+    """Rows of all ranks, [ranks, rows, ...], which arrive part by part.
 
-    ``chunks`` of 0 says that ``x`` is all of them, [ranks, rows, ...], and nothing is sent.
+    With ``chunks`` of 0, ``x`` has the rows of all ranks, [ranks, rows, ...], and nothing is sent.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup | None, chunks: int) -> None:
@@ -141,7 +141,7 @@ class _Arriving:
     def parts(self) -> Iterator[tuple[bool, slice]]:
         """Wait for each part of the rows; yields whether it is the last one, and its slice.
 
-        When all parts have arrived, a second call yields the last part alone.
+        When all parts have arrived, a second call yields only the last part.
         """
         works, self._works = self._works, []
         for part, work in works:
@@ -152,9 +152,9 @@ class _Arriving:
 
 
 class RowSums:
-    """Sums over the ranks, [rows, ...], on their way part by part.
+    """Sums over the ranks, [rows, ...], which arrive part by part.
 
-    ``shape`` is that of what each rank adds, [ranks · rows, ...], and ``like`` has its dtype.
+    ``shape`` is the shape of each rank's summand, [ranks · rows, ...], and ``like`` has its dtype.
     """
 
     def __init__(self, like: Tensor, shape: Sequence[int], group: ProcessGroup | None) -> None:
@@ -164,25 +164,25 @@ class RowSums:
         self._works: list[tuple[dist.Work, Tensor]] = []
 
     def post(self, part: slice, share: Tensor) -> None:
-        """Add this rank's [ranks · rows of the part, ...]."""
+        """Add this rank's summand, [ranks · rows of the part, ...]."""
         sent = share.to(self._sums.dtype).contiguous()
         work = reduce_scatter_into(self._sums[part], sent, group=self._group, async_op=True)
         self._works.append((work, sent))
 
     def arrived(self) -> Tensor:
-        """Wait for all parts."""
+        """Wait for all parts; returns the sums."""
         for work, _ in self._works:
             work.wait()
         return self._sums.to(self._dtype)
 
 
 def _times(rows: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-    """[ranks, rows, n] times [n, m] into [ranks, rows, m]: views of parts, which are not copied."""
+    """[ranks, rows, n] times [n, m] into [ranks, rows, m]; works on views, without copies."""
     return torch.bmm(rows, matrix.expand(len(rows), *matrix.shape), out=out)
 
 
 class _Gather(torch.autograd.Function):
-    """An empty stand-in for the gathered rows; its backward runs after those of all products."""
+    """An empty stand-in for the gathered rows; its backward runs after all products' backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: GatheredRows, *weights: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class _Multiply(torch.autograd.Function):
         rows: GatheredRows = ctx.rows
         rows._gradients.update(zip(ctx.numbers, gradients, strict=True))
         if ctx.trained and rows._arriving is None:
-            # The second gather of the rows, once.
+            # Start gathering the rows again, once.
             rows._arriving = _Arriving(saved, rows._group, 0 if rows._kept else 1)
         total = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -252,8 +252,8 @@ class _Multiply(torch.autograd.Function):
 class _Hold(torch.autograd.Function):
     """Saves the input and the weight that a summed product's backward needs.
 
-    It is a node of its own before :class:`_Sum`, so that a checkpoint, which recomputes until all
-    is saved that backward needs, does not multiply and send again.
+    It is a separate node before :class:`_Sum`. A checkpoint recomputes only until all tensors are
+    saved that backward needs, so it does not multiply and send again.
     """
 
     @staticmethod

@@ -1,17 +1,16 @@
 """The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
-It computes on packed rows, ``[rows, dim]``, as :class:`.Decoder` describes. The mathematics of
-norm, rotation and SwiGLU are functions of :mod:`.compiled_functions`; the modules here hold the
-parameters and say what ranks exchange.
+It computes on packed rows, ``[rows, dim]``, as :class:`.Decoder` describes. Norm, rotation and
+SwiGLU are functions of :mod:`.compiled_functions`; the modules here hold the parameters and
+exchange rows between ranks.
 
-Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them, and
-all rows are gathered in front of the two halves of a layer and reduce-scattered behind them, while
-products that do not wait for them run (:mod:`.tensor_parallel_overlap`). Under
-context parallelism the rows are this rank's share of the micro-batch, and ``attend`` fetches the
-other ranks' keys and values.
+Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them. All
+rows are gathered before each half of a layer and reduce-scattered after it, and these messages
+overlap products (:mod:`.tensor_parallel_overlap`). Under context parallelism the rows are this
+rank's share of the micro-batch, and ``attend`` fetches the other ranks' keys and values.
 
-In the comments on shapes P is the number of a rank's rows, TP the tensor-parallel size; ``group``
-is the tensor-parallel group.
+In shapes P is the number of a rank's rows, TP the tensor-parallel size; ``group`` is the
+tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class Transformer(Decoder):
         attention_backend: see :class:`~lightning_wlb.attention.backends.VarlenAttention`.
 
     Attributes:
-        attention_options: what every layer asks of attention, as its window.
-        attend: what the layers call for attention. May be replaced on an instance, by dense
-            attention in a test for example.
+        attention_options: options of every layer's attention, such as its window.
+        attend: the function that the layers call for attention. It may be replaced on an instance,
+            for example by dense attention in a test.
     """
 
     embed: Embedding | None
@@ -121,7 +120,7 @@ class Transformer(Decoder):
     def compile_blocks(self) -> None:
         """Compile norms, rotations, feed-forward networks and the loss's softmax.
 
-        Modules of a subclass's own are left as they are.
+        A subclass's own modules are not compiled.
         """
         functions = BlockFunctions.compiled()
         for module in self.modules():
@@ -129,7 +128,7 @@ class Transformer(Decoder):
                 module.functions = functions
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """Splits key and value matrices by heads where each rank gets a head, else replicates."""
+        """Splits key and value matrices by heads if each rank gets a head, else replicates them."""
         key_value = Replicate() if size > self.config.kv_heads else Shard(0)
         return {
             "embed.weight": Shard(0),
@@ -146,11 +145,11 @@ class Transformer(Decoder):
 
     @property
     def tied(self) -> dict[str, str]:
-        """The output matrix and the embedding, where they are one."""
+        """The output matrix and the embedding, if they are tied."""
         return {"head.weight": "embed.weight"} if self.config.tied_embeddings else {}
 
     def initial_deviation(self, name: str) -> float:
-        """0.02, less for what writes into the residual stream where layers are many (GPT-2)."""
+        """0.02; less for matrices that write to the residual stream of many layers (GPT-2)."""
         residual = name.endswith((".wo", ".w2"))
         return 0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02
 
@@ -177,7 +176,7 @@ class Layer(nn.Module):
 
         def feed_forward(hidden: Tensor) -> Tensor:
             normal = self.feed_forward_norm(hidden)
-            # One of a user's own takes the tensor-parallel group alone (examples/own_model.py).
+            # A user's own module takes only the tensor-parallel group (examples/own_model.py).
             own = isinstance(self.feed_forward, FeedForward)
             how = (travel, recompute != "none") if own else (travel.group,)
             return hidden + self.feed_forward(normal, *how)
@@ -216,12 +215,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[P/TP, dim] -> [P/TP, dim]; the heads in between are this rank's own.
 
-        ``kept`` says that this is recomputed, see :class:`.GatheredRows`.
+        ``kept`` says that backward recomputes this call, see :class:`.GatheredRows`.
         """
         table = torch.view_as_real(freqs)
         keys, values = (self._of_own_heads(each, travel.group) for each in (self.wk, self.wv))
         rows = GatheredRows(hidden, (local(self.wq), keys, values), travel, kept)
-        # Keys first where they travel on; else rows arrive behind all three products.
+        # Keys first if they are sent on; else all three products overlap the arriving rows.
         first = (1, 2) if travel.keys_travel else (1, 2, 0)
         k, v, *q = map(self._heads, rows.times(*first))
 
@@ -278,7 +277,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The embedding table; under tensor parallelism each rank holds the rows of some words."""
+    """The embedding table; under tensor parallelism each rank holds some words' rows."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -310,6 +309,6 @@ class Head(nn.Module):
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
     """``function(*kept)`` under activation checkpointing: only ``kept`` is held for backward."""
-    # The random state is kept for modules of the user's own: other random numbers in backward would
-    # give wrong gradients.
+    # The random state is kept for a user's own modules, whose gradients would be wrong with other
+    # random numbers in backward.
     return checkpoint(function, *kept, use_reentrant=False)

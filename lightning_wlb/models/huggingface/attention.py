@@ -1,14 +1,13 @@
 """Attention of transformers' modules by this package's kernels.
 
-transformers looks an attention function up by the name in a model's config. :func:`attention` is
+transformers looks up an attention function by the name in a model's config. :func:`attention` is
 registered under ``NAME``; transformers makes no mask for a name without a mask function. The
-micro-batch's metadata says which rows see which, and no module of transformers passes it on (some
-drop unknown keywords). So the forward that is running (:class:`Running`) lies in a context variable
-while it runs, and again while backward recomputes a part of it, which autograd may do on another
-thread.
+micro-batch's metadata says which rows see which, but no module of transformers passes it on (some
+drop unknown keywords). So a context variable holds the running forward (:class:`Running`) while it
+runs, and again while backward recomputes a part of it, which autograd may do on another thread.
 
-Whatever a module asks for that the kernels do not compute is refused: a mask, dropout, attention
-that is not causal, and every keyword that is not known to leave the result as it is.
+Options of a module that the kernels do not support are refused: a mask, dropout, attention that is
+not causal, and every keyword that is not known to leave the result unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lightning_wlb.plan import Recompute
 
 NAME = "lightning_wlb"
 
-# What modules pass on beside the arguments of `attention` and what does not change its result.
+# Further keywords that modules pass on, which do not change the result of `attention`.
 _HARMLESS = {
     "cache_position",
     "is_causal",  # True; False is refused
@@ -53,15 +52,15 @@ class Running:
     micro_batch: MicroBatchTensors
     groups: ProcessGroups  #: the process groups that share the rows and the parameters
     kernel: VarlenAttention
-    received: Tensor | None = None  #: [1, rows, dim], the hidden state that the stage was given
-    #: [1, rows, dim] behind the stage's last layer, where other stages follow
+    received: Tensor | None = None  #: [1, rows, dim], the hidden state that the stage received
+    #: [1, rows, dim] after the stage's last layer, if other stages follow
     left: Tensor | None = None
     #: numbers of the layers that have called attention
     attended: set[int] = field(default_factory=set)
 
 
 RUNNING: ContextVar[Running] = ContextVar("running")
-"""The forward that is running; it has no value outside of one."""
+"""The forward that is running; it has no value outside a forward."""
 
 
 @contextmanager
@@ -77,9 +76,9 @@ def during(run: Running) -> Iterator[None]:
 def recomputed(function: Callable[..., Any], mode: Recompute | None = None) -> Callable[..., Any]:
     """``function`` under activation checkpointing: backward runs it again from its inputs.
 
-    Given a mode, only in micro-batches whose ``recompute`` is that mode; else in all. The call must
-    be within a stage's forward, which is the running one in backward too. The random state is not
-    kept, since there is no dropout.
+    With a ``mode``, only micro-batches whose ``recompute`` is that mode are recomputed, else all.
+    Calls must be within a stage's forward, which :data:`RUNNING` holds in backward too. The random
+    state is not kept, since there is no dropout.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -112,15 +111,15 @@ def attention(
     """The function that transformers' attention modules call.
 
     Queries are [1, heads, rows, head_dim], keys [1, kv_heads, rows, head_dim] and values [1,
-    kv_heads, rows, value_dim], not wider than keys; ``s_aux`` are sinks, [heads]. What scores are
-    scaled and capped by, and how many keys a query sees, is as in :class:`.AttentionOptions`.
+    kv_heads, rows, value_dim], not wider than keys; ``s_aux`` are sinks, [heads]. Scaling, cap and
+    window are as in :class:`.AttentionOptions`.
 
     Returns:
         [1, rows, heads, value_dim], and None in place of attention weights.
 
     Raises:
-        ValueError: the module asks for something that the kernels do not compute, or no decoder of
-            this package is running it.
+        ValueError: the kernels do not support an option of the module, or no decoder of this
+            package is running it.
     """
     run = RUNNING.get(None)
     if run is None:

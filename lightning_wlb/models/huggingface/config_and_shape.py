@@ -1,13 +1,12 @@
-"""A transformers config from whatever a user has, and the model shape that it describes.
+"""A transformers config from whatever a user gives, and the model shape that it describes.
 
-The shape is found without a formula for any family. The model is built on the meta device, where it
-takes no memory, and two meta tokens run through it with an attention function of ours in place of
-the family's: each layer's call says how many heads there are, how wide, and what its window is.
-Matrices are counted from the parameters themselves, a mixture's experts (the parameters with three
-dimensions) by the choice that the router hands them.
+No family needs a formula for its shape. The model is built on the meta device, where it takes no
+memory, and two meta tokens run through it with an attention function that notes each layer's heads,
+their widths and the window. Matrices are counted from the parameters themselves; of a mixture's
+experts (the parameters with three dimensions) as many count as the router chooses for a token.
 
-Cost: building the model, about 2 ms a layer. Not for families whose layers have no attention or
-several attentions; they are refused, as one cannot train them on packed rows.
+Cost: building the model, about 2 ms a layer. Families whose layers have no attention or several
+attentions are refused, as they cannot be trained on packed rows.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from lightning_wlb.models.huggingface.recurrent import FAMILIES, by_segments
 
 
 def read_config(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> PretrainedConfig:
-    """The config that is given, named or described; its text part, where it has others.
+    """The config that is given, named or described; only its text part, if it has others.
 
     Args:
         config: a config; a folder with a ``config.json``, that file, or a name on the hub; or a
-            mapping of its fields, ``model_type`` among them.
+            mapping of a config's fields, with ``model_type``.
 
     Raises:
-        ValueError: naming what was given and what can be.
+        ValueError: the config is not understood; the message says what can be given.
     """
     understood = _read(config)
     text = understood.get_text_config()
@@ -70,20 +69,20 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
         closed = "there is no network" if hub_is_out_of_reach() else ""
-        if STORED.get() is not None:  # the checkpoint's author may have chosen the name
+        if STORED.get() is not None:  # the name may come from an untrusted checkpoint
             fetch = f"huggingface_hub.snapshot_download({str(config)!r}) if you trust it"
             closed = f"nothing is fetched while a checkpoint is loaded (call {fetch})"
         local = Path(config).exists() or bool(closed)
         try:
             if Path(config).exists():
                 check_model(config)
-            # Some families make a list of layers as soon as the config is read.
+            # Reading a config makes some families build a list with an entry for each layer.
             given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
             _check_fields(given[0])
             return AutoConfig.from_pretrained(
                 str(config), trust_remote_code=False, local_files_only=local
             )
-        except Exception as error:  # a file that is made up leads to many
+        except Exception as error:  # an invalid file can raise anything
             why = reason(error)
             if local and not Path(config).exists() and isinstance(error, OSError):
                 why = f"{closed}, and the hub's cache on this machine does not have it."
@@ -96,7 +95,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse a config with more layers, heads or experts than can be built, or no dtype as one."""
+    """Refuse a config with more layers, heads or experts than can be built, or a wrong dtype."""
     check_counts(fields)
     items = list(fields.items())
     for name, value in items:
@@ -109,16 +108,16 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """A config of a family, with a warning about fields that change nothing.
+    """A config of a family, with a warning about unknown fields, which change nothing.
 
     Raises:
-        ValueError: a field of another type, sizes that contradict each other, or a field that
-            changes nothing and is called nearly as one that does. A mapping that transformers has
-            written (with its version) may have such fields.
+        ValueError: a field of another type, sizes that contradict each other, or an unknown field
+            whose name is similar to a known one. A mapping that transformers has written (with its
+            version) may have such fields.
     """
     known = {*kind().to_dict(), *kind.attribute_map, *dir(kind)}
     unknown = sorted(set(fields) - known)
-    # For each of them all fields are read again: so many of so long ones take seconds.
+    # For each unknown field all fields are read again: many long fields would take seconds.
     if len(unknown) * len(str(fields)) > 3_000_000:
         raise ValueError(
             f"The config of model type {kind.model_type!r} has {len(unknown):,} fields that it does"
@@ -130,7 +129,7 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
         for name in unknown:
             without = copy.deepcopy(fields)
             value = without.pop(name)
-            # Some names of old are read and stored under another, such as rope_theta.
+            # Some old names, such as rope_theta, are read and stored under another name.
             if kind.from_dict(without).to_dict() | {name: value} != understood:
                 continue
             message = f"The config of model type {kind.model_type!r} has no field {name!r}"
@@ -159,19 +158,19 @@ def positions_warning(config: PretrainedConfig, context_window: int) -> str | No
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the decoder that a config describes.
 
-    It may be of any family that ``AutoModelForCausalLM`` builds. If the family reads more than
-    text, the shape is its text decoder's.
+    The config may be of any family that ``AutoModelForCausalLM`` builds. If the family reads more
+    than text, the shape is that of its text decoder.
 
     Raises:
         ValueError: the family's layers do not call attention once each, its experts are chosen in
-            a way of their own, or ``AutoModelForCausalLM`` cannot build it.
+            an unknown way, or ``AutoModelForCausalLM`` cannot build it.
     """
     config = config.get_text_config()
     seen = _Seen({}, {}, {})
     AttentionInterface.register(_PROBE, partial(_note_attention, seen))
     try:
         model = blank_model(config, _PROBE, torch.float32)
-    except Exception as error:  # a config that is made up leads to many
+    except Exception as error:  # an invalid config can raise anything
         raise ValueError(
             f"model type {config.model_type!r} cannot be built as a causal language model by"
             f" transformers: {reason(error)}"
@@ -194,9 +193,9 @@ _SIZES = ("heads", "kv_heads", "head_dim", "value_dim")
 
 
 class _Seen(NamedTuple):
-    """What two tokens met: attention by module, how many experts of which module, recurrences.
+    """What two tokens passed: by module, calls of attention, numbers of experts, recurrences.
 
-    Of each call of attention it has the sizes, named as in :class:`.LayerShape`.
+    For each call of attention it has the sizes, named as in :class:`.LayerShape`.
     """
 
     attention: dict[nn.Module, list[dict[str, Any]]]
@@ -213,7 +212,7 @@ def _note_attention(
     *_: Any,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Note a call of attention on [1, heads, tokens, width], and compute nothing."""
+    """Note a call of attention on [1, heads, tokens, width], without computing it."""
     sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     call = dict(zip(_SIZES, sizes, strict=True)) | {"sliding_window": others.get("sliding_window")}
     seen.attention.setdefault(module, []).append(call)
@@ -223,7 +222,7 @@ def _note_attention(
 def _note_experts(
     seen: _Seen, module: nn.Module, hidden: Tensor, *arguments: Any, **options: Any
 ) -> Tensor:
-    """Note how many experts a token is sent to, in place of a forward that needs values."""
+    """Note the number of experts of a token, in place of a forward that needs values."""
     for given in (*arguments, *options.values()):
         if isinstance(given, Tensor) and given.dtype in (torch.int64, torch.int32):
             seen.experts[module] = given.shape[-1]  # the router's choice
@@ -250,7 +249,7 @@ def _run_two_tokens(base: nn.Module, dim: int, seen: _Seen) -> None:
 
 
 def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
-    """The base model's list of layers, which is the one with attention in it."""
+    """The base model's list of layers: the list whose modules call attention."""
     lists = [
         child
         for child in base.children()
@@ -267,7 +266,7 @@ def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
 
 
 def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
-    """The shape of a layer that attends once, or has one recurrence; or is only ``row_by_row``."""
+    """The shape of a layer with one attention or recurrence, or with neither (``row_by_row``)."""
     modules = [module for module in layer.modules() if module in seen.attention]
     calls = [call for module in modules for call in seen.attention[module]]
     recurrent = [module for module in layer.modules() if module in seen.recurrent]
@@ -307,7 +306,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
 
 
 def _met(module: nn.Module, parameter: nn.Parameter, seen: _Seen) -> int:
-    """The elements that a token meets of experts' matrices, stacked along the first dimension."""
+    """The elements of stacked experts' matrices [experts, ...] that a token uses."""
     if module not in seen.experts:
         raise ValueError(
             f"{type(module).__name__} is not told which experts a token is sent to, so the work of"

@@ -1,12 +1,12 @@
-"""Any Hugging Face causal language model as a :class:`.Decoder`, its modules unchanged.
+"""Any Hugging Face causal language model as a :class:`.Decoder`, with its modules unchanged.
 
 A forward runs the base model's own ``forward`` on packed rows as a batch of one, with explicit
-positions; attention goes to this package's kernels, and the head adds up token losses. Parameters
-go by this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's.
+positions; attention goes to this package's kernels, and the head sums token losses. Parameters have
+this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's names.
 
-Cost over :class:`.Transformer`: queries are made before attention is called, so that they do not
-hide the exchange of keys, and a layer's parts are transformers' eager code. Families whose layers
-carry something from row to row run piece by piece where :mod:`.recurrent` knows their functions,
+Cost compared with :class:`.Transformer`: queries are computed before attention is called, so they
+do not hide the exchange of keys, and a layer's parts are transformers' eager code. Families whose
+layers carry a state from row to row run piece by piece if :mod:`.recurrent` knows their functions,
 and are refused otherwise.
 """
 
@@ -49,13 +49,13 @@ from lightning_wlb.models.tensor_parallel import assign
 
 
 class HuggingFaceDecoder(Decoder):
-    """A decoder made of transformers' modules, which :meth:`.Decoder.initialise` or weights fill.
+    """A decoder made of transformers' modules, filled by :meth:`.Decoder.initialise` or weights.
 
     Args:
         config: a transformers ``PretrainedConfig`` of a causal language model.
         attention_backend: see :class:`.VarlenAttention`.
-        lora: fields of peft's ``LoraConfig`` (:data:`.lora.FIELDS`): only the adapters that it asks
-            for are trained, and are in the state dict. None trains all parameters.
+        lora: fields of peft's ``LoraConfig`` (:data:`.lora.FIELDS`): only its adapters are trained
+            and in the state dict. None trains all parameters.
 
     Attributes:
         config: a copy of the config.
@@ -101,7 +101,7 @@ class HuggingFaceDecoder(Decoder):
 
         self.embed = FamilyEmbedding(words)
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
-        # Taken out of the base model, which is not registered: its parameters would be named twice.
+        # The base model is not registered and loses these parts, else parameters had two names.
         for name in (words_name, layers_name, norm_name):
             delattr(base, name)
         self.stages = StageLayers(self.layers, len(layers), config.model_type == "bamba")
@@ -110,7 +110,7 @@ class HuggingFaceDecoder(Decoder):
         delattr(causal, prefix)
         setattr(causal, prefix, GivenHidden())
         self.head = FamilyHead(norm, projection, causal)
-        # Rotary tables and the like, without parameters: on every stage.
+        # Rotary tables and other modules without parameters are on every stage.
         self.tables = nn.ModuleDict(
             {name: each for name, each in base.named_children() if name != norm_name}
         )
@@ -135,10 +135,10 @@ class HuggingFaceDecoder(Decoder):
         self.attention_kernel = VarlenAttention(attention_backend)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast as torch does, but buffers to no narrower dtype.
+        """Move or cast as torch does, but never cast buffers to a narrower dtype.
 
-        Rotary angles and biases of a choice of experts would be others. Lightning casts whole
-        modules, and transformers' ``from_pretrained(dtype=...)`` leaves these as they are.
+        That would change rotary angles and routing biases of experts. Lightning casts whole
+        modules, while transformers' ``from_pretrained(dtype=...)`` leaves these buffers unchanged.
         """
         before = {
             (each, name): buffer
@@ -163,8 +163,8 @@ class HuggingFaceDecoder(Decoder):
         """See :meth:`.Decoder.forward`.
 
         Raises:
-            ValueError: a layer that did not call attention, or a position that the rotary
-                embedding cannot turn without regard to other rows.
+            ValueError: a layer that did not call attention, or a position whose rotation would
+                depend on other rows.
         """
         if layers is None:
             numbers = sorted(map(int, self.layers))
@@ -196,10 +196,10 @@ class HuggingFaceDecoder(Decoder):
         return hidden
 
     def tensor_parallel_plan(self, size: int) -> dict[str, Placement]:
-        """See :meth:`.Decoder.tensor_parallel_plan`: here by the family's own plan.
+        """See :meth:`.Decoder.tensor_parallel_plan`; it follows the family's own plan.
 
         Raises:
-            ValueError: a family without a plan, or with one that this package cannot follow.
+            ValueError: a family without a plan, or with a plan that this package cannot follow.
         """
         if not self._plan:
             raise ValueError(
@@ -218,11 +218,11 @@ class HuggingFaceDecoder(Decoder):
 
     @property
     def tied(self) -> dict[str, str]:
-        """The output matrix and the embedding, where they are one."""
+        """The output matrix and the embedding, if they are tied."""
         return {"head.projection.weight": "embed.words.weight"} if self._is_tied else {}
 
     def initialise(self, seed: int) -> None:
-        """Fill the parameters by transformers' own rules, module by module, adapters by peft's."""
+        """Fill the parameters module by module by transformers' rules, and adapters by peft's."""
         causal, _, words = self._family
         for prefix, module in self.named_modules():
             own = [
@@ -251,7 +251,7 @@ class HuggingFaceDecoder(Decoder):
         self.initialise_adapters(seed)
 
     def initialise_adapters(self, seed: int) -> None:
-        """Fill the adapters with first values under which they change nothing yet."""
+        """Fill the adapters with initial values with which they change nothing yet."""
         for name, parameter in self.named_parameters():
             if adapters.is_adapter(name):
                 assert self._lora is not None
@@ -259,27 +259,27 @@ class HuggingFaceDecoder(Decoder):
                 assign(parameter, value.view(parameter.shape))
 
     def family_name(self, name: str) -> str:
-        """The name of a parameter or buffer in ``from_pretrained``'s model with peft's adapters."""
+        """The name of a parameter or buffer in the family's own model with peft's adapters."""
         for mine, theirs in self._family_names.items():
             if name.startswith(mine):
                 return theirs + adapters.base_name(name.removeprefix(mine))
         raise KeyError(name)
 
     def family_shape(self, name: str) -> tuple[int, ...]:
-        """The family's shape of a parameter; ``view`` turns a packed one into it and back."""
+        """The family's shape of a parameter, into which ``view`` converts a packed parameter."""
         return self._shapes[name]
 
     def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that belong to a model's weights, by name, as DeepSeek-V3's routing biases."""
+        """Names and values of buffers among a model's weights, as DeepSeek-V3's routing biases."""
         for prefix, module in self.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}", buffer
 
     def _check_positions(self, micro_batch: MicroBatchTensors) -> None:
-        """Refuse rows from which on longrope would turn the whole batch in another way."""
+        """Refuse positions that would make longrope change the rotation of the whole batch."""
         window = self._longrope_window
-        # Only for longrope: reading the positions waits for the device, as longrope itself does.
+        # Only for longrope, as reading the positions waits for the device (longrope does so too).
         if window is None or micro_batch.rows == 0:
             return
         longest = int(micro_batch.positions.max()) + 1
@@ -291,9 +291,9 @@ class HuggingFaceDecoder(Decoder):
             )
 
     def _recompute(self) -> None:
-        """Let layers recompute what a micro-batch says: all, or what follows attention."""
+        """Let layers recompute what a micro-batch says: everything, or the part after attention."""
         for layer in self.layers.values():
-            # Inside the layer's call, so that hooks around it run once.
+            # Inside the layer's call, so that hooks around the layer run once.
             layer.forward = recomputed(layer.forward, "full")
             for part in layer.children():
                 matrices = any(each.ndim > 1 for each in part.parameters())
@@ -301,12 +301,12 @@ class HuggingFaceDecoder(Decoder):
                     part.forward = recomputed(part.forward, "selective")
 
     def _split(self) -> None:
-        """Find out how parameters are split, and let the modules read their shards."""
+        """Determine how parameters are split, and let the modules read their shards."""
         kind = self.config.model_type
         self._shapes = {
             name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)
         }
-        # The family's: by a plan of a config.json ranks might compute another model.
+        # The family's plan: with a plan from a config.json ranks might compute another model.
         self._plan = dict(type(self.config).base_model_tp_plan or families.OWN_PLANS.get(kind, {}))
         self._plan |= families.RECURRENT_PLANS.get(kind, {})
         self._splits: dict[str, Split] = {}
@@ -314,7 +314,7 @@ class HuggingFaceDecoder(Decoder):
         try:
             self._splits = splits_of(self.layers, self._plan, self.config)
         except ValueError as error:
-            # Not on a single rank, which needs no split.
+            # A single rank needs no split, so errors wait for tensor_parallel_plan.
             self._refusal = error
             return
         present_shards(self, self._splits)

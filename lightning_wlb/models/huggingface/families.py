@@ -1,9 +1,9 @@
-"""Which families of transformers are known to train exactly on packed rows, and what is refused.
+"""Families of transformers that train exactly on packed rows, and configs that are refused.
 
-A family is a ``model_type``. Others than those of ``CHECKED`` may work as well and give a warning.
-Every refusal is of something that would be *silently* wrong: the loss would fall, and the gradients
-would not be those of the documents by themselves. It goes by what the config or the modules say,
-not by the family's name.
+A family is a ``model_type``. Families outside ``CHECKED`` may work as well, and give a warning.
+Configs are refused if training would be *silently* wrong: the loss would fall, but the gradients
+would not be those of separate documents. This is decided by the config or the modules, not by the
+family's name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PARTS = {
     "lfm3": ("embed_tokens", "layers", "embedding_norm"),
     "nemotron_h": ("embeddings", "layers", "norm_f"),
 }
-"""Embedding, layers and last norm of families for which transformers has no pipeline plan."""
+"""Embedding, layers and last norm of families without a pipeline plan in transformers."""
 
 OWN_PLANS: dict[str, dict[str, str]] = {
-    # Families whose config has no plan: transformers' styles, and "last" and "once".
+    # Families without a plan in their config: transformers' styles, and "last" and "once".
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -34,7 +34,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # Stored transposed, gate and up in turn: a rank's share of the last dim has pairs of them.
+        # Stored transposed with gate and up alternating: a share of the last dim has whole pairs.
         "layers.*.mlp.experts.gate_up_proj": "rowwise",
         "layers.*.mlp.experts.gate_up_proj_bias": "last",
         "layers.*.mlp.experts.down_proj": "colwise",
@@ -56,7 +56,7 @@ def _feed_forward(module: str, up: Sequence[str], down: str) -> dict[str, str]:
 _SELF_ATTENTION = _feed_forward("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 _DELTA_RULE = {"layers.*.linear_attn.out_proj": "rowwise_split_input"}
 RECURRENT_PLANS: dict[str, dict[str, str]] = {
-    # They go over what a family's config has. Projections are split where they are held alone.
+    # They override a family's config. Only projections with a parameter of their own are split.
     "bamba": _SELF_ATTENTION
     | _feed_forward("feed_forward", ("gate_proj", "up_proj"), "down_proj")
     | _gathered("mamba", "in_proj")
@@ -82,7 +82,7 @@ minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral olmo
 phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
 """
 CHECKED = frozenset(_CHECKED.split())
-"""Exact on packed rows, and under tensor parallelism: tests/models/huggingface hold each to it.
+"""Exact on packed rows and under tensor parallelism; tests/models/huggingface checks each family.
 
 After a change run ``python -m tests.models.huggingface.families_page``, which makes
 docs/families.md."""
@@ -154,7 +154,7 @@ def check_config(config: Any) -> None:
 
 
 def check_no_noise(config: Any) -> None:
-    """Raise ValueError for dropout and noise. Call it last: to set them to 0 mends nothing else."""
+    """Raise ValueError for dropout and noise. Call it last, after errors that have no remedy."""
     for field, value in config.to_dict().items():
         if _is_random(field) and isinstance(value, int | float) and value:
             raise ValueError(
@@ -165,15 +165,15 @@ def check_no_noise(config: Any) -> None:
 
 
 def row_by_row(config: Any) -> set[int]:
-    """Numbers of the layers that compute nothing across rows, as Nemotron-H's networks alone."""
+    """Numbers of the layers that compute nothing across rows, such as Nemotron-H's MLP layers."""
     kinds = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(kinds) if kind in _ROW_BY_ROW}
 
 
 def longrope_window(config: Any) -> int | None:
-    """Most tokens of a document under ``longrope`` scaling; None where the config has none.
+    """Most tokens of a document under ``longrope`` scaling; None without this scaling.
 
-    Where one document of a batch is longer, the family's code rotates *all* rows of the batch by
+    If one document of a batch is longer, the family's code rotates *all* rows of the batch with
     other frequencies, so that a document's result would depend on its neighbours.
     """
     if "longrope" not in _rope_types(config):
@@ -211,7 +211,7 @@ def check_parts(model: Any, known: set[int]) -> None:
 
 
 def _is_random(field: str) -> bool:
-    # A classifier's and a summary's belong to heads that are not built here.
+    # Dropout of classifiers and summaries belongs to heads that are not built here.
     unused = field.startswith(("classifier", "summary"))
     random = any(each in field for each in ("dropout", "layerdrop", "jitter"))
     return (random or field.endswith("pdrop")) and not unused

@@ -37,18 +37,18 @@ class HuggingFaceModule(LanguageModule):
         config: the model: a folder with a ``config.json``, a name on the hub, a transformers
             ``PretrainedConfig``, or a mapping of a config's fields with ``model_type`` among them
             (as LightningCLI gives it).
-        pretrained: start from weights: True reads them from the folder or name that ``config`` is,
+        pretrained: start from weights: True reads them from the folder or name given as ``config``,
             a string from that folder or name. False: random values by the family's rules. None:
-            random values, where there are no weights that could have been meant. A checkpoint that
-            the Trainer resumes from takes their place.
-        lora: train low-rank adapters on a frozen model: fields of peft's ``LoraConfig``, as in
+            random values, which is an error if ``config`` names weights. A checkpoint from which
+            the Trainer resumes replaces these values.
+        lora: train low-rank adapters on a frozen model: fields of peft's ``LoraConfig``, such as
             ``{"r": 16, "lora_alpha": 32}``. None trains all parameters.
-        options: those of :class:`.LanguageModule`.
+        options: the arguments of :class:`.LanguageModule`.
 
     Raises:
-        ValueError: a config that is not understood, or of a model that cannot be trained exactly
-            on packed rows, the message says why and what can; a config that lies beside weights (a
-            folder that holds them, or a name on the hub) without a word on ``pretrained``.
+        ValueError: a config that is not understood, or of a model that cannot be trained exactly on
+            packed rows (the message has the reason and the remedy); a config beside weights (a
+            folder that holds them, or a name on the hub) without ``pretrained``.
     """
 
     describing = frozenset(
@@ -75,10 +75,10 @@ class HuggingFaceModule(LanguageModule):
                     f"pretrained=True with config of type {type(config).__name__}: there is no"
                     " folder to read weights from. Give it as pretrained='FOLDER'."
                 )
-            # A config may be given by its file, which lies beside the weights.
+            # A config may be given as its file, beside which the weights are.
             pretrained = str(Path(config).parent if Path(config).is_file() else config)
         if pretrained and Path(pretrained).is_dir():
-            pretrained = str(Path(pretrained).absolute())  # who exports it may work elsewhere
+            pretrained = str(Path(pretrained).absolute())  # an export may run in another folder
         self.pretrained = str(pretrained) if pretrained else None
         self.lora = None if lora is None else checked_fields(lora)
         if self.lora is not None and self.pretrained is None:
@@ -86,14 +86,14 @@ class HuggingFaceModule(LanguageModule):
                 "lora without pretrained: adapters belong to a model's weights, which a checkpoint"
                 " of adapters does not hold. Give pretrained=True, or the weights' folder or name."
             )
-        self._weights: dict[str, Tiles] | None = None  # open from the build to the first values
-        self._base: str | None = None  # a digest of the weights below the adapters
+        self._weights: dict[str, Tiles] | None = None  # open files, until the model is filled
+        self._base: str | None = None  # a digest of the frozen weights under the adapters
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
     def read_config(self, config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-        """A transformers config and its fields, of whatever was given."""
+        """A transformers config and its fields, from the given config."""
         understood = read_config(config)
-        # By JSON: plain types only, as a checkpoint keeps them.
+        # Through JSON, so that a checkpoint holds plain types only.
         return understood, json.loads(understood.to_json_string(use_diff=False))
 
     @cached_property
@@ -111,9 +111,9 @@ class HuggingFaceModule(LanguageModule):
         """Build ``self.model`` after comparing its config's shapes with those of the weights.
 
         Raises:
-            ValueError: also if these differ.
+            ValueError: as :meth:`.LanguageModule.configure_model`, or if these shapes differ.
         """
-        # A checkpoint that is loaded may hold all weights; adapters' never does.
+        # A loaded checkpoint may hold all weights, but a checkpoint of adapters never does.
         if self.model is None and (STORED.get() is None or self.lora is not None):
             self._open_pretrained()
         super().configure_model()
@@ -125,8 +125,8 @@ class HuggingFaceModule(LanguageModule):
             self._base = None if self.lora is None else digest_of(self._weights)
 
     def init_weights(self) -> None:
-        """Read the rank's part of the pretrained weights, or draw values as a function of names."""
-        stored = STORED.get()  # with buffers: zeros would take the place of those that are left out
+        """Read the rank's part of the pretrained weights, or draw values from seed and names."""
+        stored = STORED.get()  # must have the buffers too: absent ones would stay zero
         whole = stored and self.lora is None and self.state_dict().keys() <= stored.names
         if self.pretrained is None or whole:
             super().init_weights()
@@ -141,7 +141,7 @@ class HuggingFaceModule(LanguageModule):
         self.model.initialise_adapters(self.initial_seed)
 
     def on_train_start(self) -> None:
-        """Warn of experts without a loss that balances them, and of unknown positions."""
+        """Warn of experts without a load-balancing loss, and of positions beyond the config's."""
         super().on_train_start()
         coefficient = getattr(self.config, "router_aux_loss_coef", 0)
         mixture = any(layer.idle_parameters for layer in self.model_shape.kinds)
@@ -160,17 +160,17 @@ class HuggingFaceModule(LanguageModule):
                 rank_zero_warn(told)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save a digest of the frozen weights, which a checkpoint of adapters does not hold."""
+        """Save a digest of the frozen weights, which are not in a checkpoint of adapters."""
         super().on_save_checkpoint(checkpoint)
         if self._base is not None:
             checkpoint["base_weights"] = self._base
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Compare the checkpoint's arguments with this module's, which weights do not tell.
+        """Compare the checkpoint's arguments with this module's, which weights may not show.
 
         Raises:
-            ValueError: another config, or adapters with another factor, of other modules, or (but
-                for a module by itself, which a warning tells) of other weights.
+            ValueError: another config, or adapters with another factor, for other modules, or for
+                other weights (only a warning for a module without a Trainer).
         """
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get("hyper_parameters", {})
@@ -190,5 +190,5 @@ class HuggingFaceModule(LanguageModule):
             )
             if self._trainer is not None and base is not None:
                 raise ValueError(others)
-            rank_zero_warn(others)  # of an older version, or a user who asks for it
+            rank_zero_warn(others)  # the checkpoint is of an older version, or the user asks for it
         self.compare_config(checkpoint)

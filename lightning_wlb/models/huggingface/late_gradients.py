@@ -1,14 +1,13 @@
-"""Gradients of weights behind a block's last message in backward, in modules that stay as they are.
+"""Computes gradients of weights while a block's last message is sent, in unchanged modules.
 
-A block of a family's own modules ends its backward by adding up the gradients of its rows over the
-tensor-parallel ranks. Nothing of the block waits for that sum, and what is in front of it waits for
-nothing else. So its linear layers (``nn.Linear``, whatever the family computes in between) leave
-the gradients of their trained weights until the sum has been posted: :func:`gather_late` gathers a
-block's rows, is in autograd's graph before all of the block, so that its backward comes last, and
-computes these gradients there.
+The backward of a block of a family's own modules ends by summing the gradients of its rows over the
+tensor-parallel ranks. The earlier layers wait only for that sum, and nothing in the block does. So
+the block's linear layers (``nn.Linear``, whatever the family computes in between) do not compute
+the gradients of their trained weights until the sum has been posted. :func:`gather_late` gathers a
+block's rows before the block, so its backward runs last; there it computes these gradients.
 
 Cost: the inputs of these layers and the gradients of their outputs are held until the block's
-backward ends, which is less than it held when it began.
+backward ends, which is less than the block held when its backward began.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from torch.distributed import ProcessGroup
 from lightning_wlb.distributed.collectives import all_gather
 from lightning_wlb.models.tensor_parallel_overlap import RowSums
 
-_LATE = "_late_gradients"  # what a linear layer's forward finds in its __dict__
+_LATE = "_late_gradients"  # key in a linear layer's __dict__, for its forward
 
 
 def gather_late(x: Tensor, group: ProcessGroup, layers: Sequence[nn.Linear]) -> Tensor:
-    """The rows of all ranks, [group size · rows, dim], in front of a block of linear layers.
+    """The rows of all ranks, [group size · rows, dim], for a block of linear layers.
 
-    It gathers as :func:`.gather_rows` does. Its backward also computes the gradients of the layers'
-    trained weights, once the rows' gradients have been posted to be summed. The layers' class must
-    have :func:`late_linear` as its forward.
+    It gathers like :func:`.gather_rows`. Its backward posts the sum of the rows' gradients, and
+    then also computes the gradients of the layers' trained weights. The layers' class must have
+    :func:`late_linear` as its forward.
     """
     trained = [each for each in layers if each.weight.requires_grad]
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in trained]

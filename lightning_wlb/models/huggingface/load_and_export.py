@@ -1,10 +1,10 @@
-"""Pretrained weights into a decoder, and a decoder's weights as a folder for ``from_pretrained``.
+"""Reads pretrained weights into a decoder, and exports its weights for ``from_pretrained``.
 
 **Loading.** The decoder is whole, or one rank's share on any mesh. The rank reads the rectangle
-that it holds of each parameter straight into it, so that beside its share it needs memory for one
-rectangle of one tensor. Before any value is made, the folder's names and shapes are compared with
-the model that the config describes: whatever is missing, too much or of another shape is refused,
-on every rank alike. For that every rank reads the headers of all files.
+that it holds of each parameter directly into the parameter, so that besides its share it needs
+memory for one rectangle of one tensor. Before any value is made, the folder's names and shapes are
+compared with the model that the config describes: missing or extra tensors and other shapes are
+refused, on every rank alike. For this, every rank reads the headers of all files.
 
 **Export.** Names and layout are the family's original ones, by transformers' own conversion
 (``revert_weight_conversion``), as ``save_pretrained`` writes them. The model is never whole in
@@ -37,20 +37,20 @@ from lightning_wlb.models.huggingface.model_parts import blank_model
 from lightning_wlb.models.huggingface.safetensors_folder import Box, Folder, Tiles, find_sources
 from lightning_wlb.models.tensor_parallel import held, share_of
 
-# Dtypes of weights. A weight stored in another dtype is quantised: codes, and a scale beside them.
+# Dtypes of weights. A weight stored in another dtype is quantised: codes, with a separate scale.
 _PLAIN = {"F64", "F32", "F16", "BF16"}
-# Tables that old versions of transformers have stored; today modules compute them.
+# Tables that old versions of transformers stored; now modules compute them.
 _COMPUTED = r"rotary_emb\.inv_freq"
 
 
 def open_weights(config: Any, folder: str | Path) -> dict[str, Tiles]:
-    """What the parameters and buffers of a config's model are read from, by the family's names.
+    """The stored tensors of each parameter and buffer of a config's model, by the family's names.
 
     Args:
-        folder: a model of the same config, as ``save_pretrained`` writes it.
+        folder: a folder with a model of the same config, as ``save_pretrained`` writes it.
 
     Raises:
-        ValueError: the folder has no safetensors, or its tensors are not those of the model.
+        ValueError: the folder has no safetensors, or its tensors do not fit the model.
     """
     files, model = Folder(Path(folder)), blank_model(config)
     sources = find_sources(files, model)
@@ -63,16 +63,16 @@ def load(decoder: HuggingFaceDecoder, sources: Mapping[str, Tiles]) -> None:
 
     Args:
         decoder: its parameters have memory, on any device and in any dtype; DTensors or not.
-        sources: by :func:`open_weights`, of the same config.
+        sources: the result of :func:`open_weights` for the same config.
 
     Raises:
-        ValueError: the folder has other values for the two ends, which the config ties.
+        ValueError: the config ties embedding and head, but the folder has different values.
     """
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if is_adapter(name):
                 continue
-            # A tied parameter may be stored under the names of both ends.
+            # A tied parameter may be stored under the names of embedding and head.
             first = decoder.tied.get(name, name)
             names = [first, *(head for head, embed in decoder.tied.items() if embed == first)]
             found = [sources[each] for each in map(decoder.family_name, names) if each in sources]
@@ -99,11 +99,11 @@ def _family_boxes(
 ) -> Iterator[tuple[tuple[slice | int, ...], Box]]:
     """The rectangles of the family's shape that make up a rectangle of the held shape.
 
-    A packed parameter is held with two dims in place of one of the family's: each index of the
-    first is a rectangle of its own.
+    A packed parameter is held with two dims in place of one dim of the family's shape; each index
+    of the first dim is a separate rectangle.
 
     Yields:
-        Where the rectangle goes in the tensor that the rank holds, and the rectangle itself.
+        The place of the rectangle in the tensor that the rank holds, and the rectangle itself.
     """
     held_shape, family_shape = tuple(shape), tuple(family)
     if any(each.start == each.stop for each in box):
@@ -186,12 +186,12 @@ def write_model(
     """Write weights, config and generation config.
 
     Args:
-        read: gives tensors by the decoder's names, whole, in the shapes in which it holds them.
+        read: gives whole tensors by the decoder's names, in the shapes in which it holds them.
         config: the decoder's transformers config.
-        folder: exists, and is filled.
-        dtype: the parameters'; the config's if None, and where it has none as they are read.
-            Buffers, and what the family always keeps in float32, are written as they are read.
-        report: called with the number of groups of tensors that are written, and of all.
+        folder: an existing folder, into which the files are written.
+        dtype: dtype of the parameters; None: the config's, or if it has none as they are read.
+            Buffers, and parameters that the family always keeps in float32, are not cast.
+        report: called with the number of written groups of tensors, and the number of all groups.
 
     Returns:
         The number of tensors in the folder.
@@ -218,7 +218,7 @@ def write_model(
         for own, value in revert_weight_conversion(model, state).items():
             files.add(own, value)
         report(number + 1, len(groups))
-    vars(config).pop("auto_map", None)  # code of the folder that training began from
+    vars(config).pop("auto_map", None)  # names code in the folder from which training began
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = dtype
@@ -239,9 +239,8 @@ def write_adapted(
 ) -> int:
     """Write the adapters of a LoRA run as ``PeftModel.from_pretrained`` reads them.
 
-    ``lora`` has fields of ``LoraConfig``, and ``base`` is the folder or name of the weights that
-    the adapters belong to. The rest is as in :func:`write_model`; without a ``dtype`` adapters are
-    written as they are read.
+    ``lora`` has fields of ``LoraConfig``, and ``base`` is the folder or name of the weights under
+    the adapters. The rest is as in :func:`write_model`; without a ``dtype`` adapters are not cast.
     """
     decoder = _blank_decoder(config, lora)
     names = [name for name, _ in decoder.named_parameters() if is_adapter(name)]
@@ -260,7 +259,7 @@ def _blank_decoder(config: Any, lora: Mapping[str, Any] | None = None) -> Huggin
 
 
 def _as_family(decoder: HuggingFaceDecoder, name: str, value: Tensor) -> Tensor:
-    """A parameter's values in the family's shape; ValueError if these are not as many."""
+    """A parameter's values in the family's shape; ValueError if their number differs."""
     shape = decoder.family_shape(name)
     if value.numel() != math.prod(shape):
         raise ValueError(
@@ -271,13 +270,13 @@ def _as_family(decoder: HuggingFaceDecoder, name: str, value: Tensor) -> Tensor:
 
 
 def files_beside(source: Path) -> list[str]:
-    """Names of the tokenizer's files, and of the generation config, in a model's folder."""
+    """Names of the tokenizer's files and of the generation config in a model's folder."""
     names = {each.name for pattern in _TOKENIZER for each in source.glob(pattern)}
     return sorted(name for name in {*names, GENERATION} if (source / name).is_file())
 
 
 def _groups(decoder: HuggingFaceDecoder) -> Iterator[list[str]]:
-    """Names of what is read together: each layer, and each end. A tied head is not written."""
+    """Groups of names that are read together: each layer, embedding, head unless it is tied."""
     groups: dict[str, list[str]] = {}
     for name, _ in [*decoder.named_parameters(), *decoder.persistent_buffers()]:
         part, number, *_ = name.split(".")
@@ -298,7 +297,7 @@ class _Files:
     def add(self, name: str, tensor: Tensor) -> None:
         if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
             self._flush()
-        # What a conversion cuts from one tensor shares its memory, which a file would hold whole.
+        # Parts that a conversion cuts from a tensor share its memory, all of which would be saved.
         shares = tensor.untyped_storage().nbytes() != tensor.nbytes
         self._waiting[name] = tensor.clone() if shares else tensor.contiguous()
         self._of[name] = self._files

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al., 2021) on a frozen Hugging Face model, by peft's own modules.
 
-peft puts its modules in place of linear ones before the model is taken apart, so that a forward is
-peft's code. A trained run's checkpoint and export hold the adapters alone.
+peft replaces linear modules by its own before the model is taken apart, so that a forward is peft's
+code. A trained run's checkpoint and export hold only the adapters.
 
-Not everything that peft can do is exact on packed rows or on a mesh. What :data:`FIELDS` leaves out
-is refused: dropout (other numbers on every mesh), DoRA and other variants (their extra parameters
-would need rules of their own for tensor parallelism), and initial values made from the weights.
+Not all options of peft are exact on packed rows or on a mesh. Fields that are not in :data:`FIELDS`
+are refused: dropout (other numbers on every mesh), DoRA and other variants (their extra parameters
+would need more rules for tensor parallelism), and initial values computed from the weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FIELDS = (
 
 _NAME_LENGTH, _MOST_WAYS, _MOST_NAMES, _MOST_PATTERNS = 60, 10**7, 10_000, 500
 _ADAPTER = re.compile(r"\.lora_([AB])\.default\.weight$")
-# Fields that change nothing at these values.
+# Fields that are accepted only with these values, with which they change nothing.
 _NEUTRAL: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "task_type": "CAUSAL_LM"}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Whether a parameter of this name belongs to an adapter."""
     return _ADAPTER.search(name) is not None
 
 
@@ -51,7 +51,7 @@ def base_name(name: str) -> str:
 
 
 def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's fields of a ``LoraConfig``; raises ValueError for those not exact on any mesh."""
+    """The user's fields of a ``LoraConfig``; ValueError for fields that are not exact on a mesh."""
     if not isinstance(given, Mapping):
         wanted = "fields of peft's LoraConfig, as {'r': 16, 'lora_alpha': 32}"
         raise wrong_type("lora", given, wanted)
@@ -82,7 +82,7 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     modules = [given.get(name) for name in ("target_modules", "exclude_modules")]
     ranks = [given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     for each in filter(None, (*modules, *ranks)):
-        # peft compares each with all others; patterns it compiles anew for each, beyond 512.
+        # peft compares each name with all others, and beyond 512 recompiles patterns each time.
         most = _MOST_PATTERNS if isinstance(each, Mapping) else _MOST_NAMES
         if not isinstance(each, str) and len(each) > most:
             raise ValueError(
@@ -94,7 +94,7 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_ends(*patterns: str) -> None:
-    """Refuse expressions that may take for ever together, as by repetitions of repetitions."""
+    """Refuse expressions that together may take for ever, such as repetitions of repetitions."""
     ways = 0.0
     for each in patterns:
         try:
@@ -110,14 +110,14 @@ def _check_ends(*patterns: str) -> None:
 
 
 def _ways(part: Any) -> float:
-    """In how many ways a part of a parsed expression may match a module's name, at most."""
+    """The most ways in which a part of a parsed expression may match a module's name."""
     if not isinstance(part, tuple) or not part:
         return math.prod(map(_ways, getattr(part, "data", part if isinstance(part, list) else ())))
     kind, *given = part
     if str(kind).endswith("_REPEAT"):
         least, most, body = given[0]
         if least > 1 and body.getwidth()[0] == 0:
-            return math.inf  # a name's end does not end it: it is matched as often as it says
+            return math.inf  # an empty match may repeat even after the name has ended
         inner, lengths = _ways(body), min(int(most) - int(least), _NAME_LENGTH) + 1
         return lengths * inner if inner == 1 or most <= 1 else math.inf
     if str(kind) == "BRANCH":
@@ -126,7 +126,7 @@ def _ways(part: Any) -> float:
 
 
 def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
-    """Peft's ``LoraConfig``; raises ModuleNotFoundError, which names the extra, without peft."""
+    """Peft's ``LoraConfig``; without peft ModuleNotFoundError, which names the extra."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
@@ -138,7 +138,7 @@ def peft_config(given: Mapping[str, Any], **more: Any) -> Any:
 
 
 def same_adapters(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two sets of fields describe the same adapters; their first values may differ."""
+    """Whether two sets of fields describe the same adapters, whatever their initial values."""
     if one is None or other is None:
         return one is other
     first, second = (
@@ -151,13 +151,13 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     """Put adapters into a ``ForCausalLM``, in place; everything else is frozen.
 
     Args:
-        causal: whole, on the meta device or not.
+        causal: the whole model, on the meta device or not.
         given: fields of ``LoraConfig``.
-        layers: the name of its list of layers.
+        layers: the name of the model's list of layers.
 
     Raises:
-        ValueError: ``target_modules`` names modules outside of the layers or that are not linear,
-            or none in some layer; or a pattern of ranks or alphas names no module with an adapter.
+        ValueError: ``target_modules`` names modules that are outside the layers or not linear, or
+            none in some layer; or a pattern of ranks or alphas names no module with an adapter.
     """
     config = peft_config(given)
     from peft import inject_adapter_in_model
@@ -202,7 +202,7 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     adapted = {name.partition(".lora_")[0] for name in adapters}
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in given.get(field) or {}:
-            # peft would pass it over.
+            # peft would ignore the pattern.
             if not any(get_pattern_key([pattern], name) == pattern for name in adapted):
                 raise ValueError(
                     f"lora: {field} has {pattern!r}, which names no module with an adapter. Give"
@@ -211,9 +211,9 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
 
 
 def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str, Any]) -> Tensor:
-    """An adapter's first value by peft's rule, whole, float32 on the CPU: B is zero.
+    """An adapter's whole initial value by peft's rule, float32 on the CPU: B is zero.
 
-    It is drawn from the run's seed and the parameter's name, the same on any mesh.
+    It depends only on the run's seed and the parameter's name, so it is the same on any mesh.
     """
     values = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     found = _ADAPTER.search(name)
@@ -228,7 +228,7 @@ def initial_value(name: str, shape: Iterable[int], seed: int, given: Mapping[str
 
 
 def keep_adapters_only(decoder: nn.Module) -> None:
-    """Keep frozen parameters out of the decoder's state dict, and load one without them."""
+    """Leave frozen parameters out of the decoder's state dict, and let it load without them."""
 
     def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in [each for each in state if each.startswith(prefix) and not is_adapter(each)]:

@@ -1,20 +1,20 @@
 """A family's model, built without memory and taken apart into the parts of a pipeline stage.
 
-A family's base model does more between its layers than call them: it makes rotary tables, chooses
-one by the kind of layer, scales the embedding. So its own ``forward`` runs on every stage, with
-:class:`StageLayers` in place of its list of layers. What the family does before its first layer
-(Granite scales the embedding) and behind its last one must happen once in the model, not once a
-stage. So stand-ins take the places of absent layers. One in front of the stage's layers drops what
-it is given and returns the hidden states that the stage has received. One behind them passes on
-what it is given, and the first one keeps it, as the stage's output. In the same way a family's head
-runs by the ``ForCausalLM``'s own forward, with :class:`GivenHidden` in place of its base model.
+A family's base model does more than call its layers: it makes rotary tables, chooses a table by the
+kind of layer, scales the embedding. So its own ``forward`` runs on every stage, with
+:class:`StageLayers` in place of its list of layers. The work before the first layer (Granite scales
+the embedding) and after the last layer must happen once in the model, not once per stage. So
+stand-ins replace absent layers. Stand-ins before the stage's layers drop their input and return the
+hidden states that the stage has received. Stand-ins after them return their input, and the first of
+them keeps it as the stage's output. In the same way the ``ForCausalLM``'s own forward runs a
+family's head, with :class:`GivenHidden` in place of the base model.
 
 Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. Others scale or cap
-the logits or add a bias; there the family's own code makes the logits of a chunk of rows at a time,
-which backward makes again.
+the logits or add a bias. The family's own code then computes the logits of one chunk of rows at a
+time, and backward recomputes them.
 
-Cost of initial values (:func:`initial_values`): every rank draws the whole of each module of which
-it holds a shard, in float32 (in a mixture of experts, all experts of a layer).
+Cost of initial values (:func:`initial_values`): if a rank holds a shard of a module, it draws all
+of the module's values, in float32 (in a mixture of experts, all experts of a layer).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from lightning_wlb.models.huggingface.families import PARTS
 from lightning_wlb.models.loss import logits_loss, row_chunks, token_loss
 from lightning_wlb.models.tensor_parallel import embed_words, gather_rows, local
 
-_FEW = 64  # so small are an activation's learned constants
+_FEW = 64  # an activation's learned constants have no more values
 
 
 @contextmanager
 def without_memory_on_meta() -> Iterator[None]:
-    """Modules made inside have parameters without memory where the default device is meta.
+    """If the default device is meta, modules made inside have parameters without memory.
 
-    Their buffers have values all the same, unless :func:`.without_values` are asked for, and so
-    have parameters of at most ``_FEW`` values, some of which transformers' rules for initial values
-    leave out.
+    Their buffers have values nevertheless, unless :func:`.without_values` is active. Parameters of
+    at most ``_FEW`` values have values too, as transformers' rules for initial values leave out
+    some of them.
     """
     if torch.get_default_device().type != "meta" or NO_TABLES.get():
         yield
@@ -81,7 +81,7 @@ def build_family_model(config: Any) -> Any:
             dtype=dtype,
             trust_remote_code=False,
         )
-    # Parameters that lost their memory one by one are no longer shared.
+    # Moving parameters to meta one by one has untied shared parameters.
     causal.tie_weights()
     return causal
 
@@ -89,7 +89,7 @@ def build_family_model(config: Any) -> Any:
 def blank_model(config: Any, attention: str = "eager", dtype: torch.dtype | None = None) -> Any:
     """The family's ``ForCausalLM``, without values."""
     with without_values():
-        # Whatever the folder asks for: some values of it fetch code.
+        # Overrides the folder's setting, some values of which fetch code.
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             attn_implementation=attention,
@@ -103,7 +103,7 @@ def blank_model(config: Any, attention: str = "eager", dtype: torch.dtype | None
 def part_names(base: Any) -> tuple[str, str, str]:
     """Names of the base model's embedding, layers and last norm, from its pipeline plan.
 
-    What else is in front of the layers, as a dropout of 0, stays where it is, on every stage.
+    Other modules before the layers, such as a dropout of 0, stay on every stage.
     """
     config = base.config
     plan = list(type(config).base_model_pp_plan or PARTS.get(config.model_type, ()))
@@ -118,15 +118,15 @@ def part_names(base: Any) -> tuple[str, str, str]:
 
 
 class StageLayers:
-    """A base model's list of layers: as long as the family's, but only some layers compute.
+    """Replaces a base model's list of layers: as long, but only the stage's layers compute.
 
     Attributes:
-        layers: the layers that are here, by global number as a string.
+        layers: the layers of the stage, by global number as a string.
         count: the number of layers of the whole model.
         span: global numbers of the layers that the next forward runs.
 
     Args:
-        in_pairs: whether the family's layers return attention weights behind their rows.
+        in_pairs: whether the family's layers return (rows, attention weights).
     """
 
     def __init__(self, layers: nn.ModuleDict, count: int, in_pairs: bool = False) -> None:
@@ -151,9 +151,9 @@ class StageLayers:
 
 
 class _Absent(nn.Module):
-    """Stands for layers of other stages, in front of the stage's own (``before``) or behind."""
+    """Replaces layers of other stages, before the stage's own layers (``before``) or after them."""
 
-    block_type = None  # by which Nemotron-H looks up a mask
+    block_type = None  # Nemotron-H looks up a mask by it
 
     def __init__(self, before: bool, in_pairs: bool) -> None:
         super().__init__()
@@ -170,15 +170,15 @@ class _Absent(nn.Module):
 
 
 class GivenHidden(nn.Module):
-    """Stands for the base model where the ``ForCausalLM`` is run for its head alone."""
+    """Replaces the base model when the ``ForCausalLM`` is run only for its head."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
-        """Give back the embeddings as the last hidden state."""
+        """Return the embeddings as the last hidden state."""
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """A base model's output: the last hidden state, and None for what else a family reads."""
+    """A base model's output: the last hidden state, and None for all other attributes."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -194,7 +194,7 @@ class _Output:
 class FamilyEmbedding(nn.Module):
     """A family's token embedding, whose words may lie on several ranks.
 
-    transformers gives its padding token's row no gradient from here, on any number of ranks.
+    As in transformers, the padding token's row gets no gradient, on any number of ranks.
     """
 
     def __init__(self, words: nn.Embedding) -> None:
@@ -206,17 +206,17 @@ class FamilyEmbedding(nn.Module):
         """int64 [P] -> [P/TP, dim]."""
         own = self.words.weight.shape[0]
         if group_size(group) > 1 and self._padding is not None:
-            # By number among this rank's words, which its module looks up.
+            # The padding token's number among this rank's words, as `words` counts them.
             number = self._padding - group_rank(group) * own
             self.words.padding_idx = number if 0 <= number < own else None
         return embed_words(self.words, tokens, own, group)
 
 
 class FamilyHead(nn.Module):
-    """Final norm, output projection, and whatever the family does to logits behind it.
+    """Final norm, output projection, and the family's further operations on logits.
 
-    ``causal`` is the ``ForCausalLM`` that holds the projection, its base model replaced by
-    :class:`.GivenHidden`. It is not registered as a part.
+    ``causal`` is the ``ForCausalLM`` that holds the projection, with :class:`.GivenHidden` in place
+    of its base model. It is not registered as a submodule.
     """
 
     def __init__(self, norm: nn.Module, projection: nn.Linear, causal: nn.Module) -> None:
@@ -233,15 +233,15 @@ class FamilyHead(nn.Module):
             return self.logits(hidden)
         if self.plain:
             return token_loss(hidden, local(self.projection.weight), labels, group)
-        # Zero, and tied to the hidden states also where there is no row.
+        # Zero, but connected to the hidden states in the graph even without rows.
         total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-        # What a family does to logits takes about as much memory again as the plain loss.
+        # A family's operations on logits take about as much memory again as the plain loss.
         for chunk in row_chunks(hidden.shape[0], local(self.projection.weight), times=2):
             total = total + recomputed(self._loss)(hidden[chunk], labels[chunk])
         return total
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, dim] behind the norm -> [rows, vocabulary/TP], by the family's own code."""
+        """[rows, dim] after the norm -> [rows, vocabulary/TP], by the family's own code."""
         return self._causal[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -251,8 +251,8 @@ class FamilyHead(nn.Module):
 def is_plain(causal: nn.Module, projection: nn.Module) -> bool:
     """Whether a family's logits are a matrix times the hidden states and nothing else.
 
-    The family's own code is run with a projection that gives out a tensor of ours. A plain head
-    hands it the hidden states as they are, and hands that tensor on as the logits.
+    The family's own code runs with a projection that returns a known tensor. A plain head calls the
+    projection with the unchanged hidden states, and returns that tensor unchanged as the logits.
     """
     if type(projection).forward is not nn.Linear.forward or projection.bias is not None:
         return False
@@ -282,11 +282,11 @@ def initial_values(
 ) -> dict[str, Tensor]:
     """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
 
-    ``rule`` is transformers' ``_init_weights``; parameters that it leaves out are left out.
+    ``rule`` is transformers' ``_init_weights``; parameters that it does not fill are left out.
     ``shapes`` are the family's, since the module's parameters may be split or without memory. The
-    values are drawn from the run's seed and the module's name, the same on any mesh.
+    values depend only on the run's seed and the module's name, so they are the same on any mesh.
     """
-    # The rule works on a copy of the module alone, whose parameters are whole and not a number.
+    # The rule fills a copy of the module without children, whose parameters are whole, and NaN.
     twin = copy.copy(module)
     twin._modules = {}
     twin._parameters = {

@@ -1,11 +1,11 @@
-"""Recurrent layers of transformers' modules on packed rows: every document by itself.
+"""Recurrent layers of transformers' modules on packed rows, without mixing documents.
 
-Linear attention (gated delta rule, Kimi's delta attention), Mamba 2 and short convolutions carry
-something from row to row, and on packed rows would carry it from document to document, without a
-word. A family computes all of them by a few functions of its file. :func:`by_segments` replaces
-these functions: while a decoder of this package runs, :mod:`.recurrent_functions` calls the
-family's own function for each piece by itself; elsewhere they are unchanged. A module that did not
-call each of its family's functions is refused, since it would have mixed documents.
+Linear attention (gated delta rule, Kimi's delta attention), Mamba 2 and short convolutions carry a
+state from row to row, and on packed rows would silently carry it from document to document. A
+family computes all of them by a few functions of its file. :func:`by_segments` replaces these
+functions: while a decoder of this package runs, :mod:`.recurrent_functions` calls the family's own
+function for each piece separately; elsewhere they are unchanged. A module that does not call each
+of its family's functions raises ValueError, since it would mix documents.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
 }
-"""The functions by which a family's recurrent layers compute across rows; each calls them all."""
+"""The functions by which a family's recurrent layers compute across rows; each layer calls all."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Layer:
     """The recurrent layer that is running, by its global number."""
 
     number: int
-    sizes: Recurrence | None  # None where a decoder of this package runs the layer
+    sizes: Recurrence | None  # None if a decoder of this package runs the layer
     called: set[str] = field(default_factory=set)
 
 
@@ -58,7 +58,7 @@ _LAYER: ContextVar[_Layer | None] = ContextVar("layer", default=None)
 
 
 def recurrent_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
-    """The modules that carry something from row to row: those that have a convolution."""
+    """The modules that carry a state from row to row: all modules that have a convolution."""
     for layer in layers:
         for module in layer.modules():
             if any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -70,8 +70,8 @@ def by_segments(
 ) -> None:
     """Let the recurrent modules of a family's layers run piece by piece in this package's decoders.
 
-    Other models of the family, and these outside of a decoder, run as they did. Given ``sizes``,
-    they run as they are, and note there what they compute across rows.
+    Other models of the family, and these layers outside a decoder, run unchanged. With ``sizes``
+    the layers run unchanged too, and note there the sizes of their computation across rows.
     """
     for module in recurrent_modules(layers):
         source = sys.modules[type(module).__module__]
@@ -95,7 +95,7 @@ def _replaced(
         layer.called.add(name)
         if layer.sizes is None:
             return ours(theirs, layer.number, *args, **kwargs)
-        # The family's own code, without what looks for a kernel and says that there is none.
+        # The family's own code, without its wrapper that looks for a kernel and warns.
         out = getattr(theirs, "__wrapped__", theirs)(*args, **kwargs)
         given = signature(theirs).bind(*args, **kwargs)
         given.apply_defaults()
@@ -109,8 +109,8 @@ def _replaced(
 def _sizes(name: str, given: Mapping[str, Any]) -> Recurrence:
     """Sizes of a convolution or a recurrence by the arguments of its function.
 
-    FLOPs of a token and head in chunks of c tokens, with a state of k x v numbers: of the delta
-    rules 5ck + 3cv + 6kv, of Mamba 2 2c(k + v) + 4kv.
+    FLOPs of a token and head in chunks of c tokens, with a state of k x v numbers: delta rules have
+    5ck + 3cv + 6kv, Mamba 2 has 2c(k + v) + 4kv.
     """
     if name == CONVOLUTION:
         channels, kernel = given["weight"].shape
@@ -143,7 +143,7 @@ def _watched(
     wanted: frozenset[str],
     sizes: dict[nn.Module, Recurrence] | None,
 ) -> Callable[..., Tensor]:
-    """The forward of a recurrent module, which raises if it calls not all ``wanted`` functions."""
+    """The forward of a recurrent module; raises unless it calls all ``wanted`` functions."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         run = RUNNING.get(None)

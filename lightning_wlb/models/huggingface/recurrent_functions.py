@@ -1,15 +1,14 @@
-"""The functions by which transformers computes recurrent layers, for each piece by itself.
+"""Run transformers' functions for recurrent layers on each piece separately.
 
-Each takes the place of the function that transformers has under its name in :data:`FUNCTIONS`. It
-is given that function, the layer's number and the function's arguments, and calls it for each piece
-with the state that the slice before has left (:mod:`lightning_wlb.attention.recurrence`). Ranks
+Each function here replaces the function that transformers has under its name in :data:`FUNCTIONS`.
+It gets that function, the layer's number and the function's arguments, and calls it for each piece
+with the state that the previous slice has left (:mod:`lightning_wlb.attention.recurrence`). Ranks
 that share rows compute their own heads of all rows; so do tensor-parallel ranks, each of which has
-projections and convolutions whole.
+whole projections and convolutions.
 
-Cost: a call of the recurrence for each piece of a micro-batch, and one of a convolution. Where
-flash-linear-attention is installed, a delta rule on CUDA takes all pieces in one call
-(``cu_seqlens``); that call has been made of a stand-in alone. Kernels that fuse convolution and
-recurrence are not called.
+Cost: a call of the recurrence for each piece of a micro-batch, and one call of a convolution. With
+flash-linear-attention, a delta rule on CUDA takes all pieces in one call (``cu_seqlens``), which
+has been run only with a stand-in. Kernels that fuse convolution and recurrence are not called.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ CONVOLUTION = "causal_conv1d_fn"
 class _Heads(NamedTuple):
     """Which heads (of a convolution: channels) of the running micro-batch this rank computes."""
 
-    total: int  #: of all ranks
+    total: int  #: heads of all ranks
     rows: RecurrentRows  #: where the micro-batch's pieces lie
-    group: ProcessGroup | None  #: the ranks that share its rows
-    tensor: ProcessGroup | None  #: tensor-parallel ranks, where these share the heads too
+    group: ProcessGroup | None  #: the ranks that share the micro-batch's rows
+    tensor: ProcessGroup | None  #: the tensor-parallel ranks, if they share the heads too
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The part of values by head that is this rank's."""
+        """This rank's part of values by head."""
         return _part(_part(x, self.tensor, dim), self.group, dim)
 
     def run(self, key: Any, inputs: Sequence[Tensor], compute: Compute) -> Tensor:
         """Compute a recurrence on all rows of this rank's heads.
 
         Args:
-            key: what distinguishes it from others of the model.
-            inputs: [own rows, heads, ...] each, the first as the result; a group of heads may share
-                one, which is repeated where ranks could not be given whole groups.
-            compute: of [rows of all ranks, own heads, ...].
+            key: distinguishes the recurrence from others of the model.
+            inputs: [own rows, heads, ...] each. The first has the result's heads. In others a group
+                of heads may share an entry, which is repeated if ranks cannot get whole groups.
+            compute: the recurrence on [rows of all ranks, own heads, ...].
 
         Returns:
             [own rows, heads, ...].
@@ -121,7 +120,7 @@ def _convolution(
     mine, mine_bias = heads.own(weight), None if bias is None else heads.own(bias)
 
     def compute(given: SegmentRows) -> Computed:
-        # One call: in front of each segment the rows before it, whose own results are left out.
+        # One call: before each segment come its preceding rows, whose own results are dropped.
         (x,) = given.inputs
         none = x.new_zeros(front, *x.shape[1:])
         joined = [
@@ -174,7 +173,7 @@ def _delta_rule(
             **more,
             **options,
         )
-        # Copies, lest a state that is left keeps those of all segments.
+        # Copies, so that a kept state does not hold the memory of all segments' states.
         left = [(after[n].clone(),) if wanted else None for n, wanted in enumerate(given.goes_on)]
         return out[0], left
 
@@ -220,7 +219,7 @@ def _scan(
             **by_head,
             **options,
         )
-        # A copy, since the state is a part of what the scan has of all chunks.
+        # A copy, since the state is a view of the scan's states of all chunks.
         return (out[0][0], [(out[1].clone(),)]) if wanted else (out[0], [None])
 
     every = [x[0] for x in (hidden_states, dt, B, C)]
@@ -228,7 +227,7 @@ def _scan(
 
 
 def _not_fused(*_: Any, **__: Any) -> None:
-    """Return None, so that the family computes the convolution and the scan by themselves."""
+    """Return None, so that the family computes convolution and scan separately."""
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -238,4 +237,4 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _scan,
     "mamba2_split_conv1d_scan_combined": _not_fused,
 }
-"""What takes the place of transformers' functions of these names."""
+"""The functions that replace transformers' functions of these names."""

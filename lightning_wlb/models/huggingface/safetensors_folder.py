@@ -1,14 +1,14 @@
 """A pretrained folder: which stored tensors make up a parameter, and rectangles of them.
 
-safetensors maps a file into memory, so that a rectangle costs the pages that it lies on: rows of a
-matrix no more than themselves, columns of it up to the whole matrix where rows are shorter than a
+safetensors maps a file into memory, so that reading a rectangle costs the pages on which it lies:
+for rows of a matrix only these rows, for columns up to the whole matrix if rows are shorter than a
 page.
 
 Many folders are older than transformers' present modules: names differ, and a mixture's experts are
-stored one by one where the module has them in one parameter. transformers knows both
-(``conversion_mapping``). Renaming, stacking and joining are turned into :class:`Tiles`, so that a
-rectangle of the parameter costs no more than what of it lies in each stored tensor. Families whose
-folders need any other conversion are refused; none that is checked does.
+stored one by one while the module has them in one parameter. transformers has the conversions
+(``conversion_mapping``). Renaming, stacking and joining become :class:`Tiles`, so that a rectangle
+of the parameter costs only its parts in the stored tensors. Families whose folders need any other
+conversion are refused; no checked family does.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from lightning_wlb.file_checks import read_json
 from lightning_wlb.model_folder_checks import check_model
 
 Box = tuple[slice, ...]
-"""A rectangle of a tensor: for each dim the first index and the one behind the last."""
+"""A rectangle of a tensor: for each dim the first index and the end."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTERS = "adapter_config.json"
-# What a model's folder on the hub has beside weights in other formats.
+# The files of a model on the hub that are needed; weights in other formats are not.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
 
 def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
-    """The folder of a model: the one given, or a copy of the one of that name on the hub.
+    """The folder of a model: the given folder, or a copy of the model of that name on the hub.
 
     The download (safetensors, configs and tokenizer into Hugging Face's own cache) has only been
-    called with a stand-in for the hub, never run against it. Without ``fetch`` only a copy that is
-    there already is taken: the name may be that of a stranger's checkpoint.
+    tested with a stand-in for the hub. Without ``fetch`` nothing is downloaded and only an existing
+    copy is used, since the name may come from an untrusted checkpoint.
 
     Raises:
-        ValueError: it is no folder here, and cannot be had from the hub.
+        ValueError: there is no such folder here, and the hub does not give one.
     """
     folder = Path(name_or_folder)
     if folder.is_dir():
@@ -64,7 +64,7 @@ def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
     name = str(name_or_folder)
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED, local_files_only=not fetch))
-    except Exception as error:  # of many kinds: no network, no such name, no permission
+    except Exception as error:  # many kinds: no network, no such name, no permission
         failed = f"fetching a model of that name from Hugging Face failed: {error}"
         if not fetch:
             failed = (
@@ -75,7 +75,7 @@ def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
 
 
 def beside_weights(config: str | Path) -> bool:
-    """Whether weights lie beside a config: in its folder here, or under its name on the hub."""
+    """Whether a config has weights beside it: in its folder here, or under its name on the hub."""
     folder = Path(config).parent if Path(config).is_file() else Path(config)
     return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
@@ -83,18 +83,18 @@ def beside_weights(config: str | Path) -> bool:
 class Folder:
     """Tensors by name, in one file or in several with an index, as ``save_pretrained`` writes them.
 
-    As in transformers, the one file is read where there are both (saving one over several leaves
-    their index), and of an index the names of the files only: the files say what is in them. Of a
-    model that takes images or sound too, only the language model's tensors are there, by the names
-    that they have in a folder of the language model alone.
+    As in transformers, the single file is read if there are both (saving one file over several
+    leaves their index). Only the names of files are read from an index: the files say which tensors
+    they hold. If a model also takes images or sound, only its language model's tensors are
+    included, with the names that they have in a folder of the language model alone.
 
     Attributes:
         path: the folder.
         names: the names of all tensors.
 
     Raises:
-        ValueError: there are no safetensors, or adapters beside them, a file cannot be read, or two
-            tensors have one name, in the language model too.
+        ValueError: there are no safetensors, there are adapters beside them, a file cannot be read,
+            or two tensors have the same name, also as the language model's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +130,7 @@ class Folder:
         self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A whole tensor's shape; nothing is read."""
+        """A whole tensor's shape, without reading it."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
@@ -155,7 +155,7 @@ class Folder:
 
 
 def _files_of(index: Path) -> list[str]:
-    """The files that the index of a folder with several files names."""
+    """The files that are named by the index of a folder with several files."""
     try:
         named = list[str](read_json(index)["weight_map"].values())
         if outside := [name for name in named if os.path.basename(name) != name]:
@@ -169,7 +169,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def _name_alone(stored: str) -> str:
-    """The name of a language model's tensor by itself; empty for what belongs to other parts."""
+    """A tensor's name in the language model alone; empty if it belongs to another part."""
     if stored.startswith("lm_head."):
         return stored
     for within, alone in (("language_model.", ""), ("model.language_model.", "model.")):
@@ -182,16 +182,16 @@ class Tiles:
     """A parameter that is made of stored tensors side by side.
 
     Args:
-        folder: where they are.
+        folder: the folder that holds the tensors.
         corners: the name of each stored tensor -> its first corner in the parameter.
-        lead: the number of dims, of size 1, in front of each stored tensor's own.
+        lead: the number of dims of size 1 that are put before each stored tensor's dims.
 
     Attributes:
-        boxes: the name of each stored tensor -> the part of the parameter that it makes up.
-        shape: the parameter's.
+        boxes: the name of each stored tensor -> the part of the parameter that it fills.
+        shape: the shape of the parameter.
 
     Raises:
-        ValueError: they leave a part of it out.
+        ValueError: the tensors do not fill the parameter.
     """
 
     def __init__(self, folder: Folder, corners: Mapping[str, Sequence[int]], lead: int) -> None:
@@ -224,8 +224,8 @@ def digest_of(sources: Mapping[str, Tiles]) -> str:
     """Sixteen hexadecimal digits for the names, shapes and values of a model's weights.
 
     256 values are read at the beginning, in the middle and at the end of each tensor. So weights of
-    another training, seed or version have another digest, and the same ones have it in any files or
-    dtype that holds them; a change of other values alone, as of a few rows, is not seen.
+    another training, seed or version have another digest, and equal weights have the same digest in
+    any files and any dtype that holds them. A change of other values, as in a few rows, is missed.
     """
     digest = hashlib.sha256()
     for name, tiles in sorted(sources.items()):
@@ -244,14 +244,14 @@ def digest_of(sources: Mapping[str, Tiles]) -> str:
 
 
 def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
-    """What the parameters and buffers of a family's model are read from, by their names.
+    """The stored tensors of each parameter and buffer of a family's model, by name.
 
-    The folder may be of any version of transformers. A name that it has nothing for is left out;
-    one that the model, a ``ForCausalLM``, does not have is under its own name.
+    The folder may be of any version of transformers. Names without stored tensors are left out.
+    Tensors that the model, a ``ForCausalLM``, does not have are included under their own names.
 
     Raises:
-        ValueError: the family's folders need a conversion that is not made here, or tensors of the
-            folder would take each other's place.
+        ValueError: the family's folders need a conversion that is not supported here, or several
+            tensors of the folder have the same place in the model.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -262,7 +262,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     for key in sorted(folder.names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state:
-            # Named as in the model already, where a renaming would lead elsewhere.
+            # The tensor has the model's name already, which a renaming would change.
             as_it_is, _ = rename_source_key(key, [], [], prefix, state)
             name, pattern = (as_it_is, None) if as_it_is in state else (name, pattern)
         found[name][pattern].append(key)
@@ -289,7 +289,7 @@ def _unclear(path: Path, name: str, stored: Sequence[str]) -> ValueError:
 def _tiles(
     folder: Folder, name: str, converter: WeightConverter, keys: Mapping[Any, list[str]]
 ) -> Tiles:
-    """A parameter that is stacked along a new first dim, joined along another, or both."""
+    """A parameter of tensors stacked along a new first dim, joined along another, or both."""
     operations = list(converter.operations)
     stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacks else operations
@@ -328,7 +328,7 @@ def _tiles(
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
-    """What two rectangles have in common; None if nothing."""
+    """The intersection of two rectangles; None if it is empty."""
     common = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
     )
@@ -336,7 +336,7 @@ def _intersection(one: Box, other: Box) -> Box | None:
 
 
 def _within(inner: Box, outer: Box) -> Box:
-    """A rectangle as counted from the first corner of one that contains it."""
+    """``inner``, counted from the first corner of ``outer``, which contains it."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True)
     )

@@ -1,29 +1,29 @@
 """Tensor and sequence parallelism of a family's own modules, by their config's plan.
 
 transformers' configs name a *style* for each module of a layer (``base_model_tp_plan``).
-:func:`split_of` says what a style means for a parameter, and hooks around modules do what it means
-for rows. Between layers each rank holds its share of the rows. Within a *block*, a direct child of
-a layer that holds split parameters or attends, it holds all rows, and its heads or columns of
-them. So rows are gathered in front of a block, whose backward adds up the ranks' gradients,
-while those of weights are computed (:mod:`.late_gradients`). Behind it:
+:func:`split_of` says what a style means for a parameter, and hooks around modules implement it for
+rows. Between layers each rank holds its share of the rows. A *block* is a direct child of a layer
+that holds split parameters or attends. Within a block each rank holds all rows, but only its heads
+or columns. So rows are gathered before a block. The backward of this gather sums the ranks'
+gradients while the gradients of weights are computed (:mod:`.late_gradients`). After a block:
 
-* where the block's output is a plain sum over ranks (:func:`output_is_sum`), it is reduced and
+* if the block's output is a plain sum over ranks (:func:`output_is_sum`), it is reduced and
   scattered by rows;
-* else each row-wise module's output is summed on every rank, as transformers' plans mean it, what
-  follows in the block is computed whole by each rank, and the rank takes its own rows at the end.
+* else each row-wise module's output is summed on every rank, as transformers' plans require, each
+  rank computes the rest of the block for all rows, and takes its own rows at the end.
 
-In both cases the gradient of a parameter that every rank holds whole is a part of a sum, which is
-how :func:`~.tensor_parallel.local` treats it.
+In both cases the gradient of a parameter that every rank holds whole is a part of a sum, as
+:func:`~.tensor_parallel.local` requires.
 
-Parameters are DTensors. While a forward runs, a module reads the rank's shard of one
-(:func:`present_shards`); otherwise the DTensor, which the optimizer looks for. ``packed``
+Parameters are DTensors. While a forward runs, a module reads the rank's shard of a parameter
+(:func:`present_shards`); otherwise it reads the DTensor, which the optimizer needs. ``packed``
 parameters hold two matrices in one dim, gate before up, so that a rank's share would be two pieces.
-They are held with that dim in two, ``[.., 2, f, ..]``, on every mesh, which makes shares
-rectangles; the family's code reads them as they were.
+They are held with that dim as two, ``[.., 2, f, ..]``, on every mesh, so that shares are
+rectangles; the family's code reads them in their original shape.
 
-Cost of the second kind of block: an all-reduce where one reduce-scatter would do, and the
-replicated part computed TP times. Where a family's plan gathers a projection's columns (Phi-3,
-OLMo 2), and in latent attention, every rank computes attention of all heads.
+Cost of the second kind of block: an all-reduce in place of a reduce-scatter, and the replicated
+part is computed TP times. If a family's plan gathers a projection's columns (Phi-3, OLMo 2), and in
+latent attention, every rank computes attention of all heads.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from lightning_wlb.models.huggingface.late_gradients import forget_late, gather_
 from lightning_wlb.models.tensor_parallel import gather_rows, local, scatter_rows
 
 _REPLICATE = "replicate"
-# LoRA's B behind a row-wise A: whole on each rank, and applied to the rank's own part of the sum.
+# LoRA's B after a row-wise A: whole on each rank, and applied to the rank's part of the sum.
 _BEHIND_ROWS = "behind rowwise"
 
-# Style -> the dim that is split, from the end; of a vector the only one.
+# Style -> the dim that is split, counted from the end; a vector's only dim.
 _DIMS = {
     "colwise": -2,
     "colwise_gather_output": -2,
@@ -60,7 +60,7 @@ _DIMS = {
     "packed_rowwise": -1,
 }
 _REPLICATED = {_REPLICATE, _BEHIND_ROWS, "replicated_with_grad_allreduce", "mla_kv_a_proj"}
-# What these modules return is a sum over the ranks.
+# Modules of these styles return a summand of a sum over the ranks.
 _ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
 
 
@@ -68,42 +68,42 @@ _ROWWISE = {"rowwise", "rowwise_split_input", "moe_tp_experts"}
 class Split:
     """How one parameter of a layer is split over tensor-parallel ranks."""
 
-    style: str  #: transformers' name, or one of this module's
-    #: the dim that is split; None where every rank holds the whole parameter
+    style: str  #: transformers' name, or one of this module's names
+    #: the dim that is split; None if every rank holds the whole parameter
     dim: int | None = None
-    packed: bool = False  #: whether that dim holds two matrices, and so is held as two
-    #: the number of key/value heads, where the parameter is split by them; else 0. Where there are
-    #: more ranks than heads, each holds all and reads its own
+    packed: bool = False  #: whether that dim holds two matrices, and so is held as two dims
+    #: the number of key/value heads if the parameter is split by them, else 0. With more ranks than
+    #: heads, each rank holds all heads and reads its own
     shares: int = 0
-    #: whether it is a bias added behind a sum over ranks: each adds an equal part of it
+    #: whether it is a bias that belongs after a sum over ranks: each rank adds an equal part of it
     once: bool = False
 
     def placement(self, size: int) -> Placement:
         """The DTensor placement of the parameter, in its held shape, on ``size`` ranks."""
         if self.dim is None or 0 < self.shares < size:
             return Replicate()
-        # A packed parameter has the dim of the two matrices in front of the matrix's own.
+        # In a packed parameter a dim for the two matrices precedes the split dim.
         return Shard(self.dim + 1 if self.packed else self.dim)
 
 
 def without_adapters(name: str) -> str:
-    """The name that a parameter or module has in the model without LoRA adapters."""
+    """The name of a parameter or module in the model without LoRA adapters."""
     return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.|$)", "", name)
 
 
 def plan_name(name: str) -> str:
-    """A parameter's or module's name as plans have it: ``layers.3.mlp`` is ``layers.*.mlp``."""
+    """A parameter's or module's name in plans: ``layers.3.mlp`` becomes ``layers.*.mlp``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", without_adapters(name))
 
 
 def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads: int) -> Split:
     """How a parameter is split, by the style that the plan gives it or its module.
 
-    The plan goes by :func:`plan_name`; what it does not name is replicated. ``shape`` is the
-    family's, and ``kv_heads`` the layer's.
+    The plan's keys are names by :func:`plan_name`; parameters that it does not name are replicated.
+    ``shape`` is the family's, and ``kv_heads`` the layer's.
 
     Raises:
-        ValueError: a style that is not known, or that does not say how to split the parameter.
+        ValueError: an unknown style, or one that does not say how to split the parameter.
     """
     dims = len(shape)
     place = plan_name(name)
@@ -112,7 +112,7 @@ def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads:
     if adapter:
         style = _of_adapter(style, adapter[1])
     if style == _REPLICATE and dims == 2 and re.search(r"\.[qk]_norm\.weight$", place):
-        style = "colwise"  # a row for each head, as in Command R+, which plans leave out
+        style = "colwise"  # has a row for each head, as in Command R+, but is not in plans
     is_bias = dims == 1 and name.endswith("bias") and style in _ROWWISE
     if is_bias or style == "once":
         return Split(style, once=True)
@@ -125,13 +125,13 @@ def split_of(name: str, shape: Sequence[int], plan: Mapping[str, str], kv_heads:
             " tensor_parallel_size=1 with this family."
         )
     dim = 0 if dims == 1 else dims + _DIMS[style]
-    # Queries and outputs are split by query heads, of which there are at least as many as ranks.
+    # Queries and outputs are split by query heads, which are at least as many as ranks.
     by_heads = style == "colwise" and re.search(r"\.([kv]_proj|k_norm)\.", f"{place}.") is not None
     return Split(style, dim, style.startswith("packed"), kv_heads if by_heads else 0)
 
 
 def _of_adapter(style: str, matrix: str) -> str:
-    """The style of an adapter's matrix A or B, from that of the linear layer that it adapts."""
+    """The style of an adapter's matrix A or B, from the style of the adapted linear layer."""
     if style.startswith("colwise"):
         return style if matrix == "B" else _REPLICATE
     if style.startswith("rowwise"):
@@ -140,12 +140,12 @@ def _of_adapter(style: str, matrix: str) -> str:
 
 
 def output_is_sum(hidden_size: int, parameters: Iterable[tuple[Split, tuple[int, ...]]]) -> bool:
-    """Whether a block's output is nothing but the sum over ranks of what row-wise modules return.
+    """Whether a block's output is only the sum over ranks of its row-wise modules' outputs.
 
-    Then one reduce-scatter behind the block is enough. It is not where anything that every rank
-    computes whole also writes the hidden size: a shared expert that the plan leaves out would be
-    added once for each rank, and a norm inside the block would see a part of the sum.
-    ``parameters`` has the split and the family's shape of each parameter in the block.
+    Then one reduce-scatter after the block is enough. The output is more than that if a module that
+    every rank computes whole also has an output of the hidden size: a shared expert that the plan
+    leaves out would be added once for each rank, and a norm inside the block would see a part of
+    the sum. ``parameters`` has the split and the family's shape of each parameter in the block.
     """
     return not any(
         split.dim is None
@@ -163,17 +163,17 @@ def splits_of(layers: nn.ModuleDict, plan: Mapping[str, str], config: Any) -> di
         modules = dict(layer.named_modules())
         for own, parameter in layer.named_parameters():
             name = f"layers.{number}.{own}"
-            # The module that attends is two names up from its projections' weights.
+            # The attention module is two names above its projections' weights.
             parent = modules[without_adapters(own).rpartition(".")[0].rpartition(".")[0]]
             splits[name] = split_of(name, parameter.shape, plan, _kv_heads(parent, config))
     return splits
 
 
 def present_shards(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Hold packed parameters in two dims, and let forwards read all parameters as local shards.
+    """Hold packed parameters with two dims, and let forwards read all parameters as local shards.
 
-    A module's class becomes a subclass of the same name, whose properties are its parameters.
-    Outside of a forward they are the parameters themselves.
+    A module's class becomes a subclass of the same name with a property for each parameter. Outside
+    a forward a property returns the parameter itself.
     """
     for prefix, module in model.named_modules():
         views = {}
@@ -209,9 +209,9 @@ def _presenting(base: Any, names: tuple[str, ...]) -> Any:
 
 
 def _family_view(split: Split, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-    """What a family's code reads in place of a rank's shard of a parameter of the family's shape.
+    """A rank's shard of a parameter of the family's shape, as the family's code reads it.
 
-    On a single rank the shard is the parameter as it is held.
+    On a single rank the shard is the whole parameter as it is held.
     """
     group = _current_group()
     size = group_size(group)
@@ -219,7 +219,7 @@ def _family_view(split: Split, shape: tuple[int, ...], shard: Tensor) -> Tensor:
         assert split.dim is not None
         return shard.flatten(split.dim, split.dim + 1)
     if split.once and size > 1:
-        # Every rank adds its part: outputs are summed.
+        # Outputs are summed, so every rank adds an equal part.
         return shard / size
     if 0 < split.shares < size:
         width = shape[0] // split.shares
@@ -229,12 +229,12 @@ def _family_view(split: Split, shape: tuple[int, ...], shard: Tensor) -> Tensor:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether a part of a layer holds the module that attends."""
+    """Whether a part of a layer holds the attention module."""
     return any(hasattr(each, "layer_idx") for each in module.modules())
 
 
 def _kv_heads(module: nn.Module, config: Any) -> int:
-    """Key and value heads of an attention module, which may differ from layer to layer."""
+    """Key and value heads of an attention module; they may differ from layer to layer."""
     own = getattr(module, "num_key_value_heads", None)
     groups = getattr(module, "num_key_value_groups", None)
     if own is None and groups is not None:
@@ -249,9 +249,9 @@ def add_hooks(
     shapes: Mapping[str, tuple[int, ...]],
     hidden_size: int,
 ) -> None:
-    """Put the hooks around the blocks of layers, which do nothing on a single rank.
+    """Put the hooks around the blocks of layers; they do nothing on a single rank.
 
-    ``splits`` and the family's ``shapes`` go by parameter names from ``layers.`` on.
+    ``splits`` and the family's ``shapes`` have parameter names that begin with ``layers.``.
     """
     for number, layer in layers.items():
         for child_name, block in layer.named_children():
@@ -269,7 +269,7 @@ def add_hooks(
             styles = [
                 (module, plan.get(plan_name(f"{prefix}.{name}".rstrip("."))))
                 for name, module in block.named_modules()
-                # The parts of a projection with an adapter have its name too; it alone has hooks.
+                # A projection with an adapter has parts of the same plan name, which get no hooks.
                 if without_adapters(f".{name}") == f".{name}"
             ]
             for module, style in styles:
