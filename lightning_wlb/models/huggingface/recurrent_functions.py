@@ -51,7 +51,7 @@ class _Heads(NamedTuple):
     tensor: ProcessGroup | None  #: the tensor-parallel ranks, if they share the heads too
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of values by head."""
+        """The part of values by head that belongs to this rank."""
         return _part(_part(x, self.tensor, dim), self.group, dim)
 
     def run(self, key: Any, inputs: Sequence[Tensor], compute: Compute) -> Tensor:
