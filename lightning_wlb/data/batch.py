@@ -1,15 +1,15 @@
-"""What one rank is given for one step: its plan, and the tensors of its micro-batches.
+"""The batch of one rank for one step: its plan, and the tensors of its micro-batches.
 
-:func:`make_step_batch` walks the micro-batches of this rank's replica, spreads each over the
-context-parallel group by the sharding that the plan names, and reads from the store the tokens of
-this rank's own rows: tokens on the first pipeline stage, labels on the last. All index arithmetic
-of attention happens here, in the data loader, off the training path. The loader hands the result, a
+:func:`make_step_batch` spreads each micro-batch of this rank's replica over the context-parallel
+group by the sharding that the plan names, and reads from the store only the tokens of this rank's
+own rows: as tokens on the first pipeline stage, as labels on the last. All index arithmetic of
+attention happens here, in the data loader, off the training path. The loader passes the result, a
 :class:`StepBatch`, to ``training_step``: it is sent by value from a loader worker, pinned and moved
 to the device as a whole.
 
-The label of a row is the next token of the same *store document*, also where a piece ends, so that
-the number of targets does not depend on how documents were cut. Rows that pad a rank, masked
-targets and the last token of a document have :data:`IGNORE`.
+The label of a row is the next token of the same *store document*, even at the end of a piece, so
+that the number of targets does not depend on how documents were cut. Padding rows, masked targets
+and the last token of a document have the label :data:`IGNORE`.
 
 Cost: linear in the rank's own rows and in the keys they attend to, plus one read of the store for
 each run of consecutive tokens (two for a document under context parallelism).
@@ -47,15 +47,15 @@ IGNORE = -100
 class MicroBatchTensors:
     """One micro-batch on one context-parallel rank of one replica; P = ``rows``."""
 
-    tokens: Tensor | None  #: int64 [P], 0 in padding rows; None where the rank holds no embedding
-    #: int64 [P], :data:`IGNORE` where there is no target; None where the rank holds no head
+    tokens: Tensor | None  #: int64 [P], 0 in padding rows; None if the rank holds no embedding
+    #: int64 [P], :data:`IGNORE` for rows without a target; None if the rank holds no head
     labels: Tensor | None
     positions: Tensor  #: int64 [P], from the piece's origin; 0 in padding rows
     attention: AttentionMetadata  #: which rows attend to which keys
     rows: int  #: P, rows of this rank, padding at the end included
-    #: what backward computes again of every layer, see ``MicroBatch.recompute``
+    #: the part of every layer that backward recomputes, see ``MicroBatch.recompute``
     recompute: Recompute = "none"
-    #: where the model's recurrences begin and go on; None where it has none
+    #: where the model's recurrences begin and continue; None if it has none
     recurrence: RecurrentRows | None = None
 
     def with_cache(self, cache: KeyValueCache) -> MicroBatchTensors:
@@ -68,7 +68,7 @@ class MicroBatchTensors:
         return replace(self, attention=attention, recurrence=recurrence)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> MicroBatchTensors:
-        """A copy with every tensor changed, such as moved to a device."""
+        """A copy in which every tensor is changed, for example moved to a device."""
         recurrence = self.recurrence and with_tensors(self.recurrence, change)
         attention = with_tensors(self.attention, change)
         return replace(with_tensors(self, change), attention=attention, recurrence=recurrence)
@@ -77,17 +77,17 @@ class MicroBatchTensors:
 class StepBatch:
     """Everything that one rank needs for one optimiser step.
 
-    Not a dataclass: Lightning rebuilds dataclasses in batches field by field.
+    It is no dataclass, because Lightning rebuilds dataclasses in batches field by field.
 
     Args:
-        plan: the step's plan, of the whole mesh.
+        plan: the step's plan for the whole mesh.
         replica: the data-parallel replica of this rank.
-        micro_batches: this rank's, in forward order.
+        micro_batches: this rank's micro-batches, in forward order.
         state: the planner's state after this step, plain Python, the same on every rank.
         next_digest: digest of the following step's plan; 0 if this step ends its epoch or run.
-        last: whether the run's bound on tokens is reached with this step.
-        wait_seconds: how long training was blocked until the loader handed the batch over.
-        corpora: digests of the documents, with the first step of a pass over them.
+        last: whether the run reaches ``max_tokens`` with this step.
+        wait_seconds: how long training was blocked until the loader yielded the batch.
+        corpora: digests of the documents, in the first step of a pass over them.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StepBatch:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens with a target, over the whole mesh: what the step's loss is divided by."""
+        """Tokens with a target, over the whole mesh: the divisor of the step's loss."""
         return self.plan.target_tokens
 
     @property
@@ -128,8 +128,8 @@ class StepBatch:
     def to(self, device: torch.device | str, non_blocking: bool | None = None) -> StepBatch:
         """A copy whose tensors are on ``device``.
 
-        With ``non_blocking`` the host goes on while the copies run, as it can from page-locked
-        memory. By default, as Lightning calls it, it is True for a CUDA device.
+        With ``non_blocking`` the host continues while copies from page-locked memory run. The
+        default is True for a CUDA device.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"
@@ -144,8 +144,8 @@ class StepBatch:
         return StepBatch(**{**vars(self), "micro_batches": changed})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # From a loader worker torch would send every tensor as shared memory, each with an open
-        # file: some hundred for a batch, and a process may have 1024.
+        # A loader worker would send every tensor as shared memory with an open file: some hundred
+        # for a batch, while a process may have 1024 open files.
         buffer = io.BytesIO()
         _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(vars(self))
         return _from_values, (buffer.getvalue(),)
@@ -188,16 +188,16 @@ def make_step_batch(
 
     Args:
         plan: a valid plan for ``rank.mesh.data`` replicas.
-        store: where the documents are; read only for this rank's own rows.
-        rank: where this rank stands in the mesh.
+        store: holds the documents; only this rank's own rows are read.
+        rank: the place of this rank in the mesh.
         state, next_digest, last: as in :class:`StepBatch`.
-        sliding_window: the model's widest: keys that no query sees are not sent between ranks.
-        vocab_size: the model's; None: not known.
-        recurrent: whether layers of the model carry something from row to row.
+        sliding_window: the model's widest window: keys that no query sees are not sent.
+        vocab_size: the model's vocabulary; None: not known.
+        recurrent: whether layers of the model carry a state from row to row.
 
     Raises:
-        ValueError: the plan is for another number of replicas, a token is outside the
-            vocabulary, or the store fails or returns something else than it said.
+        ValueError: the plan is for another number of replicas, a token is outside the vocabulary,
+            or the store fails or returns other data than it announced.
     """
     mesh = rank.mesh
     if len(plan.replicas) != mesh.data:
@@ -223,7 +223,7 @@ def make_step_batch(
         assert layout.rows == micro_batch.rows, (
             f"the plan says {micro_batch.rows} rows, the sharding {layout.rows}"
         )
-        # Merged replicas put their context-parallel groups one after another.
+        # The context-parallel groups of merged replicas follow one another.
         sharers = len(micro_batch.replicas)
         place = mesh.context * micro_batch.replicas.index(rank.data) + rank.context
         if sliced.is_sliced(slices):
@@ -273,7 +273,7 @@ def _read(
         part = slices[int(indices.document[row])]
         start = part.start + int(indices.offset[row])
         stop = start + end - row
-        # One token more than the rows, for the last row's label, where the document has it.
+        # One token more than the rows, for the last row's label, unless the document ends there.
         label_stop = min(stop + 1, length_of(store, part.document))
         first = start if tokens is not None else start + 1
         until = label_stop if labels is not None else stop

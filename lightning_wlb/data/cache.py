@@ -1,15 +1,14 @@
-"""Folders that are made of files once and kept: their names say what they were made of.
+"""A cache of folders that are made once and kept, with names that say what they were made from.
 
-They lie in the user's cache folder, if nobody else can put anything there or exchange a folder that
-leads there: what is written would lie elsewhere. Where it cannot be used, each process makes them
-anew in a temporary folder of its own, which goes when the process ends.
+They are in the user's cache folder, unless somebody else can write there or replace one of its
+parent folders. If the cache folder cannot be used, each process makes them in its own temporary
+folder, which is removed when the process ends.
 
-A folder is written aside and renamed when it is complete, so that ranks may race and an interrupted
-one leaves nothing behind that could be taken for whole. A record in it holds its whole name and the
-sizes and checksums of its files, by which it is verified whenever it is found; what is damaged is
-made anew.
+A folder is written under another name and renamed when it is complete, so that ranks may race, and
+an interrupted rank leaves nothing that looks complete. A record in the folder holds its whole name
+and the sizes and checksums of its files. Every use verifies it; a damaged folder is made again.
 
-Cost: making it, once; later a look at each file, and a checksum of those of at most 16 MB.
+Cost: making the folder, once; then a look at each file, and a checksum of files up to 16 MB.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from lightning_wlb import file_checks
 _Item = TypeVar("_Item")
 _ANSWER, _RECORD = "answer.json", "record.json"
 _SUMMED_BYTES = 1 << 24
-"""Most bytes of a file whose content is compared too: a token store takes seconds to read."""
+"""Most bytes of a file whose content is compared: reading a token store would take seconds."""
 _UNFINISHED = re.compile(r"\..+-[a-z0-9_]{8}(-\d)?")
-"""The names of folders that are not whole yet."""
+"""The names of folders that are not complete yet."""
 
 
 def cache_folder() -> Path:
-    """The user's cache folder; where it cannot be written to, this process's temporary one."""
+    """The user's cache folder; if it cannot be written to, this process's temporary folder."""
     return next(folder for folder in _places() if os.access(folder, os.W_OK))
 
 
 def built_once(key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of this name, built where there is none.
+    """The folder of this name, which is built if there is none.
 
     Args:
-        key: the folder's name, which holds whatever the content depends on.
+        key: the folder's name, which must tell apart all possible contents.
         build: fills an empty folder with files.
     """
     for root in _places():
@@ -74,18 +73,18 @@ def built_once(key: str, build: Callable[[Path], None]) -> Path:
         files = {path.name: described(path) for path in aside.iterdir()}
         (aside / _RECORD).write_text(json.dumps({"key": key, "files": files}))
         for path in aside.iterdir():
-            with path.open("rb") as file:  # after a power cut sizes may be there, and no content
+            with path.open("rb") as file:  # else a power cut could leave sizes without content
                 os.fsync(file.fileno())
         for damaged in replaced:
             with suppress(OSError):
                 aside.rename(root / key)
-            # Else another rank was first, or what is there is damaged: others may replace it, too.
+            # Else another rank was first, or the folder is damaged: others may replace it too.
             if _is_whole(root / key):
                 return root / key
             with suppress(OSError):
                 (root / key).rename(damaged)
                 continue
-            time.sleep(0.1)  # another rank is between its two renamings
+            time.sleep(0.1)  # another rank has renamed the damaged folder, but not its own yet
         raise OSError(f"{root / key} cannot be made: something else always takes its place.")
     finally:
         for each in (aside, *replaced):
@@ -93,16 +92,16 @@ def built_once(key: str, build: Callable[[Path], None]) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a file or link in its place; what cannot be removed stays."""
+    """Remove a folder, or a file or link of that name; ignore errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink()  # rmtree would open a FIFO, and wait
+            path.unlink()  # rmtree would open a FIFO, and block
 
 
 def _places() -> Iterator[Path]:
-    """Yield the folders to look and to build in, which only this user can look into."""
+    """Yield the folders in which to look and to build; only this user can access them."""
     folder = Path(user_cache_dir("lightning_wlb"))
     try:
         folder = file_checks.own_folder(folder)
@@ -116,7 +115,7 @@ def _places() -> Iterator[Path]:
 
 @cache
 def _temporary_folder(problem: str, process: int) -> Path:
-    """A folder of this process alone, which is removed when it ends."""
+    """A folder for this process only, which is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="lightning_wlb-"))
 
     def remove_own() -> None:
@@ -132,7 +131,7 @@ def _temporary_folder(problem: str, process: int) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder is there as it was built; a warning says why one is not."""
+    """Whether a folder exists as it was built; a warning says why not."""
     if not os.path.lexists(folder):
         return False
     try:
@@ -157,12 +156,12 @@ def _warn(text: str) -> None:
 
 
 def _is_first_rank() -> bool:
-    ranks = sys.modules.get("lightning_utilities.core.rank_zero")  # which knows where one trains
+    ranks = sys.modules.get("lightning_utilities.core.rank_zero")  # has the rank, in training
     return ranks is None or getattr(ranks.rank_zero_only, "rank", 0) == 0
 
 
 def described(path: Path, most: int = _SUMMED_BYTES) -> list[Any]:
-    """A file's bytes, and the checksum of its content where it has at most ``most``."""
+    """A file's bytes, and the checksum of its content if it has at most ``most`` bytes."""
     size = file_checks.check_regular(path, links=False)
     small = size <= most
     return [size, zlib.crc32(file_checks.read_bytes(path, most, links=False)) if small else None]
@@ -171,7 +170,7 @@ def described(path: Path, most: int = _SUMMED_BYTES) -> list[Any]:
 def remembered(name: str, make: Callable[[], str]) -> str:
     """A text that is kept in the user's cache folder: read from there, or made now.
 
-    ``name`` says what it depends on; a fingerprint of this package's code is added.
+    ``name`` must tell apart all possible texts; a fingerprint of this package's code is added.
     """
     package = Path(__file__).parents[1]
     code = fingerprint(sorted(package.rglob("*.py")), package)
@@ -181,7 +180,7 @@ def remembered(name: str, make: Callable[[], str]) -> str:
         made.append(make())
         (folder / _ANSWER).write_text(made[0])
 
-    with suppress(OSError):  # A disk that is full, or a clean-up, costs another search.
+    with suppress(OSError):  # A full disk or a clean-up only costs making the text again.
         folder = built_once(f"{name}-{code}", build)
         if not made:
             return file_checks.read_bytes(folder / _ANSWER).decode()
@@ -192,9 +191,9 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
     """Sixteen hexadecimal digits that change with files (name, size, time of change) and settings.
 
     Args:
-        files: in an order that does not change.
-        root: the folder that their names are relative to.
-        settings: whatever else the content depends on.
+        files: the files, in a fixed order.
+        root: the folder to which their names are relative.
+        settings: everything else on which the content depends.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -209,9 +208,9 @@ def fingerprint(files: Iterable[Path], root: Path, *settings: object) -> str:
 def shown(
     items: Iterable[_Item], what: str, total: int | None = None, done: int = 0
 ) -> Iterable[_Item]:
-    """The items, with a progress bar where someone is watching.
+    """The items, with a progress bar on a terminal.
 
-    ``total`` is how many there are, ``done`` how many of them were before these.
+    ``total`` is the number of all items, ``done`` the number of items that were done before.
     """
     if not _is_first_rank() or not sys.stderr.isatty():
         return items

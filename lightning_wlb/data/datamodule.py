@@ -1,8 +1,8 @@
 """WLBDataModule: documents in, Lightning data loaders of step batches out.
 
-One batch of the loader is one optimiser step of the whole mesh, seen from this rank. One pass of
-the loader is one epoch over the documents, queues drained. Every checkpoint holds the position in
-the documents: that of the last optimiser step taken (:mod:`lightning_wlb.data.loader`).
+One batch of the loader is this rank's part of one optimiser step of the whole mesh. One pass of the
+loader is one epoch over the documents, with drained queues. Every checkpoint holds the position in
+the documents after the last optimiser step (:mod:`lightning_wlb.data.loader`).
 """
 
 from __future__ import annotations
@@ -46,44 +46,44 @@ class WLBDataModule(L.LightningDataModule):
     """Documents of any length as balanced optimiser steps: one batch is one step.
 
     Args:
-        documents: whatever :func:`~lightning_wlb.data.open_documents.documents` opens: a path of a
-            corpus, a mapping ``{"path": ..., option: value}``, a document store, sequences of token
-            numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
+        documents: anything that :func:`~lightning_wlb.data.open_documents.documents` opens: the
+            path of a corpus, a mapping ``{"path": ..., option: value}``, a store, sequences of
+            token numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
-        micro_batches: micro-batches' worth of tokens in a global batch, N: each step's global
-            batch is the next pieces of documents, over all replicas, as many as come nearest to
-            N·C tokens.
-        packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``, as
-            docs/guide/packing.md lists them; ``"auto"`` takes the one simulated to be fastest.
+        micro_batches: N, the size of a global batch in micro-batches of C tokens: each step's
+            global batch, over all replicas, is the next pieces of documents, as many as come
+            nearest to N·C tokens.
+        packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``
+            (see docs/guide/packing.md); ``"auto"`` takes the plan that is fastest in simulation.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
             default (C for ``auto`` and ``original``, 1.5·C for ``wlb``).
-        long_documents: what becomes of documents above the context window: ``"split"``,
-            ``"truncate"`` or ``"error"``.
-        sharding: how a micro-batch's tokens are spread over the context-parallel group: a name
-            in ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``, the one of least
-            predicted attention latency for each micro-batch.
-        profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing
-            predict, the same on every rank: a shipped name (``"h100"``), the file that
-            ``lightning-wlb profile`` wrote, or a :class:`~lightning_wlb.cost.profile.Profile`.
-            None: with ``strategy="wlb"`` on GPUs, or a mesh that is searched for, the shipped one
-            of the device; else, as with ``"none"``, the reference kernel cost and work in FLOPs.
+        long_documents: whether documents longer than the context window are cut into pieces
+            (``"split"``), cut off (``"truncate"``) or refused (``"error"``).
+        sharding: how a micro-batch's tokens are spread over the context-parallel group: a name in
+            ``lightning_wlb.sharding.SHARDINGS``, or ``"adaptive"``: for each micro-batch the one
+            with the least predicted attention latency.
+        profile: the device profile by which ``"adaptive"`` sharding and ``"auto"`` packing predict,
+            the same on every rank: a shipped name (``"h100"``), a file of ``lightning-wlb
+            profile``, or a :class:`~lightning_wlb.cost.profile.Profile`. None: with
+            ``strategy="wlb"`` on GPUs, or if the mesh is searched, the device's shipped profile;
+            else, as with ``"none"``, the reference kernel cost and work in FLOPs.
         seed: decides the order of documents and which of them are held out.
         shuffle: a new order each epoch; False: the store's order.
-        max_tokens: end the run with the step that reaches this many tokens; leave the epochs open
+        max_tokens: end the run with the step that reaches this many tokens; do not bound the epochs
             then (``Trainer(max_epochs=-1)``).
         num_workers: loader worker processes, which plan and read ahead of training; more than one
-            helps only where reading is slow. 0: in the training process, between steps.
+            helps only if reading is slow. 0: the training process does it between steps.
         validation_documents: further documents, or how many of ``documents`` to hold out.
         test_documents: further documents for ``trainer.test``, or how many others to hold out.
 
     Attributes:
-        plans_by_work: whether no device profile is wanted: ``profile="none"``.
+        plans_by_work: whether ``profile="none"``, so that no device profile is used.
 
     Raises:
-        ValueError: documents that are not known or not there, more documents held out than there
-            are, or settings that contradict each other.
+        ValueError: unknown or missing documents, more held-out documents than there are, or
+            settings that contradict each other.
         MisconfigurationException: when a Trainer runs it: a LightningModule without
-            ``model_shape``, a vocabulary smaller than the documents', data parallelism under a
+            ``model_shape``, a vocabulary smaller than the documents', data parallelism with a
             strategy that does not divide the plan, or a Trainer of another namespace.
     """
 
@@ -107,7 +107,7 @@ class WLBDataModule(L.LightningDataModule):
     ) -> None:
         self._trainer: L.Trainer | None = None
         self._consumed = ConsumedState()
-        # None before there is a Trainer, so that it can be pickled.
+        # None until there is a Trainer, so that the data module can be pickled.
         self._positions: WeakKeyDictionary[L.Trainer, ConsumedState] | None = None
         self._opened: tuple[DocumentStore, DocumentStore | None, DocumentStore | None] | None = None
         self._described = False
@@ -134,7 +134,7 @@ class WLBDataModule(L.LightningDataModule):
 
     @property
     def trainer(self) -> L.Trainer | None:
-        """The Trainer that runs the data module; each has a position of its own."""
+        """The Trainer that runs the data module; each Trainer has its own position."""
         return self._trainer
 
     @trainer.setter
@@ -142,17 +142,17 @@ class WLBDataModule(L.LightningDataModule):
         home = type(trainer).__module__
         if home.startswith("pytorch_lightning."):
             refuse_other_namespace(f"WLBDataModule was given to a Trainer of {home}.")
-        if trainer is not None:  # for each run of it
+        if trainer is not None:  # Lightning sets it at each run
             if self._positions is None:
                 self._positions = WeakKeyDictionary()
             self._consumed = self._positions.setdefault(trainer, ConsumedState())
             self._consumed.begun = False
-            if trainer.state.fn == TrainerFn.FITTING:  # which makes new optimizers
+            if trainer.state.fn == TrainerFn.FITTING:  # a fit makes new optimizers
                 self._consumed.anew = trainer.global_step > 0
         self._trainer = trainer
 
     def __iter__(self) -> NoReturn:
-        """Refuse: a Trainer that does not know this data module takes it for a loader."""
+        """Raise an error: a Trainer that does not know this data module takes it for a loader."""
         refuse_other_namespace("WLBDataModule is not a loader.")
 
     def prepare_data(self) -> None:
@@ -166,7 +166,7 @@ class WLBDataModule(L.LightningDataModule):
             refuse_repeats(self.trainer)
 
     def train_dataloader(self) -> StepLoader:
-        """The steps of one epoch, or of the rest of the epoch that the run stands in."""
+        """The steps of one epoch, or of the rest of the current epoch."""
         dataset = self._dataset(self._stores()[0], self.settings)
         if not self._described:
             self._described = True
@@ -183,7 +183,7 @@ class WLBDataModule(L.LightningDataModule):
                     "WLBDataModule has no validation documents (validation_documents=0). Give a"
                     " document store, or the number of documents to hold out."
                 )
-            # An empty list says that there is nothing to validate on, and Lightning warns of it.
+            # An empty list means no validation, of which Lightning would warn.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         return self._evaluation(store)
@@ -199,7 +199,7 @@ class WLBDataModule(L.LightningDataModule):
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:
-        """Refuse, as :func:`.refuse_prediction` says."""
+        """Raise an error, see :func:`.refuse_prediction`."""
         refuse_prediction()
 
     def _evaluation(self, store: DocumentStore) -> StepLoader:
@@ -214,7 +214,7 @@ class WLBDataModule(L.LightningDataModule):
 
     @property
     def store(self) -> DocumentStore:
-        """The documents to train on, opened; those that are held out are not among them."""
+        """The opened documents to train on, without held-out documents."""
         return self._stores()[0]
 
     @property
@@ -226,20 +226,20 @@ class WLBDataModule(L.LightningDataModule):
         return mean_context_of(np.asarray(self._stores()[0].lengths), self.settings.context_window)
 
     def name_of(self, document: int) -> str:
-        """The name that messages give a document to train on, by its number in plans."""
+        """The name of a training document in messages, by its number in plans."""
         return name_of(self._stores()[0], document)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the batch whose state becomes the run's with the next optimiser step."""
+        """Note the batch: its state becomes the run's position with the next optimiser step."""
         if self.trainer is not None and self.trainer.training:
             refuse_without_position(batch)
             self._consumed.begin(batch, self.trainer.global_step)
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:
-                # With limit_train_batches Lightning does not look whether there is another one.
+                # With limit_train_batches Lightning does not check whether a batch follows.
                 progress.is_last_batch = True
             elif batch.last:
-                # No other batch follows, yet the epoch is not over: whoever resumes goes on in it.
+                # No batch follows, but the epoch is not over: a resumed run continues in it.
                 limit = self.trainer.num_training_batches
                 progress.is_last_batch = progress.current.ready + 1 >= limit
             if batch.last:
@@ -248,7 +248,7 @@ class WLBDataModule(L.LightningDataModule):
 
     @classmethod
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> NoReturn:
-        """Raise ValueError: Lightning's would import and call whatever a checkpoint names."""
+        """Raise ValueError: Lightning's method would import and call what a checkpoint names."""
         raise ValueError(
             f"{cls.__name__}.load_from_checkpoint: documents are not opened by a checkpoint. Make a"
             f" {cls.__name__} of its arguments; trainer.fit(..., ckpt_path=...) restores where the"
@@ -256,10 +256,10 @@ class WLBDataModule(L.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The planner's state after the last step taken, None before the first step.
+        """The planner's state after the last optimiser step, None before the first step.
 
-        (Lightning would not restore an empty dictionary, and leave a run that goes back to its
-        beginning where it was, as after a search for a learning rate.)
+        It is never an empty dictionary, which Lightning would not restore: a run that goes back to
+        its beginning, as after a search for a learning rate, would then keep its position.
         """
         at = self._consumed
         if (trainer := self.trainer) is not None:
@@ -270,17 +270,17 @@ class WLBDataModule(L.LightningDataModule):
         return {"planner": self._state(), **mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Stand where :meth:`state_dict` stood, on this or another mesh."""
+        """Continue where :meth:`state_dict` was taken, on this or another mesh."""
         self._consumed.restore(state_dict["planner"])
         if self.trainer is not None:
             fits, mixed = self.trainer.state.fn == TrainerFn.FITTING, "evaluated" in state_dict
             if fits and mixed and not called_by("_lr_find"):
                 refuse_evaluated()
             self._consumed.evaluated, self._consumed.anew = mixed or not fits, "anew" in state_dict
-            # A search for a learning rate has begun to read elsewhere, on fit's start.
+            # At the start of fit a search for a learning rate has begun to read elsewhere.
             loop: Any = self.trainer.fit_loop
             loop._combined_loader = None
-            # Else the epoch that the run goes on in may be over before it begins, without an end.
+            # Else the loop may skip the rest of the current epoch, with its end.
             loop.epoch_loop.val_loop._has_run = False
 
     def _state(self) -> dict[str, Any] | None:
@@ -289,7 +289,7 @@ class WLBDataModule(L.LightningDataModule):
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
         if self.settings.max_tokens is not None and state is not None:
-            # A run resumed after its end finds no steps: stop it, or it passes through
+            # A run that is resumed after its end finds no steps: without a stop it would go through
             # empty epochs for ever.
             dataset.state = state
             if dataset.planner().finished and self.trainer is not None:
@@ -297,7 +297,7 @@ class WLBDataModule(L.LightningDataModule):
         return state
 
     def _stop(self, trainer: L.Trainer, steps: int) -> None:
-        """End the run after ``steps`` optimiser steps, as ``max_tokens`` asks."""
+        """End the run after ``steps`` optimiser steps, because of ``max_tokens``."""
         epochs = trainer.current_epoch + 1
         for name, reached, when in (
             ("min_steps", steps, f"after {steps} steps"),
@@ -312,7 +312,7 @@ class WLBDataModule(L.LightningDataModule):
         trainer.should_stop = True
 
     def _stores(self) -> tuple[DocumentStore, DocumentStore | None, DocumentStore | None]:
-        """The documents to train on, to validate on and to test on, as far as there are any."""
+        """The documents to train on, to validate on and to test on; None if there are none."""
         if self._opened is None:
             store, others = opening.documents(self.documents), []
             for name in ("validation_documents", "test_documents"):
@@ -343,36 +343,36 @@ class WLBDataModule(L.LightningDataModule):
             context.predictor,
             context.activation_checkpointing,
         )
-        if settings is self.settings:  # An evaluation stays on the mesh.
+        if settings is self.settings:  # only training steps may leave the mesh
             dataset.step_chooser = context.chooser
         return dataset
 
     def _loader(
         self, dataset: StepDataset, begin_at: Callable[[], dict[str, Any] | None]
     ) -> StepLoader:
-        # One batch is a whole step, and every worker plans them all: Lightning's advice to start
-        # as many workers as there are cores does not hold here.
+        # Every worker plans all steps, so Lightning's advice to start as many workers as there are
+        # cores does not apply.
         warnings.filterwarnings("ignore", "The '(train|val|test)_dataloader' does not have many")
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(dataset, begin_at, self.num_workers, pin)
 
 
 class ConsumedState:
-    """The planner's state after the last optimiser step, although the loader has read ahead."""
+    """The planner's state after the last optimiser step, even if the loader has read ahead."""
 
     def __init__(self) -> None:
         self._consumed: dict[str, Any] | None = None
         self._pending: dict[str, Any] | None = None
-        self.since = 0  #: optimizer steps that had been taken when the last batch was begun
-        self.begun = False  #: whether the run has begun a batch, other than of a search
-        self.anew = False  #: whether optimizers are new since, and not restored
+        self.since = 0  #: optimizer steps that had been taken when the last batch began
+        self.begun = False  #: whether the run has begun a batch, apart from learning-rate searches
+        self.anew = False  #: whether optimizers have been made since, and not restored
         self.evaluated = False  #: whether an evaluation has read a checkpoint since the last batch
 
     def begin(self, batch: StepBatch, global_step: int) -> None:
-        """A batch is about to be trained on, when ``global_step`` steps have been taken.
+        """Begin a batch after ``global_step`` optimizer steps.
 
         Raises:
-            MisconfigurationException: it does not follow on the last optimizer step.
+            MisconfigurationException: the batch does not follow the last optimizer step.
         """
         self._consumed = self.current(global_step)
         due, found = self._consumed["step"] if self._consumed else 0, batch.plan.step
@@ -388,7 +388,7 @@ class ConsumedState:
         self.begun, self.anew, self.evaluated = True, False, False
 
     def current(self, global_step: int) -> dict[str, Any] | None:
-        """The state once ``global_step`` steps have been taken; None: the run's beginning."""
+        """The state after ``global_step`` optimizer steps; None: the run's beginning."""
         return self._pending if self._pending and global_step > self.since else self._consumed
 
     def restore(self, state: dict[str, Any] | None) -> None:

@@ -1,25 +1,25 @@
-"""The steps of one epoch, from wherever the run stands, and how a run knows where it stands.
+"""The steps of one epoch from the run's position on, and how that position is kept.
 
 Every rank runs the same planner on the same lengths and so knows every step's plan. A
-:class:`StepDataset` makes this rank's tensors of it. It plans one step ahead, so that a batch
-carries the digest of the following plan: ranks that disagree are told so by the step's last
-collective, before they hang.
+:class:`StepDataset` makes this rank's tensors from it. It plans one step ahead, so that a batch
+carries the digest of the following plan: the step's last collective tells ranks that disagree,
+before they hang.
 
-Planning runs ahead of training in loader workers. With W workers each makes the tensors of every
-W-th step, in the order of the plans. It plans these steps and, for the digest, the ones after them;
-of the others it only finds out what enters them. So W workers plan W / 2 times as fast as one or
-two.
+Planning runs ahead of training in loader workers. With W workers each worker makes the tensors of
+every W-th step, in the order of the plans. It plans these steps and, for the digest, the steps
+after them; for all other steps it only determines which pieces enter them. So W workers plan W / 2
+times as fast as one or two.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
-workers have read ahead of it. In a loop of the user's own (plain PyTorch, Fabric) the position is
-that of the last batch handed out: :meth:`StepLoader.state_dict`. A Trainer takes one batch ahead of
-the one that it trains on, and saves the state of rank 0's loader only. There the position is that
-of the last batch whose optimiser step was taken: the data module keeps and saves it, and tells the
-loader where to begin (``begin_at``).
+workers have read ahead. In a user's own loop (plain PyTorch, Fabric) the position is the state of
+the last yielded batch: :meth:`StepLoader.state_dict`. A Trainer requests one batch ahead of the
+batch that it trains on, and saves the state of rank 0's loader only. Under a Trainer the position
+is the state of the last batch whose optimiser step was taken: the data module keeps and saves it,
+and tells the loader where to begin (``begin_at``).
 
-Either way a resumed run begins with exactly the next step, on any mesh, with any number of workers.
-The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or ``{}``
-before the first step.
+In both cases a resumed run begins with exactly the next step, on any mesh, with any number of
+workers. The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or
+``{}`` before the first step.
 """
 
 from __future__ import annotations
@@ -58,34 +58,33 @@ from lightning_wlb.prediction.predictor import Predictor
 from lightning_wlb.sharding import ADAPTIVE
 
 BATCHES_AHEAD = 4
-"""Batches that a loader worker keeps ready. More than torch's 2, because packings that take several
-global batches together plan several steps at once and then none for a while."""
+"""Batches that a loader worker keeps ready; more than torch's 2."""
 
 
 @dataclass(eq=False, repr=False)
 class StepDataset(IterableDataset[StepBatch]):
     """The step batches of one rank: each iteration is one epoch, or the rest of one.
 
-    Every batch that is yielded moves ``state``, so that the next iteration continues where the
-    last one ended or was left. :meth:`for_model` makes a dataset from what a user has.
+    Every yielded batch moves ``state``, so that the next iteration continues where the last one
+    ended or was left. :meth:`for_model` makes a dataset from documents and a model's shape.
 
     Args:
         store: the documents.
-        data: which documents enter a step.
+        data: the settings that decide which pieces enter a step.
         work: forward and backward work of the model, for the packing. Keys beyond its window are
             not sent between ranks.
-        rank: where this rank stands in the mesh.
+        rank: the place of this rank in the mesh.
         sharding: how micro-batches are spread over the context-parallel group, such as
             ``"adaptive"``.
-        state: where to begin (a batch's ``state``: after its step); None: the first step of the
-            first epoch. Set it between iterations to begin elsewhere.
-        predictor: predicts the times by which an adaptive sharding and packings that try several
-            plans of a step choose; None: they choose by the reference kernel cost and by work.
-        vocab_size: no step is made of a token outside ``[0, vocab_size)``; None: any from 0 on.
-        activation_checkpointing: what backward computes again; ``"auto"``: the least with which
-            each micro-batch fits in memory by the predictor, else nothing.
-        step_chooser: may give a step other pipelines than the mesh's; None: nobody does.
-        recurrent: whether layers of the model carry something from row to row.
+        state: where to begin (after the step of the batch with this ``state``); None: the first
+            step of the first epoch. Set it between iterations to begin elsewhere.
+        predictor: predicts times for an adaptive sharding and for packings that compare plans;
+            None: they use the reference kernel cost and the work.
+        vocab_size: tokens outside ``[0, vocab_size)`` are refused; None: negative tokens only.
+        activation_checkpointing: what backward recomputes; ``"auto"``: the least with which each
+            micro-batch fits in memory by the predictor, or nothing without a predictor.
+        step_chooser: may give a step other pipelines than the mesh's; None: all run on the mesh.
+        recurrent: whether layers of the model carry a state from row to row.
     """
 
     store: DocumentStore
@@ -100,7 +99,7 @@ class StepDataset(IterableDataset[StepBatch]):
     step_chooser: StepChooser | None = None
     recurrent: bool = False
     has_loader: bool = field(default=False, init=False)
-    """Whether a :class:`StepLoader` begins the next iteration, and keeps its position."""
+    """Whether a :class:`StepLoader` begins the next iteration and keeps the position."""
 
     @classmethod
     def for_model(
@@ -113,14 +112,14 @@ class StepDataset(IterableDataset[StepBatch]):
         predictor: Predictor | None = None,
         activation_checkpointing: ActivationCheckpointing = "auto",
     ) -> Self:
-        """The steps of a model of this shape: documents weigh what it computes on them.
+        """The steps of a model of this shape, whose work on documents packings balance.
 
-        ``documents`` are whatever :func:`~lightning_wlb.data.open_documents.documents` opens, and
-        ``shape`` is such as ``LanguageModule.model_shape``. Without ``rank`` there is one rank.
+        ``documents`` is anything that :func:`~lightning_wlb.data.open_documents.documents` opens;
+        ``shape`` is for example ``LanguageModule.model_shape``. Without ``rank`` there is one rank.
 
         Raises:
             MisconfigurationException: a vocabulary smaller than that of the documents.
-            ValueError: documents that cannot be opened, or lengths that are no whole numbers of at
+            ValueError: documents that cannot be opened, or lengths that are not whole numbers of at
                 least 1.
         """
         store, rank = opening.documents(documents), rank or Rank()
@@ -144,7 +143,7 @@ class StepDataset(IterableDataset[StepBatch]):
         )
 
     def planner(self) -> Planner:
-        """A planner in the position ``state``."""
+        """A planner at the position ``state``."""
         predictor = self.predictor
         planner = Planner(
             self.store.lengths,
@@ -180,7 +179,7 @@ class StepDataset(IterableDataset[StepBatch]):
         planner = self.planner()
         corpora = checked_digests(self.store, self.state)
         digests = {"corpora": [each.digest for each in corpora]}
-        # A continued run that ended with its epoch stands before an empty rest of it: pass over it.
+        # A run that was saved at the end of an epoch begins with an empty rest, which is skipped.
         release = planner.release() or planner.release()
         plan: StepPlan | None = None
         index = 0
@@ -188,7 +187,7 @@ class StepDataset(IterableDataset[StepBatch]):
             state = planner.state_dict() | digests
             following = planner.release()
             if following is None:
-                # The epoch or the run is over: a resume must not find an empty rest of it.
+                # The epoch or the run is over: a resumed run must not find an empty rest.
                 state = planner.state_dict() | digests
             ahead: StepPlan | None = None
             if index % shares == share:
@@ -233,14 +232,14 @@ class StepDataset(IterableDataset[StepBatch]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch yielded; empty before the first step."""
+        """The position after the last yielded batch; empty before the first step."""
         return {} if self.state is None else {"planner": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Stand where :meth:`state_dict` stood, on this or another mesh, under the same settings.
+        """Continue where :meth:`state_dict` was taken, on any mesh, with the same settings.
 
         Raises:
-            ValueError: the state of another kind of dataset.
+            ValueError: the state is of another kind of dataset.
         """
         if set(state_dict) - {"planner"}:
             raise ValueError(
@@ -259,19 +258,19 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             ...  # train on it
             torch.save({"loader": loader.state_dict(), ...}, path)
 
-    Save once the batch's optimiser step has been taken. An iteration that was left (``break``) is
-    continued by the next one; after the last batch of an epoch the next epoch begins. With
-    ``max_tokens`` the last batch says so (``batch.last``), and later iterations are empty.
+    Save after the batch's optimiser step. If an iteration is left (``break``), the next one
+    continues it; after the last batch of an epoch the next epoch begins. With ``max_tokens`` the
+    last batch has ``batch.last``, and later iterations are empty.
 
     Under Lightning the data module gives ``begin_at``. ``state_dict`` is then empty, and only tells
     Lightning that a checkpoint inside an epoch resumes exactly.
 
     Args:
         dataset: the steps. Its ``state`` is the loader's position.
-        begin_at: returns the state that an iteration begins at, or None for the run's beginning;
-            without this function the loader keeps its position itself.
-        num_workers: processes that plan and read ahead; 0: none, the caller waits for it.
-        pin_memory: whether batches come in page-locked memory.
+        begin_at: returns the state at which an iteration begins, or None for the run's beginning.
+            Without this function the loader keeps its position itself.
+        num_workers: processes that plan and read ahead; 0: the caller waits for each batch.
+        pin_memory: whether batches are in page-locked memory.
     """
 
     dataset: StepDataset
@@ -290,7 +289,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 dataset,
                 batch_size=None,
                 num_workers=num_workers,
-                # Persistent workers would begin every epoch where they began the first.
+                # No persistent workers: they would begin every epoch where they began the first.
                 prefetch_factor=BATCHES_AHEAD if num_workers else None,
                 # Workers touch neither devices nor process groups, so that they can be forked from
                 # a rank that has both. Any other start would run a script without the guard
@@ -298,11 +297,11 @@ class StepLoader(StatefulDataLoader[StepBatch]):
                 multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
                 pin_memory=pin_memory,
                 worker_init_fn=workers.begin,
-                # Its own, or the loader would draw on the global random numbers: a resumed run
-                # makes another number of iterators than an unbroken one.
+                # Else each iterator would draw a global random number, and a resumed run makes
+                # another number of iterators than an unbroken one.
                 generator=Generator(),
-                # Snapshots of workers could be resumed by as many workers only; a batch carries
-                # the state after its step instead.
+                # Only equally many workers could resume from snapshots of workers, so each batch
+                # carries the state after its step instead.
                 snapshot_every_n_steps=None,
             )
         self.begin_at = begin_at
@@ -313,8 +312,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         state = self.dataset.state if self.begin_at is None else self.begin_at()
         is_new = state is not self.dataset.state
         self.dataset.state = state
-        # Not super().__iter__(): that also keeps the iterator, for the state_dict that is replaced
-        # here, and with it the workers of a loop that was left.
+        # Not super().__iter__(), which also keeps the iterator (for the state_dict that is replaced
+        # here), and so the workers of a loop that was left.
         self.dataset.has_loader = True  # copies in workers keep it
         with workers.safe_path():
             batches = self._get_iterator()
@@ -325,43 +324,43 @@ class StepLoader(StatefulDataLoader[StepBatch]):
     def _hand_out(
         self, batches: Iterator[StepBatch], waited: float, is_new: bool
     ) -> Iterator[StepBatch]:
-        """Hand out the batches, each with the time that was waited for it, and move the position.
+        """Yield the batches, each with the time waited for it, and move the position.
 
-        ``waited`` is how many seconds the workers took to start; the first batch counts them too.
-        ``is_new`` says that the data set's state is to be compared with what it belongs to.
+        ``waited`` is the seconds that the workers took to start, which count for the first batch.
+        ``is_new`` says that the data set's state must be checked against its settings.
         """
-        # Only now: of an error at an iteration's beginning Lightning's teardown makes another.
+        # Only here: Lightning's teardown would replace an error raised in ``__iter__`` by another.
         if self.begin_at is None:
             refuse_other_loaders()
-        if is_new:  # in a worker it would end in the worker's traceback
+        if is_new:  # raises here rather than with a worker's traceback
             self.dataset.planner()
         handed_out = False
         while True:
             begin = time.perf_counter()
             batch = workers.WAIT.next(batches, handed_out)
             if workers.WAIT.ended:
-                # The run saves and ends: stuck workers, which torch would wait for first, can wait.
+                # The run ends: dropping the iterator now would make torch wait for stuck workers.
                 self._left = batches
             if batch is None:
                 return
             batch.wait_seconds = waited + time.perf_counter() - begin
             waited, handed_out = 0.0, True
-            # With workers the dataset here has not moved: their copies have.
+            # With workers only their copies of the dataset have moved.
             self.dataset.state = batch.state
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out; empty where ``begin_at`` says it."""
+        """The position after the last yielded batch; empty if ``begin_at`` gives the position."""
         return {} if self.begin_at is not None else self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration begin where :meth:`state_dict` stood; ``begin_at`` goes before it.
+        """Let the next iteration begin where :meth:`state_dict` was taken, without ``begin_at``.
 
-        The number of workers, the mesh and ``max_tokens`` may differ from the run that saved it. A
-        run of other data settings is refused (ValueError) when the iteration begins.
+        The number of workers, the mesh and ``max_tokens`` may differ from the run that saved the
+        state. Other data settings raise ValueError when the iteration begins.
 
         Raises:
-            ValueError: the state of another kind of loader.
+            ValueError: the state is of another kind of loader.
         """
         if self.begin_at is None:
             self.dataset.load_state_dict(state_dict)

@@ -1,16 +1,16 @@
-"""Loader workers that survive signals to the run and die with their rank, and the wait for them.
+"""Loader workers that ignore the run's signals and die with their rank, and the wait for them.
 
-A worker is a fork of its rank. It inherits the rank's handlers of signals, and its connections:
+A worker is a fork of its rank, and inherits its signal handlers and its connections:
 
-* Slurm and a terminal send signals to *all* processes. A signal that ends a run is for the rank to
-  obey, so workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a worker that is stuck by
-  SIGTERM; :func:`make_endable` makes that SIGKILL.
+* Slurm and a terminal send signals to *all* processes. Only the rank acts on a signal that ends the
+  run, so workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a stuck worker by SIGTERM;
+  :func:`make_endable` turns that into SIGKILL.
 * A worker dies with its rank, however the rank ends, except in a read that cannot be interrupted
-  (of a hung network disk). So a worker has none of the rank's sockets: they would stay open, and
-  the other ranks would wait for a rank that is dead.
+  (from a hung network disk). So a worker closes the rank's sockets: if they stayed open, the other
+  ranks would wait for the dead rank.
 
-A store must not open a network connection before the workers start and use it in them; a fork is no
-place for that anyway.
+A store must not open a network connection before the workers start and then use it in them, which
+would be wrong after a fork anyway.
 
 :data:`WAIT` says that the main thread waits for its loader; a signal may end that wait
 (``supervision/signals.py``).
@@ -36,7 +36,7 @@ from typing import Any
 
 
 class WaitEnded(BaseException):
-    """Ends the wait for a batch as if there were no more, where a signal is to be obeyed."""
+    """Raised to end the wait for a batch because of a signal, as if there were no more batches."""
 
 
 class LoaderWait:
@@ -45,12 +45,12 @@ class LoaderWait:
     since: float | None = None
     """When the wait began, in seconds of ``time.monotonic``; None: the thread does not wait."""
     holds_batch = False
-    """Whether Lightning, which takes one batch ahead, holds one that it has not run yet."""
+    """Whether Lightning, which requests one batch ahead, has a batch that it has not run yet."""
     ended = False
     """Whether a signal has ended a wait."""
 
     def next(self, batches: Any, holds_batch: bool) -> Any:
-        """The next batch, or None at the end or where a signal ends the wait."""
+        """The next batch; None at the end, or if a signal ends the wait."""
         self.holds_batch = holds_batch
         try:
             self.since = time.monotonic()
@@ -67,7 +67,7 @@ WAIT = LoaderWait()
 
 
 def begin(worker: int = 0) -> None:
-    """Make this process, a worker, fit to live and die with its rank."""
+    """Prepare this worker process: it ignores signals, dies with its rank, and has no sockets."""
     signal.set_wakeup_fd(-1)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
@@ -76,8 +76,8 @@ def begin(worker: int = 0) -> None:
     if parent is not None and parent.pid is not None:
         die_with(parent.pid)
     _drop_connections()
-    # Else garbage collection would look through all that the rank has made, for 0.1 s in the midst
-    # of planning some step, and by that copy its pages.
+    # Else garbage collection would visit all of the rank's objects, which takes 0.1 s while some
+    # step is planned, and copies their pages.
     gc.freeze()
 
 
@@ -85,9 +85,9 @@ def begin(worker: int = 0) -> None:
 def safe_path() -> Iterator[None]:
     """Let processes that start in this context import nothing from the working folder.
 
-    What is not forked (fork servers, spawned workers, the resource tracker) Python starts by
-    ``python -c``, which looks for every module in the working folder first, and so would run a
-    ``multiprocessing.py`` that somebody has put there.
+    Python starts processes that are not forked (fork servers, spawned workers, the resource
+    tracker) by ``python -c``, which looks for every module in the working folder first, and would
+    run a ``multiprocessing.py`` that somebody has put there.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -101,23 +101,23 @@ def safe_path() -> Iterator[None]:
 
 
 def make_endable(batches: Any) -> None:
-    """Let torch and Python's exit end an iterator's workers, which ignore SIGTERM, by SIGKILL."""
+    """Let torch, and Python at exit, kill an iterator's workers, which ignore SIGTERM."""
     for worker in getattr(batches, "_workers", ()):
         popen = weakref.proxy(worker._popen)
-        # Not its own method: it would hold itself, and its pipes would stay open until it is
-        # found as garbage.
+        # Not a bound method, by which the object would hold itself, and its pipes would stay open
+        # until garbage collection.
         worker._popen.terminate = partial(type(worker._popen).kill, popen)
 
 
 def die_with(parent: int) -> None:
-    """End this process with its parent, whose process number is given; on Linux only."""
+    """Let this process end with its parent, whose process number is given; only on Linux."""
     live_on_without_parent(signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before
+        os._exit(1)  # the parent has died already
 
 
 def live_on_without_parent(death_signal: int = 0) -> None:
-    """Let this process outlive its parent again, after :func:`die_with`."""
+    """Undo :func:`die_with`: let this process outlive its parent."""
     if sys.platform == "linux":
         from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
@@ -125,13 +125,13 @@ def live_on_without_parent(death_signal: int = 0) -> None:
 
 
 def _drop_connections() -> None:
-    """Put /dev/null in place of the network sockets that were open when this process was forked."""
+    """Replace the network sockets that were open when this process was forked by /dev/null."""
     if sys.platform != "linux":
         return
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
-        with suppress(OSError):  # the folder itself was open while it was read
+        with suppress(OSError):  # listdir had the folder itself open
             if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_network(number):
                 os.dup2(nothing, number)
     os.close(nothing)

@@ -1,6 +1,6 @@
-"""Opens whatever a user gives as documents: a name, a path, a mapping, sequences or a store.
+"""Opens the documents that a user gives: a name, a path, a mapping, sequences or a store.
 
-:data:`KINDS` lists what is known, in one place: a further kind of documents is one more entry.
+:data:`KINDS` lists all kinds of documents; another kind is one more entry.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
 Documents = str | Path | DocumentStore | Mapping[str, Any] | Sequence[Any]
-"""What :func:`documents` opens, in the order in which LightningCLI tries them."""
+"""Types that :func:`documents` opens, in the order in which LightningCLI tries them."""
 
 PATH = "path"
-"""Entry of a mapping that holds a path; the others are the store's options."""
+"""The entry of a mapping that holds a path; its other entries are the store's options."""
 
 
 class Kind(NamedTuple):
-    """Something that documents can be given as."""
+    """A way to give documents."""
 
     description: str
-    """How errors list it."""
+    """Its description in errors."""
     fits: Callable[[Any], bool] | None
-    """Whether a source is of this kind, by its type and by what files there are; files are not
-    opened. Paths come as one Path, or a list of them for a pattern. None: only ``key`` tells."""
+    """Whether a source is of this kind, by its type and by the names of files, without opening any.
+    Paths are given as a Path, or as a list of Paths for a pattern. None: only ``key`` decides."""
     open: Callable[..., DocumentStore]
-    """Makes the store of the source and the user's options."""
+    """Makes the store from the source and the user's options."""
     key: str | None = None
     """The entry of a mapping that holds the source; its other entries are options."""
 
 
 def _files(source: Any, *suffixes: str) -> bool:
-    """Whether this is a folder with such files, such a file, or several."""
+    """Whether the source is a folder with files of these suffixes, such a file, or several."""
     if isinstance(source, Path) and source.is_dir():
         return any(path.suffix in suffixes for path in source.iterdir())
     paths = source if isinstance(source, list) else [source]
@@ -67,7 +67,7 @@ def _is_arrow(source: Any) -> bool:
 
 
 def _is_texts(source: Any) -> bool:
-    """Whether this is a file of texts or chats, or a folder with one."""
+    """Whether the source is a file of texts or chats, or a folder with one."""
     if not isinstance(source, Path):
         return False
     paths = source.iterdir() if source.is_dir() else [source]
@@ -106,11 +106,11 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
     """The mixture of a list of mappings, one for each store.
 
     Each has ``documents``, ``weight`` (its proportion of the tokens), and optionally ``repeat``
-    (whether it begins anew when it runs out; True) and ``name`` (in the log and in checkpoints;
-    else that of its file or folder, or its place in the list).
+    (whether it restarts when it runs out; default True) and ``name`` (in the log and in
+    checkpoints; by default the name of its file or folder, or its place in the list).
 
     Raises:
-        ValueError: other entries, a weight that is no number above 0, or a mixture in the mixture.
+        ValueError: other entries, a weight that is not a number above 0, or a mixture in a mixture.
     """
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence) or not entries:
         raise ValueError(
@@ -126,7 +126,7 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
             )
         path = _path_of(entry["documents"])
         name = entry.get("name") or (place if path is None else path.stem)
-        # Bounded, since an infinite sum would leave no store a share.
+        # Bounded, since with an infinite sum no store would have a share.
         weight = number(f"mixture[{place}]: weight", entry["weight"], 0, 1e18, above=True)
         repeat = flag(f"mixture[{place}]: repeat", entry.get("repeat", True))
         store = documents(entry["documents"])
@@ -142,10 +142,10 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
 
 
 def warn_of_vocabularies(stores: Iterable[DocumentStore | None]) -> None:
-    """Warn where two stores are known to have been tokenised with other vocabularies.
+    """Warn if two stores are known to have been tokenised with different vocabularies.
 
-    Folders of ``lightning-wlb tokenize`` have a fingerprint of theirs. Of two vocabularies one may
-    extend the other, so that this is no error.
+    Folders of ``lightning-wlb tokenize`` have a fingerprint of their vocabulary. It is no error,
+    because one vocabulary may extend the other.
     """
     first: dict[str, DocumentStore] = {}
     for given in stores:
@@ -163,7 +163,7 @@ def warn_of_vocabularies(stores: Iterable[DocumentStore | None]) -> None:
 
 
 def _path_of(source: Any) -> Path | None:
-    """The path that documents are given by, or that a mapping of them names."""
+    """The path of documents that are given as a path or as a mapping with a path."""
     if isinstance(source, Mapping):
         keys = (PATH, *(kind.key for kind in KINDS if kind.key is not None))
         source = next((source[key] for key in keys if key in source), None)
@@ -198,25 +198,25 @@ KINDS: list[Kind] = [
     ),
     Kind("a list of sequences of token numbers", _is_sequences, InMemoryDocuments),
 ]
-"""What documents can be given as; a source that fits two entries is refused."""
+"""All ways to give documents; a source that fits two entries is refused."""
 
 
 def documents(source: Any, **options: Any) -> DocumentStore:
-    """Open documents, whatever they are given as.
+    """Open documents, given in any of the known ways.
 
     Args:
         source: ``"stdlib"``; a path of a folder or file, or a pattern such as
-            ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or one of the
-            kind's own; sequences of token numbers; or a store, which is returned as it is.
-            docs/guide/documents.md lists what is known.
-        options: those that the kind of store has, such as ``vocab_size``.
+            ``"corpus/*.parquet"``; a mapping ``{"path": ..., option: value, ...}``, or a mapping
+            with another key of :data:`KINDS`; sequences of token numbers; or a store, which is
+            returned as it is. docs/guide/documents.md lists all kinds.
+        options: options of the kind of store, such as ``vocab_size``.
 
     Returns:
-        A store whose lengths are known, and whose tokens are read when they are asked for.
+        A store whose lengths are known, and whose tokens are read on demand.
 
     Raises:
-        ValueError: a source that is not known or not there, an option that the kind has not, or
-            damaged files.
+        ValueError: an unknown or missing source, an option that the kind does not have, or damaged
+            files.
     """
     if isinstance(source, DocumentStore):
         if options:
@@ -232,17 +232,17 @@ def documents(source: Any, **options: Any) -> DocumentStore:
 
 
 def check_documents(name: str, given: Any) -> None:
-    """Raise ValueError for what :func:`documents` would not recognise, without opening anything."""
+    """Raise ValueError for a source that :func:`documents` does not know, without opening it."""
     if not isinstance(given, DocumentStore):
         _resolved(name, given, {})
 
 
 def documents_or_number(name: str, given: Any) -> int | Documents:
-    """Check an argument that is either documents or a number of them to hold out; opens nothing.
+    """Check an argument that is documents or a number of documents to hold out; opens nothing.
 
     Raises:
-        ValueError: documents that :func:`documents` would not recognise, or a number that is not
-            whole, or below 0.
+        ValueError: documents that :func:`documents` does not know, or a number that is not whole or
+            below 0.
     """
     if isinstance(given, DocumentStore | Sequence | Mapping | Path):
         check_documents(name, given)
@@ -251,7 +251,7 @@ def documents_or_number(name: str, given: Any) -> int | Documents:
 
 
 def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, Any, dict[str, Any]]:
-    """Find the kind of a source; returns it, the source as the kind opens it, and the options."""
+    """Find the kind of a source; returns the kind, the source as it opens it, and the options."""
     given = dict(source) if isinstance(source, Mapping) else {PATH: source}
     keyed = {kind.key: kind for kind in KINDS if kind.key is not None}
     named = [key for key in (PATH, *keyed) if key in given]
@@ -289,7 +289,7 @@ def _with_paths(name: str, source: Any) -> Any:
 
 
 def _check_open(pattern: str) -> None:
-    """Raise ValueError for a pattern with a folder that is closed, which glob would pass over."""
+    """Raise ValueError for a pattern with an unreadable folder, which glob would skip."""
     while glob.has_magic(pattern):
         pattern, name = os.path.split(pattern)
         for folder in filter(os.path.isdir, glob.glob(pattern or ".", recursive=True)):
@@ -344,13 +344,13 @@ def _shown(source: Any) -> str:
 def hold_out(
     store: DocumentStore, count: int, seed: int, name: str
 ) -> tuple[DocumentStore, DocumentStore]:
-    """Set ``count`` documents aside, chosen at random by the seed; ``name`` is the argument's.
+    """Hold ``count`` documents out, chosen at random by the seed; ``name`` is the argument's name.
 
     Returns:
-        The others, and those set aside, both in the order of ``store``.
+        The other documents, and the held-out documents, both in the order of ``store``.
 
     Raises:
-        ValueError: none or all documents would be set aside.
+        ValueError: no or all documents would be held out.
     """
     documents = len(store.lengths)
     if not 0 < count < documents:
@@ -358,7 +358,7 @@ def hold_out(
             f"{name}={count} of {documents} documents cannot be held out: choose a number from 0"
             f" to {documents - 1}."
         )
-    # Python's own generator: its samples are the same on every version.
+    # Python's own generator gives the same samples on every version.
     held_out = np.zeros(documents, bool)
     held_out[random.Random(seed).sample(range(documents), count)] = True
     kept, chosen = document_numbers(documents)[~held_out], np.flatnonzero(held_out)

@@ -1,7 +1,7 @@
-"""What a run tells its data module: where this rank stands, and what its steps are planned for.
+"""What a run tells its data module: this rank's place in the mesh, and what plans depend on.
 
 A strategy that runs step plans is a :class:`PlanningStrategy`. The data module asks it for a
-:class:`PlanningContext` when it makes a loader, by when the layers are split into stages. Under any
+:class:`PlanningContext` when it makes a loader; by then the layers are split into stages. With any
 other strategy a run has one rank, and :meth:`PlanningContext.of_one_rank` is its context.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningContext:
-    """What the steps of a run are planned for, beside its documents and data settings."""
+    """All that plans depend on besides documents and data settings."""
 
-    shape: ModelShape  #: weighs documents by what the model computes on them
-    rank: Rank  #: where this rank stands in the mesh
+    shape: ModelShape  #: gives the model's work on documents
+    rank: Rank  #: the place of this rank in the mesh
     stages: tuple[range, ...]  #: the layers of each pipeline stage
     #: what micro-batches recompute; ``"auto"``: the least that fits
     activation_checkpointing: ActivationCheckpointing
@@ -40,18 +40,18 @@ class PlanningContext:
     profile: Profile | None = None  #: predicts times and memory; None: plans go by exact work
     #: the dtype in which a rank keeps parameters and optimizer state
     parameter_dtype: str = "float32"
-    reduce_dtype: str = "float32"  #: the dtype in which tensor- and context-parallel ranks add up
-    #: the heterogeneous pipelines that a step may run on in place of the mesh's, each a sequence of
-    #: schemes on consecutive ranks
+    reduce_dtype: str = "float32"  #: the dtype in which tensor- and context-parallel ranks sum
+    #: the choices of heterogeneous pipelines on which a step may run in place of the mesh's, each a
+    #: sequence of schemes on consecutive ranks
     schemes: tuple[tuple[Scheme, ...], ...] = ()
     #: chooses among ``schemes`` for each step; None: all steps run on the mesh
     chooser: StepChooser | None = None
     compiled: bool = False  #: whether blocks of the model are compiled
-    overlap: Overlap = "off"  #: which messages travel while layers compute
+    overlap: Overlap = "off"  #: which messages overlap products
 
     @staticmethod
     def of_one_rank(module: object, shape: ModelShape, profile: Profile | None) -> PlanningContext:
-        """The context of a run on one rank under a strategy that knows no step plans."""
+        """The context of a run on one rank with a strategy that does not run step plans."""
         return PlanningContext(
             shape=shape,
             rank=Rank(),
@@ -64,7 +64,7 @@ class PlanningContext:
     def predictor(self) -> Predictor | None:
         """A predictor of this model's steps on this mesh by the profile; None without a profile.
 
-        If steps may leave the mesh, the process groups for that take memory in every step.
+        If steps may leave the mesh, the process groups of the other pipelines always take memory.
         """
         if self.profile is None:
             return None
@@ -82,10 +82,10 @@ class PlanningContext:
 
 @runtime_checkable
 class PlanningStrategy(Protocol):
-    """A Lightning strategy that runs step plans, each rank its part: :class:`.WLBStrategy`."""
+    """A Lightning strategy whose ranks run their parts of step plans: :class:`.WLBStrategy`."""
 
     def planning_context(self, data: WLBDataModule) -> PlanningContext:
-        """What the steps of the run are planned for, once the model is split."""
+        """The context of the run, once the model is split."""
 
 
 def shape_of(module: object) -> ModelShape:
@@ -104,7 +104,7 @@ def context_of(trainer: L.Trainer, data: WLBDataModule) -> PlanningContext:
     """The context of a Trainer's run.
 
     Raises:
-        MisconfigurationException: several ranks under a strategy that does not divide the plan, or
+        MisconfigurationException: several ranks with a strategy that does not divide the plan, or
             no model shape.
     """
     if isinstance(trainer.strategy, PlanningStrategy):

@@ -1,21 +1,21 @@
-"""Stores are not believed: every read is checked, and ranks compare a digest of their copies.
+"""Checks on stores: every read is checked, and ranks compare a digest of their copies.
 
-What a store returns must be what it said: as many tokens as the range has, whole numbers of the
-vocabulary, and a mask of as many booleans. Anything else (a store of the user's own, damaged files)
-would be trained on without a word: numpy spreads a single token over a whole range, and a mask of
-labels (-100) counts as True. Each error names store, document and range. Targets, by whose number
-the loss is divided, are counted here from lengths and masks, by no store.
+A store must return exactly what a range needs: as many tokens as the range has, whole numbers of
+the vocabulary, and a mask of as many booleans. Other values (from a user's own store, or damaged
+files) would be trained on silently: numpy spreads a single token over a whole range, and a mask of
+labels (-100) counts as True. Each error names store, document and range. Targets, whose number
+divides the loss, are counted here from lengths and masks, and not by the store.
 
-Plans agree between ranks where lengths do, and a rank reads only its own rows. So nodes whose
-copies of a corpus differ in their tokens (another tokenizer, a file that was changed) would train
-on a mixture of both. With the first step of every pass over the documents each rank hashes the
-beginnings of some documents, spread over the store (:func:`checked_digests`), and the exchange
-that compares plans compares the digests; so does a run that resumes, with those of the position it
-was saved with. That is no proof: copies that differ elsewhere pass.
+If lengths are equal on all ranks, plans are equal too, and a rank reads only its own rows. So nodes
+whose copies of a corpus differ in their tokens (another tokenizer, a changed file) would train on a
+mixture of both. In the first step of every pass over the documents each rank hashes the beginnings
+of some documents, spread over the store (:func:`checked_digests`). The exchange that compares plans
+also compares these digests, and a resumed run compares them with the saved ones. That is no proof:
+copies that differ elsewhere are not detected.
 
 Cost: one look at each token that is read, and at each mask of a piece that is planned. The digest
-reads ``SAMPLED_DOCUMENTS`` times at most ``SAMPLED_TOKENS`` tokens of each store, once a pass, in
-each loader worker.
+reads at most ``SAMPLED_TOKENS`` tokens of each of ``SAMPLED_DOCUMENTS`` documents of each store,
+once a pass, in each loader worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_tokens(
 ) -> npt.NDArray[np.int64]:
     """Tokens ``[start, stop)``, not empty, of a document, int64 [stop - start].
 
-    They must be in ``[0, vocab_size)``, or at least 0 where that is None.
+    They must be in ``[0, vocab_size)``, or at least 0 if ``vocab_size`` is None.
 
     Raises:
         ValueError: the store fails, or returns anything but that many tokens of the vocabulary.
@@ -82,7 +82,7 @@ def read_mask(
 
 
 def count_targets(store: DocumentStore, document: int, start: int, stop: int) -> int:
-    """How many tokens of ``[start, stop)`` have a target: a next one, which the mask allows.
+    """How many tokens of ``[start, stop)`` have a target: a next token, and the mask allows it.
 
     Raises:
         ValueError: as :func:`read_mask`.
@@ -100,7 +100,7 @@ def length_of(store: DocumentStore, document: int) -> int:
 
 
 def check_has_targets(store: DocumentStore) -> None:
-    """Raise ValueError for a store without targets; documents are asked until one has some."""
+    """Raise ValueError for a store without targets; checks documents until one has a target."""
     lengths = enumerate(store.lengths.tolist())
     if not any(count_targets(store, document, 0, length) for document, length in lengths):
         raise ValueError(
@@ -133,12 +133,12 @@ SAMPLED_TOKENS = 256
 
 
 class CorpusDigest(NamedTuple):
-    """A digest of what was read of a store."""
+    """A digest of data that was read from a store."""
 
     store: str
-    """How messages call the store; may differ from rank to rank."""
+    """The store's name in messages; it may differ from rank to rank."""
     digest: int
-    """63 bits of its vocabulary, and of some documents' tokens and masks."""
+    """A 63-bit digest of its vocabulary, and of some documents' tokens and masks."""
 
 
 def checked_digests(
@@ -147,8 +147,8 @@ def checked_digests(
     """The digest of a store, or of each store of a mixture.
 
     Raises:
-        ValueError: they differ from those in the position resumed from, ``state``; or what the
-            store returns is not what it said.
+        ValueError: the digests differ from those in ``state``, the position to resume from; or a
+            read of the store fails its checks.
     """
     stores = store.stores if isinstance(store, MixedDocuments) else (store,)
     found = tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)
@@ -165,7 +165,7 @@ def _digest(store: DocumentStore) -> int:
     sha = hashlib.sha256(repr(store.vocab_size).encode())
     subset = store
     while isinstance(subset, DocumentSubset) and np.ptp(store.lengths) == 0:
-        sha.update(subset.numbers.tobytes())  # which the lengths do not tell apart
+        sha.update(subset.numbers.tobytes())  # subsets of equal lengths may differ in them
         subset = subset.store
     last = len(store.lengths) - 1
     for document in sorted(

@@ -1,9 +1,9 @@
-"""What keeps a Trainer from repeating, losing or miscounting steps: refusals, and hooks that stay.
+"""Guards against a Trainer that repeats, loses or miscounts steps: refusals, and kept hooks.
 
-Lightning's own hooks do nothing, so that most users override them and call nobody. A few of ours
-keep what a run resumes from, and a run would repeat documents or begin its learning rate anew if
-they were left out. A class that calls :func:`keep_hooks` as it is subclassed has them run in front
-of the override. They run twice where that calls ``super()`` too, and must allow it.
+Lightning's own hooks do nothing, so most users override them without calling ``super()``. A few
+hooks of this package save what a run resumes from; without them a run would repeat documents or
+restart its learning rate. If a class calls :func:`keep_hooks` whenever it is subclassed, its hooks
+run before an override. If the override calls ``super()`` too, they run twice, and must allow that.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lightning_wlb.data.batch import StepBatch
 
 
 def keep_hooks(root: type, cls: type, names: tuple[str, ...]) -> None:
-    """Let the hooks that ``cls`` overrides run behind those that it would hide.
+    """Let the hooks that ``cls`` overrides run before its overrides.
 
     Args:
-        root: the class whose hooks, and those of whose subclasses, are kept.
+        root: the class whose hooks are kept, and those of its subclasses.
         cls: a subclass that was just made.
-        names: of the hooks.
+        names: names of the hooks.
     """
     hidden = next(each for each in cls.__mro__[1:] if issubclass(each, root))
     for name in names:
         own, theirs = getattr(cls, name), getattr(hidden, name)
-        if own is not theirs:  # it may also be that of a mixin
+        if own is not theirs:  # the override may also be a mixin's
             setattr(cls, name, _behind(theirs, own))
 
 
@@ -48,20 +48,20 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 
 
 def called_by(name: str) -> bool:
-    """Whether a function of this name, of Lightning's, is running."""
+    """Whether a function of Lightning with this name is running."""
     frames = (each for each, _ in walk_stack(sys._getframe()) if each.f_code.co_name == name)
     return any(each.f_globals["__name__"].startswith("lightning.pytorch.") for each in frames)
 
 
 def refuse_other_loaders(in_worker: bool = False) -> None:
-    """Raise MisconfigurationException in a worker, or where a Trainer or Accelerate reads ahead.
+    """Raise MisconfigurationException in a worker, or if a Trainer or Accelerate reads ahead.
 
-    Lightning tells a loader nothing of the Trainer that it was given to, be it alone, in a
-    dictionary or inside an iterable of the user's. But where a Trainer trains on it, one of its
-    fetchers is on the stack, called by the training loop. (Nearer than a loop of the user's in a
-    hook no fetcher is.) A worker of another loader's begins every epoch at the run's beginning, and
-    the position that a Trainer asks for stays there. Accelerate puts a loader of its own in place
-    of one that it prepares, and takes a batch ahead.
+    Lightning does not tell a loader to which Trainer it was given, whether alone, in a dictionary
+    or inside a user's iterable. But if a Trainer trains on it, one of Lightning's fetchers is on
+    the stack, called by the training loop. (In a user's own loop within a hook, no fetcher is
+    nearer than that loop.) A worker of another loader begins every epoch at the run's beginning,
+    and the position that a Trainer saves stays there. Accelerate replaces a loader that it prepares
+    by its own, which requests one batch ahead.
     """
     if in_worker:
         raise MisconfigurationException(
@@ -101,7 +101,7 @@ def refuse_other_namespace(what: str) -> NoReturn:
 
 
 def refuse_without_position(batch: Any) -> None:
-    """Raise MisconfigurationException for what is no step batch, as where a subclass wraps them."""
+    """Raise MisconfigurationException unless it is a step batch, which a subclass may wrap."""
     if not isinstance(batch, StepBatch):
         raise MisconfigurationException(
             f"A batch to train on came as a {type(batch).__name__}: the position in the documents"
@@ -112,7 +112,7 @@ def refuse_without_position(batch: Any) -> None:
 
 
 def refuse_accumulation(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException for optimizer steps of several batches, now or later."""
+    """Raise MisconfigurationException if an optimizer step would take several batches, ever."""
     number = trainer.accumulate_grad_batches
     asked = [f"accumulate_grad_batches={number}"] if number != 1 else []
     for each in trainer.callbacks:  # type: ignore[attr-defined]
@@ -141,18 +141,19 @@ def refuse_repeats(trainer: L.Trainer) -> None:
 def refuse_half_states(
     trainer: L.Trainer, steps: int, begun: bool, anew: bool, planned: bool
 ) -> None:
-    """Refuse a save of a state that is half of a step's, or half restored.
+    """Refuse to save a state in the middle of a step, or one that is only partly restored.
 
-    An exception on which it was asked for goes on as it was, once the run has ended.
+    If the save was requested because of an exception, that exception is raised again after the
+    run's teardown.
 
     Args:
-        steps: optimizer steps that were taken of the last batch: inside it more may follow.
+        steps: optimizer steps of the last batch so far; within the batch more may follow.
         begun: whether the run has begun a batch.
         anew: whether optimizers were made since the last batch, and not restored.
-        planned: whether the strategy runs step plans, which looks at the rest itself.
+        planned: whether the strategy runs step plans; it then makes the other checks itself.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    # Not in a handler of the user's.
+    # Only in Lightning's handling of the exception, not in a user's handler.
     failed = sys.exc_info()[1] if called_by("_interrupt") else None
     if batches.started > batches.processed and steps > 0:
         reason = (
@@ -181,7 +182,7 @@ def refuse_half_states(
     if failed is None:
         raise MisconfigurationException(reason)
     rank_zero_warn(reason)
-    # What Lightning leaves out where a callback's on_exception raises.
+    # Lightning skips these calls if a callback's on_exception raises.
     trainer.strategy.on_exception(failed)
     for logger in trainer.loggers:
         logger.finalize("failed")
@@ -190,7 +191,7 @@ def refuse_half_states(
 
 
 def refuse_evaluated() -> NoReturn:
-    """Raise MisconfigurationException: a checkpoint has the weights of another than its steps."""
+    """Raise MisconfigurationException: a checkpoint's weights do not belong to its steps."""
     raise MisconfigurationException(
         "No fit goes on from this checkpoint: it was saved after an evaluation had read another"
         " (trainer.test(ckpt_path=...)), and has the weights of that one and the steps of the fit"

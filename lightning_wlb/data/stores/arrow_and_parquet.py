@@ -1,20 +1,20 @@
 """Arrow and Parquet files: every row is a document, and its columns are mapped into memory.
 
 :class:`ArrowDocuments` opens Hugging Face ``datasets`` folders and Arrow IPC streams without the
-``datasets`` library. A folder that ``lightning-wlb tokenize`` wrote also
-says its vocabulary. Compressed Arrow files cannot be mapped and are refused.
+``datasets`` library. A folder of ``lightning-wlb tokenize`` also has the size of its vocabulary.
+Compressed Arrow files cannot be mapped and are refused.
 
 :class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
-unpack all those of its row group. So the columns of tokens and masks are written once as an Arrow
-stream, row group by row group, into the user's cache folder, and mapped from there. The name of
-that copy holds the file's size and time of change: a file that was changed is read again, and the
-older copy is removed.
+unpack its whole row group. So the columns of tokens and masks are written once as an Arrow stream,
+row group by row group, into the user's cache folder, and mapped from there. The name of that copy
+includes the file's size and time of change: a changed file is read again, and the older copy is
+removed.
 
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
 first opening of a Parquet file unpacks the columns and writes 4 bytes for each token and label
-(more than Parquet takes); its memory is bounded by a few million tokens where the documents of a
-row group are of like length, else by the longest of them together.
+(more than Parquet takes). Its memory is bounded by a few million tokens if the documents of a row
+group have similar lengths, else by the longest of them together.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from lightning_wlb.data.stores.list_columns import (
 )
 
 FACTS = "lightning_wlb.json"
-"""What ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ``tokens``, ..."""
+"""The file that ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ..."""
 
 PARTIAL = "lightning_wlb.partial.json"
-"""What ``lightning-wlb tokenize`` keeps in a folder that is not complete yet."""
+"""The file that ``lightning-wlb tokenize`` keeps in a folder until the folder is complete."""
 
 _CACHE_VERSION = 2
 _TOKENS_AT_ONCE = 4_000_000
@@ -62,11 +62,12 @@ class ArrowDocuments(CheckedDocuments):
 
     Args:
         source: a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a folder
-            of ``.arrow`` files (taken by name), a file, or several files.
-        column: holds the tokens; None: ``input_ids``, ``tokens``, or the only lists of integers.
-        mask_column: holds the masks, lists of booleans or of 0 and 1, or ``labels`` (the token, or
-            -100 where it may not be a target); ``"auto"``: the one of ``loss_mask``,
-            ``assistant_masks``, ``completion_mask`` and ``labels`` that is there; None: no mask.
+            of ``.arrow`` files (in order of their names), a file, or several files.
+        column: the column of tokens; None: ``input_ids``, ``tokens``, or the only column of lists
+            of integers.
+        mask_column: the column of masks, lists of booleans or of 0 and 1, or ``labels`` (the token,
+            or -100 if it may not be a target); ``"auto"``: whichever of ``loss_mask``,
+            ``assistant_masks``, ``completion_mask`` and ``labels`` exists; None: no mask.
         vocab_size: tokens are in ``[0, vocab_size)``; None: as the files say, else not known.
 
     Raises:
@@ -112,11 +113,11 @@ class ArrowDocuments(CheckedDocuments):
         super().__init__(name, lengths, vocab_size)
 
     _suffix = ".arrow"
-    """How the names of the files in a folder end."""
+    """The suffix of the files in a folder."""
 
     @staticmethod
     def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
-        """The Arrow file that holds a file's columns; here the file itself."""
+        """The Arrow file with a file's columns; by default the file itself."""
         return path
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
@@ -158,20 +159,20 @@ class ArrowDocuments(CheckedDocuments):
         return np.asarray(mask)
 
     def _values(self, column: str, row: int, start: int, stop: int) -> Array:
-        """Values ``[start, stop)`` of the list in a row; a view where they are numbers."""
+        """Values ``[start, stop)`` of the list in a row; a view if they are numbers."""
         number = bisect_right(self._starts, row) - 1
         lists = self._batches[number].column(column)
         return np.asarray(lists[row - self._starts[number]].values[start:stop])
 
 
 def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
-    """The files of a folder by name; those called ``data-00000-of-00004...`` must all be there.
+    """The files of a folder by name; all files of a series ``data-00000-of-00004...`` must exist.
 
-    Hidden ones are passed over, as macOS leaves beside files.
+    Hidden files, such as those that macOS leaves beside files, are skipped.
 
     Raises:
-        ValueError: none, not as many as their names say, those of several splits, documents that
-            would come twice, or further files in folders below.
+        ValueError: no files, fewer files than their names say, files of several splits, documents
+            that would come twice, or further files in subfolders.
     """
     file_checks.check_none_left_out(folder, suffix)
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
@@ -194,7 +195,7 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
 
 
 def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path], dict[str, Any]]:
-    """The files in order, and what their folder says of them: ``vocab_size``, ``documents``, ..."""
+    """The files in order, and the facts in their folder: ``vocab_size``, ``documents``, ..."""
     if isinstance(path, list) or not path.is_dir():
         return path if isinstance(path, list) else [path], {}
     facts = read_json(path / FACTS)
@@ -224,7 +225,7 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a folder says, empty where there is none; ValueError if it is damaged."""
+    """The mapping in a JSON file, empty if there is no file; ValueError if the file is damaged."""
     try:
         content = file_checks.read_json(path) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
@@ -237,22 +238,22 @@ def read_json(path: Path) -> dict[str, Any]:
 class ParquetDocuments(ArrowDocuments):
     """The rows of Parquet files as documents.
 
-    ``source`` is a file, a folder of ``.parquet`` files (taken by name), or several files. The
-    other arguments are those of :class:`.ArrowDocuments`.
+    ``source`` is a file, a folder of ``.parquet`` files (in order of their names), or several
+    files. The other arguments are those of :class:`.ArrowDocuments`.
     """
 
     _suffix = ".parquet"
 
     @staticmethod
     def _as_arrow(path: Path, column: str | None, mask_column: str | None) -> Path:
-        """The copy of the file's columns, which is written where there is none."""
+        """The copy of the file's columns, which is written if there is none."""
         try:
             file_checks.check_regular(path)
-            real = path.resolve()  # once: a link of a stranger's may lead elsewhere in between
-            made_of = _fingerprint(real)  # before it is opened: another may take its place then
+            real = path.resolve()  # once, because a link that others control may change meanwhile
+            made_of = _fingerprint(real)  # before opening, because the file may be replaced then
             with pq.ParquetFile(real, page_checksum_verification=True) as parquet:
                 columns = columns_of(parquet.schema_arrow, column, mask_column, str(path))
-                # No names in it: they may be long, or have signs that no file's name has.
+                # Column names are hashed: they may be long, or have characters not for file names.
                 named = fingerprint([], real.parent, real, columns.names, _CACHE_VERSION)
                 prefix = f"parquet-{named}-"
                 key = prefix + made_of
@@ -288,7 +289,7 @@ class ParquetDocuments(ArrowDocuments):
 
 
 def _fingerprint(path: Path) -> str:
-    """Changes with a file's size and times: that of status no archive sets, as it may others."""
+    """Changes with a file's size and times; no archive can set the time of change of status."""
     return fingerprint([path], path.parent, path.stat().st_ctime_ns)
 
 
@@ -302,7 +303,7 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
             raise ValueError(f"{path}: {name!r} has more values than {columns.tokens!r}. Mend it.")
         bits += kind.value_type.bit_width * sum(values) + 32 * parquet.metadata.num_rows
     check_room(folder.parent, bits // 8, path)
-    # Some bytes can stand for any number of rows, each of which takes memory, an empty one too.
+    # A few bytes can encode any number of rows, and each row takes memory, even an empty one.
     most = 8 * path.stat().st_size + 1_000_000
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
@@ -339,7 +340,7 @@ def check_room(folder: Path, needed: int, source: Path) -> None:
 
 
 def _small(kind: pa.DataType) -> pa.DataType:
-    """The type in which a column is written to the copy: lists of integers of at most 32 bits."""
+    """The type of a column in the copy: lists of integers of at most 32 bits."""
     value = kind.value_type
     return pa.list_(pa.int32() if value.bit_width > 32 or value == pa.uint32() else value)
 
@@ -348,7 +349,7 @@ def _token_counts(metadata: Any, column: str) -> list[int]:
     """The number of tokens in each row group, as the file's metadata gives it."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     leaves = [map(group.column, range(group.num_columns)) for group in groups]
-    # A column's own name may have points; two levels below it at most are those of its lists.
+    # A column's name may have dots; at most two further levels are those of its lists.
     known = re.compile(re.escape(column) + r"(\.[^.]*){0,2}")
     return [
         sum(leaf.num_values for leaf in own if known.fullmatch(leaf.path_in_schema))

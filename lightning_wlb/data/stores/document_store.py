@@ -1,13 +1,13 @@
-"""What planning and loading need of documents (:class:`DocumentStore`), and how stores keep to it.
+"""The interface of document stores (:class:`DocumentStore`), and base classes for stores.
 
-A store tells the length of every document without reading tokens, so that every rank can plan a
-step for the whole mesh and then read its own share alone. For another format implement
-:class:`DocumentStore`. :class:`CheckedDocuments` turns ranges into 64-bit tokens and refuses
-tokens outside the vocabulary and masks of other values than 0 and 1. It can be sent to another
+A store knows the length of every document without reading tokens, so that every rank can plan a
+step for the whole mesh and then read only its own share. For another format implement
+:class:`DocumentStore`. :class:`CheckedDocuments` converts ranges into 64-bit tokens and refuses
+tokens outside the vocabulary and masks with values other than 0 and 1. It can be sent to another
 process: a forked worker shares its memory maps, a pickled store opens its files again.
-:class:`DocumentSubset` is some documents of a store.
+:class:`DocumentSubset` has some documents of a store.
 
-Cost: 8 bytes for each document. Reading copies the range and looks at each of its tokens twice.
+Cost: 8 bytes for each document. A read copies the range and looks at each of its tokens twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_wlb.argument_checks import whole
 class DocumentStore(Protocol):
     """Documents by number, 0-based; ranges are in tokens from the document's start.
 
-    The *target* of token j is token j + 1 of the same document, where it exists and the mask
-    allows it; how a document is cut for training never changes its targets.
+    The *target* of token j is token j + 1 of the same document, if it exists and the mask allows
+    it. The cutting of documents for training never changes their targets.
     """
 
     @property
@@ -37,7 +37,7 @@ class DocumentStore(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens are in ``[0, vocab_size)``; None: not known before they are read."""
+        """Tokens are in ``[0, vocab_size)``; None: not known without reading them."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens ``[start, stop)``, int64 [stop - start]."""
@@ -49,7 +49,7 @@ class DocumentStore(Protocol):
 def check_lengths(lengths: npt.NDArray[Any], store: str) -> None:
     """Raise ValueError for no documents, documents without tokens and lengths of another type.
 
-    ``store`` is how the error calls the store.
+    ``store`` is the store's name in the error.
     """
     integers(f"{store}: lengths", lengths, "Give a flat array of whole numbers.")
     if len(lengths) == 0:
@@ -69,9 +69,9 @@ def check_tokens(
     document: int,
     start: int,
 ) -> None:
-    """Raise ValueError for tokens outside ``[0, vocab_size)``, or below 0 if that is not known.
+    """Raise ValueError for tokens outside ``[0, vocab_size)``, or below 0 if this is not known.
 
-    The tokens are those of the store's document from position ``start`` on.
+    ``tokens`` are from the store's document, from position ``start`` on.
     """
     if not len(tokens):
         return
@@ -89,7 +89,7 @@ def check_tokens(
 
 
 def name_of(store: DocumentStore, document: int) -> str:
-    """How errors call a document: as its store's own ``name_of`` does, or by number and store."""
+    """The name of a document in errors: by its store's ``name_of``, or by number and store."""
     own = getattr(store, "name_of", None)
     return own(document) if own else f"document {document} of {store!r}"
 
@@ -114,7 +114,7 @@ class RenumberedDocuments(ABC):
         return store.mask(own, start, stop)
 
     def name_of(self, document: int) -> str:
-        """How errors call a document: as its own store does."""
+        """The name of a document in errors, by its own store."""
         return name_of(*self._find(document))
 
     def __len__(self) -> int:
@@ -122,10 +122,10 @@ class RenumberedDocuments(ABC):
 
 
 class DocumentSubset(RenumberedDocuments):
-    """Some documents of another store, renumbered from 0 in the order given.
+    """Some documents of another store, renumbered from 0 in the given order.
 
     Args:
-        numbers: documents of ``store``; an array of int32 is kept, not copied.
+        numbers: documents of ``store``; an int32 array is kept without a copy.
 
     Cost: 12 bytes for each document of the subset.
 
@@ -140,7 +140,7 @@ class DocumentSubset(RenumberedDocuments):
             "Give a flat sequence of document numbers; np.flatnonzero makes them from a selection.",
         )
         documents = len(store.lengths)
-        # A negative number would count from the end, and read another document than its length's.
+        # A negative number would count from the end of the lengths, but not of the store.
         if len(array) and (int(array.min()) < 0 or int(array.max()) >= documents):
             outside = array[(array < 0) | (array >= documents)]
             raise ValueError(
@@ -162,7 +162,7 @@ class DocumentSubset(RenumberedDocuments):
 
 
 def integers(name: str, values: Any, remedy: str) -> npt.NDArray[Any]:
-    """The values as a flat array of whole numbers, or ValueError with the remedy."""
+    """The values as a flat array of whole numbers; else ValueError, with the remedy."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name} is an array of {array.dtype} with shape {array.shape}. {remedy}")
@@ -179,18 +179,18 @@ class CheckedDocuments(ABC):
     left out, and counted in the log.
 
     Args:
-        name: how errors call the store.
+        name: the store's name in errors.
         lengths: tokens of every row of the source, int64 [rows].
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
 
     Raises:
-        ValueError: no row has tokens, or a vocabulary that is none.
+        ValueError: no row has tokens, or ``vocab_size`` is invalid.
     """
 
     _make: Callable[[], CheckedDocuments]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments: a store in another process is made anew of them."""
+        """Keep the arguments, from which another process makes the store again."""
         made = super().__new__(cls)
         made._make = partial(cls, *args, **kwargs)
         return made
@@ -217,7 +217,7 @@ class CheckedDocuments(ABC):
         """Tokens ``[start, stop)`` of a document's row, of any integer type."""
 
     def _flags(self, row: int, start: int, stop: int) -> Array | None:
-        """The mask of a range of a row, as the source has it; None: there is no mask."""
+        """The mask of a range of a row, as stored in the source; None: there is no mask."""
         return None
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -234,7 +234,7 @@ class CheckedDocuments(ABC):
         """Whether each token of ``[start, stop)`` may be a target, bool [stop - start].
 
         Raises:
-            ValueError: a mask of other values than 0 and 1.
+            ValueError: a mask with values other than 0 and 1.
         """
         flags = self._flags(self._row(document), start, stop)
         if flags is None or flags.dtype == np.bool_:
@@ -249,7 +249,7 @@ class CheckedDocuments(ABC):
         return flags.astype(np.bool_)
 
     def name_of(self, document: int) -> str:
-        """How errors call a document: by its row in the source, and the store."""
+        """The name of a document in errors: its row in the source, and the store."""
         return f"document {self._row(document)} of {self.name}"
 
     def __len__(self) -> int:
@@ -261,7 +261,7 @@ class CheckedDocuments(ABC):
             f" vocab_size={self.vocab_size})"
         )
 
-    # Memory maps would be pickled with all their tokens: another process opens the files itself.
+    # Pickled memory maps would contain all their tokens, so another process opens the files itself.
     def __reduce__(self) -> tuple[Any, ...]:
         return self._make, ()
 

@@ -1,6 +1,6 @@
 """Documents whose tokens are held in memory: sequences of numbers, with masks.
 
-For fine-tuning sets and tests; every loader worker has a copy. Larger corpora stay in their files.
+Use it for fine-tuning sets and tests: every loader worker has a copy. Larger corpora stay in files.
 
 Cost: 8 bytes for each token, 1 more with a mask, and some 100 for each document. A read is a slice.
 """
@@ -29,12 +29,12 @@ class InMemoryDocuments(CheckedDocuments):
         sequences: one sequence of integers for each document.
         masks: for each document None or one bool (or 0 or 1) for each token: whether the token may
             be a target (a loss mask: False for the prompt's tokens in fine-tuning). None: all may.
-            Of labels as Hugging Face's models take them, the mask is ``labels != -100``.
+            For labels in Hugging Face's format the mask is ``labels != -100``.
         vocab_size: None: the largest token plus one.
 
     Raises:
         ValueError: an empty store or document, tokens that are not integers, or masks that do not
-            match the sequences. Tokens and masks of other values are refused when they are read.
+            match the sequences. Tokens and masks with wrong values are refused when they are read.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class InMemoryDocuments(CheckedDocuments):
             vocab_size = max(0, *(int(array.max()) for array in self._arrays)) + 1
         super().__init__(name, lengths, vocab_size)
         self._masks = None if masks is None else _checked(masks, lengths, name)
-        # Not the sequences given, whose lists would take several times the memory.
+        # The given sequences are not kept, because lists take several times the memory.
         self._make = partial(type(self), self._arrays, self._masks, vocab_size)
 
     def _tokens(self, row: int, start: int, stop: int) -> Array:
@@ -65,7 +65,7 @@ class InMemoryDocuments(CheckedDocuments):
 
 
 def _checked(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) -> list[Array]:
-    """The masks of all documents, each of as many entries as its document has tokens."""
+    """The masks of all documents, each with as many entries as its document has tokens."""
     if len(masks) != len(lengths):
         raise ValueError(
             f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each"

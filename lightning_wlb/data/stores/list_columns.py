@@ -1,13 +1,13 @@
 """Columns of lists in Arrow files: which hold tokens and masks, and their rows as numpy views.
 
 Tokens are the column ``input_ids`` or ``tokens``, else the only column of lists of integers. The
-mask is the one column named as in ``MASK_COLUMNS``, lists of booleans or of 0 and 1, or ``labels``
-as Hugging Face's models take them. An ``attention_mask`` beside them must be all ones: rows that
-were padded are refused, and so are rows of several documents, which ``PACKED_COLUMNS`` tell. Other
-columns are not looked at, but one that may be a mask by its name must be chosen or not.
+mask is the one column named as in ``MASK_COLUMNS``: lists of booleans or of 0 and 1, or ``labels``
+in Hugging Face's format. An ``attention_mask`` beside them must be all ones: padded rows are
+refused. So are rows of several documents, which ``PACKED_COLUMNS`` indicate. Other columns are
+ignored, except that the user must choose or decline a column whose name suggests a mask.
 
-Lengths come from the list offsets, and tokens are slices of the lists' values, straight from the
-memory map: no token is read before it is asked for. Offsets of a damaged file that lead outside its
+Lengths come from the list offsets, and tokens are slices of the lists' values, directly from the
+memory map: no token is read before it is needed. Offsets of a damaged file that lead outside its
 values, or decrease, are refused.
 """
 
@@ -49,24 +49,24 @@ class Columns(NamedTuple):
 
     tokens: str  #: lists of integers
     mask: str | None  #: which tokens may be targets; None: all may
-    attention: str | None  #: which tokens are no padding; None: none is
+    attention: str | None  #: which tokens are not padding; None: there is no padding
 
     @property
     def names(self) -> list[str]:
-        """The columns to read: tokens, then the mask and the attention mask where there are any."""
+        """The columns to read: tokens, then the mask and the attention mask if there are any."""
         return [each for each in self if each is not None]
 
 
 def columns_of(
     schema: pa.Schema, column: str | None, mask_column: str | None, name: str
 ) -> Columns:
-    """The columns to read of a table, which errors call ``name``, with this schema.
+    """The columns to read from a table with this schema; ``name`` is the table's name in errors.
 
-    The column of tokens is found where ``column`` is None, that of masks where ``mask_column`` is
-    ``"auto"``; where that is None, there is no mask.
+    If ``column`` is None the column of tokens is searched, and if ``mask_column`` is ``"auto"`` the
+    column of masks; with ``mask_column`` None there is no mask.
 
     Raises:
-        ValueError: a column that is not there, of another type, or one of several.
+        ValueError: a column that is missing, of another type, or not unique.
     """
     if column is None:
         column = _token_column(schema, name)
@@ -152,7 +152,7 @@ def _is_flags(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type has a list in each row, of any length or a fixed one."""
+    """Whether a column of this type has a list in each row, of variable or fixed length."""
     types = pa.types
     fixed = types.is_fixed_size_list(kind) and kind.list_size > 0
     return bool(types.is_list(kind) or types.is_large_list(kind) or fixed)
@@ -166,9 +166,9 @@ def lengths_of(batch: Any, columns: Columns, path: Path) -> Array:
     """The lengths of the documents in a record batch of a file.
 
     Raises:
-        ValueError: a batch that is damaged, nulls, or columns whose lists differ in length.
+        ValueError: a damaged batch, nulls, or columns whose lists differ in length.
     """
-    try:  # else numpy would read behind a buffer that is too short, or to wrong offsets
+    try:  # else numpy would read past a buffer that is too short, or at wrong offsets
         batch.select(columns.names).validate(full=True)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is damaged: {error}. Make it again.") from error
@@ -187,7 +187,7 @@ def lengths_of(batch: Any, columns: Columns, path: Path) -> Array:
 
 
 def _lengths(column: pa.Array, named: str) -> Array:
-    """The lengths of a column's lists; errors call the column ``named``."""
+    """The lengths of a column's lists; ``named`` is the column's name in errors."""
     nulls = column.values.null_count
     if column.null_count or nulls:
         raise ValueError(
@@ -198,7 +198,7 @@ def _lengths(column: pa.Array, named: str) -> Array:
 
 
 def _is_compressed(message: Any) -> bool:
-    """Whether an Arrow message says that its buffers are compressed; nothing is unpacked."""
+    """Whether the buffers of an Arrow message are compressed, without unpacking them."""
     if message.type not in ("record batch", "dictionary"):
         return False
     batch = _field(message.metadata, 0, 2)  # Message.header, of Message.fbs
@@ -208,9 +208,9 @@ def _is_compressed(message: Any) -> bool:
 
 
 def _field(data: Any, table: int, number: int) -> int | None:
-    """The position of what a field of a flatbuffers table points to; None: the field is not set.
+    """The position to which a field of a flatbuffers table points; None: the field is not set.
 
-    ``table`` is the position of the table, 0 that of the root table.
+    ``table`` is the position of the table; 0 means the root table.
     """
     table = table or struct.unpack_from("<I", data)[0]
     fields = table - struct.unpack_from("<i", data, table)[0]

@@ -1,9 +1,9 @@
-"""Megatron's indexed datasets: tokens in ``NAME.bin``, where they are in ``NAME.idx``.
+"""Megatron's indexed datasets: tokens in ``NAME.bin``, and their index in ``NAME.idx``.
 
-The index is a header (magic, version 1, type of the tokens, counts), the lengths of the sequences
-(int32), where they begin in bytes (int64), and the number of the first sequence of each document
-(int64, one more than documents). A document is its consecutive sequences. Not for multimodal
-datasets, whose index has a mode for each sequence, and which are refused by its size.
+The index has a header (magic, version 1, type of the tokens, counts), the lengths of the sequences
+(int32), their first bytes (int64), and the number of the first sequence of each document (int64,
+one entry more than documents). A document consists of consecutive sequences. Multimodal datasets,
+whose index also has a mode for each sequence, are refused because of the index's size.
 
 Cost: opening reads the index, 12 bytes for each sequence and 8 for each document, and no tokens; a
 read is a slice.
@@ -29,12 +29,12 @@ class MegatronDocuments(CheckedDocuments):
     """The documents of a ``.bin`` file with its ``.idx``.
 
     Args:
-        source: their common path, without or with one of the suffixes; or a folder with one pair.
+        source: the files' common path, without or with a suffix; or a folder with one such pair.
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
 
     Raises:
-        ValueError: a file that is missing, truncated or no index, or an index that disagrees with
-            itself or with the tokens.
+        ValueError: a file that is missing, truncated or not an index, or an index that contradicts
+            itself or the tokens.
     """
 
     def __init__(self, source: str | Path, vocab_size: int | None = None) -> None:
@@ -53,12 +53,12 @@ class MegatronDocuments(CheckedDocuments):
 
 
 class _Index(NamedTuple):
-    """What an index file says."""
+    """The contents of an index file."""
 
     dtype: str  # type of the tokens
     sizes: Array  # tokens of each sequence
     pointers: Array  # where each sequence begins, in bytes
-    documents: Array  # number of the first sequence of each, and at the end the number of sequences
+    documents: Array  # first sequence of each document, and at the end the number of sequences
 
 
 def has_index(path: Path) -> bool:

@@ -1,11 +1,11 @@
 """Several stores as one, mixed in given proportions of tokens.
 
-:class:`MixedDocuments` numbers the documents of its stores one store after another, and says by
-its ``shares`` what a planner shall take of each (:mod:`lightning_wlb.planning.mixture` has the
-order, and what an epoch is). Where a store is passed several times, the documents of a later pass
-have numbers of their own, above those of the passes before it; every method here understands them.
+:class:`MixedDocuments` numbers the documents of its stores one store after another. Its ``shares``
+tell the planner what to take from each store (:mod:`lightning_wlb.planning.mixture` defines the
+order and an epoch). If a store is passed several times, its documents have other numbers in each
+pass, above those of earlier passes; every method here accepts them.
 
-Cost: 8 bytes for each document; reading is a look-up of the store and then the store's own.
+Cost: 8 bytes for each document; a read looks up the store and then reads from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_wlb.planning.mixture import StoreShare
 class MixedDocuments(RenumberedDocuments):
     """Documents of several stores, in the proportions of a mixture.
 
-    ``shares`` say what is taken of each of the ``stores``.
+    ``shares`` say what is taken from each of the ``stores``.
 
     Raises:
         ValueError: no stores, or two of the same name.
@@ -45,19 +45,19 @@ class MixedDocuments(RenumberedDocuments):
         self.lengths = np.concatenate([np.asarray(store.lengths, np.int64) for store in stores])
         self._first = np.cumsum([0, *(share.documents for share in shares)])
         known = [store.vocab_size for store in stores if store.vocab_size is not None]
-        # Not known before they are read where it is not known of every store.
+        # Not known unless it is known for every store.
         self.vocab_size: Any = max(known) if len(known) == len(stores) else None
 
     def name_of(self, document: int) -> str:
-        """How errors call a document: by the store's name in the mixture and its number there."""
+        """The name of a document in errors: its number in the store, and the store's name here."""
         store, own = self._find(document)
         return f"document {own} of {self.shares[self.stores.index(store)].name}, {store!r},"
 
     def subset(self, numbers: npt.NDArray[np.int64]) -> MixedDocuments:
-        """The same mixture of some of the documents, given by ascending numbers, each once.
+        """The same mixture with only some documents, given by strictly ascending numbers.
 
         Raises:
-            ValueError: no document of a store is left.
+            ValueError: no document of some store is left.
         """
         bounds = np.searchsorted(numbers, self._first)
         stores, shares = [], []

@@ -1,14 +1,14 @@
 """The standard library of the running Python as documents.
 
-Real text with a heavy-tailed length distribution that is on every machine with Python, for
+It is real text with a heavy-tailed length distribution on every machine with Python, for
 demonstrations and tests.
 
 The documents are tokenised once, into an Arrow file in the user's cache folder, which is mapped
-into memory. The folder's name holds the Python version, the settings and a fingerprint of the
+into memory. The folder's name includes the Python version, the settings and a fingerprint of the
 source tree (paths, sizes and times of change).
 
-Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later ones
-one walk over the source tree. Not for training a useful model: it is 30 MB of Python.
+Cost: the first use takes seconds to tens of seconds (parsing, training, encoding), later uses one
+walk over the source tree. It is 30 MB of Python, too little to train a useful model.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 class StdlibDocuments(ArrowDocuments):
     """The top-level functions and classes of the Python sources under a directory.
 
-    They come with their decorators, in order of path and line; what does not parse is left out.
+    They include their decorators, in order of path and line; files that do not parse are left out.
 
     Args:
-        tokenizer: ``"bytes"`` (one byte one token, 256 tokens) or ``"bpe"`` (byte-level
-            byte-pair encoding, trained on a sample of the same documents).
+        tokenizer: ``"bytes"`` (each byte is a token, 256 tokens) or ``"bpe"`` (byte-level byte-pair
+            encoding, trained on a sample of the same documents).
         vocab_size: tokens of the byte-pair vocabulary, at least 256; None: 4096.
-        directory: where to look for sources; None: the standard library of this Python.
-            ``site-packages`` below it are left out.
+        directory: the directory with sources; None: the standard library of this Python.
+            ``site-packages`` below it is left out.
 
     Raises:
-        ValueError: an unknown tokenizer, a vocabulary that it cannot have, or a directory without
-            documents.
+        ValueError: an unknown tokenizer, a vocabulary size that it cannot have, or a directory
+            without documents.
     """
 
     vocab_size: int
@@ -82,7 +82,7 @@ class StdlibDocuments(ArrowDocuments):
 
 
 def _cached(directory: Path, tokenizer: str, vocab_size: int) -> Path:
-    """The folder with the arrays, built where there is none."""
+    """The folder with the arrays, which is built if there is none."""
     files = []
     for folder, below, names in os.walk(directory):
         below[:] = [name for name in below if name not in _LEFT_OUT]
@@ -117,7 +117,7 @@ def _definitions(source: bytes) -> list[bytes]:
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return []  # Test data of the compiler is wrong on purpose.
+        return []  # Test data of the compiler has syntax errors on purpose.
     lines = source.splitlines(keepends=True)
     found = []
     for node in tree.body:
@@ -139,7 +139,7 @@ def _train(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
 def _encoded(
     model: ByteLevelBPETokenizer | None, texts: list[bytes]
 ) -> Iterator[list[Document | None]]:
-    """The documents by the model, or their bytes where there is none."""
+    """The documents, encoded by the model, or as bytes if there is none."""
     for first in shown(range(0, len(texts), _ENCODE_AT_ONCE), "Encoding documents"):
         some = texts[first : first + _ENCODE_AT_ONCE]
         if model is None:

@@ -1,1 +1,1 @@
-"""Texts and chats, through a tokenizer, to documents that a store opens; see ``tokenise.py``."""
+"""Tokenises texts and chats into documents that a store opens; see ``tokenise.py``."""

@@ -1,12 +1,12 @@
-"""What a chat says must be in the text that its template makes of it, as JSON writes it.
+"""Checks that a chat template writes everything that a chat says, in valid JSON.
 
-A template takes what it knows of a message and passes over the rest, so that a model would learn to
-answer nothing where a call stood, or what nobody said. So the chat is rendered once more with a
-word of its own behind each text in it (:func:`with_words`), and the words are looked for in the
-result (:func:`check_written`). Rows that are no chats, by whose other fields it may be said what is
-learned, or in which a table has put nulls, are refused before (:func:`messages_of`,
-:func:`check_nulls`), and so are templates that mark what is learned where it cannot be found
-(:func:`marks_speech`).
+A template ignores the parts of a message that it does not know, so that a model would learn an
+empty answer instead of a call, or an answer to something nobody said. So the chat is rendered once
+more with a unique word after each of its texts (:func:`with_words`), and all words must be in the
+result (:func:`check_written`). These rows are refused earlier: rows that are no chats, rows with
+other fields that may say what is learned, and rows in which a table has put nulls
+(:func:`messages_of`, :func:`check_nulls`). Templates that mark the learned text where it cannot be
+located are refused too (:func:`marks_speech`).
 
 Cost: one rendering of the template.
 """
@@ -25,27 +25,27 @@ from lightning_wlb.data.tokenising.texts import column_of
 _PLAIN_WORD = re.compile(r"zq\d+qz")
 _WORD = re.compile(r", 'zq': 'zqzq\d+qz'|zq\d+qz")
 _MAY_BE_WEIGHT = re.compile(r"mask|loss|weight|(?<![a-z])train|learn|ignore", re.I)
-"""Names by which other programs' messages say whether they are learned."""
+"""Fields by which other programs' messages say whether they are learned."""
 _MAY_BE_SAID = re.compile(
     r"(.*_)?(calls?|functions?|tools|plan|documents|context|attachments|images?|audios?|videos?)"
 )
-"""Names by which other programs' messages say more; two of them have marks of their own."""
+"""Fields with further text in other programs' messages; calls get their words separately."""
 _THOUGHTS = (
     *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks"),
     *("thought", "refusal"),
 )
-"""Names by which messages have more of the assistant's than its content, as what it thought."""
-# transformers gives three of them as one another.
+"""Fields with the assistant's thoughts, besides its content."""
+# transformers treats three of them as the same.
 _KNOWS_THOUGHTS = re.compile(rf"['\".]({'|'.join(_THOUGHTS)})\b")
 _BESIDE = (
     *("system", "system_prompt", "functions", "documents", "chat_template_kwargs"),
     *("image", "images", "audio", "audios", "video", "videos"),
 )
-"""Columns by which other programs' rows say more of a chat than its messages do."""
+"""Columns with further data of a chat in other programs' rows."""
 
 
 def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]]:
-    """A chat's messages as templates are given them, and which of the assistant's are learned."""
+    """A chat's messages for the template, and which of the assistant's messages are learned."""
     messages = column_of(row, column)
     wanted = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, list) or not messages:
@@ -61,7 +61,7 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         given = {
             name: value
             for name, value in message.items()
-            # Templates look whether there are calls or thoughts before they look which.
+            # Empty calls and thoughts are left out: templates test only whether a field exists.
             if value or (value is not None and name not in ("tool_calls", *_THOUGHTS))
         }
         speaks = given["role"] == "assistant"
@@ -104,7 +104,7 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
 
 
 def _says(part: dict[str, Any]) -> bool:
-    """Whether a part of a content has more than its type, which can be looked for in the text."""
+    """Whether a part of a content has more than its type, which can be searched in the text."""
     return any(
         value and isinstance(value, str | list | dict)
         for name, value in part.items()
@@ -113,10 +113,10 @@ def _says(part: dict[str, Any]) -> bool:
 
 
 def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
-    """Refuse nulls in tools and calls where a table of rows that differ in their fields puts them.
+    """Refuse nulls in tools and calls, which tables put into rows without some field.
 
     Raises:
-        ValueError: one in a tool, or an argument of which the tool does not say that it may be one.
+        ValueError: a null in a tool, or in an argument that the tool does not declare as nullable.
     """
     parameters: dict[Any, dict[str, Any]] = {}
     for tool in tools if isinstance(tools, list) else ():
@@ -151,7 +151,7 @@ def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
 
 
 def _nulls(value: Any) -> Iterator[str]:
-    """Names under which there is a null, in dictionaries, but as a default."""
+    """Keys of dictionaries whose value is null, except defaults."""
     if isinstance(value, dict):
         for name, each in value.items():
             if each is None and name not in ("default", "const"):
@@ -164,11 +164,11 @@ def _nulls(value: Any) -> Iterator[str]:
 
 @cache
 def marks_speech(template: str) -> bool:
-    """Whether a template marks by ``{% generation %}`` what is learned.
+    """Whether a template marks the learned text by ``{% generation %}``.
 
     Raises:
-        ValueError: it does in a macro or the like, from whose beginning transformers would count;
-            or it is no template.
+        ValueError: the mark is in a macro or similar block, from whose beginning transformers would
+            count characters; or the text is not a template.
     """
     import jinja2
     from jinja2 import ext, nodes
@@ -202,13 +202,14 @@ def marks_speech(template: str) -> bool:
 def with_words(
     messages: list[dict[str, Any]], tools: Any, template: str, text: str
 ) -> tuple[list[dict[str, Any]], Any, dict[str, str]]:
-    """A chat with a word of its own behind each of its texts, by which to see what is written.
+    """A chat with a unique word after each of its texts, to see which texts a template writes.
 
-    What was thought before the last question, which many templates leave out by design, has none
-    if the template knows of it; nor has a tool's name that is in the ``text`` by its call's number.
+    Thoughts before the last question get no word if the template knows thoughts, since many
+    templates leave these out by design. A tool's name gets none if its call's id, which contains
+    the name, is in ``text``.
 
     Returns:
-        The messages and tools with the words, and word -> what it stands behind.
+        The messages and tools with the words, and for each word a description of its text.
     """
     words: dict[str, str] = {}
 
@@ -235,7 +236,7 @@ def with_words(
         what = f"{what} {given.get('name')!r:.80}{where}"
         inside = {"name": what, "arguments": f"the arguments of {what}"}
         if isinstance(given.get("arguments"), dict) and given["arguments"]:
-            # Numbers take no word: one more argument does, which is written with them.
+            # Numbers cannot have a word, so one more argument gets it, which is written with them.
             given = given | {"arguments": given["arguments"] | {"zq": "zq"}}
         if number and str(given.get("name")) in number and number in text:  # Kimi K2's
             del inside["name"]
@@ -271,14 +272,14 @@ def with_words(
 
 
 def check_written(messages: list[dict[str, Any]], words: dict[str, str], text: str) -> None:
-    """Refuse a chat of which the template leaves something out, or writes it as no JSON.
+    """Refuse a chat if the template leaves a text out, or does not write it as JSON.
 
-    ``messages`` and ``words`` are those of :func:`with_words`, ``text`` what is made of them.
+    ``messages`` and ``words`` are the results of :func:`with_words`; ``text`` is the rendered chat.
 
     Raises:
-        ValueError: what is left out or written otherwise, with the remedy.
+        ValueError: names the text that is left out or written differently, with the remedy.
     """
-    places: dict[str, list[int]] = {}  # no search for each: of 10,000 that takes hours
+    places: dict[str, list[int]] = {}  # one pass: 10,000 separate searches would take hours
     for found in _PLAIN_WORD.finditer(text):
         places.setdefault(found[0], []).append(found.start())
     _check_in_json(messages, text, places)
@@ -290,10 +291,10 @@ def check_written(messages: list[dict[str, Any]], words: dict[str, str], text: s
 
 
 def _check_in_json(messages: list[dict[str, Any]], text: str, places: dict[str, list[int]]) -> None:
-    """Refuse content, or arguments of a call, that the template has not written as JSON does.
+    """Refuse content, or arguments of a call, that the template has not written as JSON.
 
-    Both are with words (:func:`with_words`), so that it is they, and nothing like them elsewhere;
-    ``places`` are those of the words in the text.
+    Both contain words (:func:`with_words`), so that similar text elsewhere is not mistaken for
+    them; ``places`` has the positions of the words in ``text``.
     """
 
     def stands(written: str) -> bool:
@@ -315,7 +316,7 @@ def _check_in_json(messages: list[dict[str, Any]], text: str, places: dict[str, 
     for each in calls:
         function = each.get("function", each) if isinstance(each, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):  # as OpenAI writes them
+        if isinstance(arguments, str):  # OpenAI's format
             wrong = {json.dumps(arguments, ensure_ascii=ascii) for ascii in (True, False)}
         else:
             wrong = {str(arguments)} - {json.dumps(arguments)}
@@ -328,7 +329,7 @@ def _check_in_json(messages: list[dict[str, Any]], text: str, places: dict[str, 
 
 
 def check_beside(row: Row, text: str) -> None:
-    """Refuse a row that says more of a chat in columns which no template is given."""
+    """Refuse a row with further data of the chat in columns that templates do not get."""
     for name in _BESIDE:
         said = row.record.get(name)
         if isinstance(said, str):

@@ -1,23 +1,23 @@
 """Token numbers and masks of chats, by the chat template of a Hugging Face tokenizer.
 
-A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. Its text is what the
-template makes of it, and only what the assistant said may be a target:
+A chat is a list of messages, ``[{"role": ..., "content": ...}, ...]``. The template renders its
+text, and only the assistant's text may be a target:
 
-* A template with ``{% generation %}`` marks that by itself. It is refused if that stands where
-  transformers counts characters from elsewhere, as in a macro.
+* A template with ``{% generation %}`` marks that text itself. It is refused if the mark is where
+  transformers counts characters from another beginning, as in a macro.
 * Else an assistant's turn is found by rendering the chat twice: up to the turn, with the generation
-  prompt, and including the turn. The turn is the text that the second has beyond the first: it
+  prompt, and including the turn. The turn is the part of the second text after the first text: it
   begins after the prompt's header and ends with the end-of-turn token. Both texts must be
-  beginnings of the whole chat's text: a template that writes earlier turns otherwise (leaving out
-  what was thought, say) is refused.
+  beginnings of the whole chat's text. A template that writes earlier turns differently (for example
+  without thoughts) is refused.
 
-A message of the assistant with ``"weight": 0`` is read and not learned: none of it is a target.
-Whatever else a row says must be in the text: the chat is rendered once more with a word of its own
-behind each message, thought, tool and call, and refused if one of them is not there. What the
-template writes otherwise than JSON does is refused, too.
+A message of the assistant with ``"weight": 0`` is not learned: none of its tokens is a target.
+Everything else that a row says must be in the text: the chat is rendered once more with a unique
+word after each message, thought, tool and call, and refused if a word is missing. Calls and parts
+that the template does not write as JSON are refused too.
 
-A token that spans a border belongs to what follows it. Nothing is added to what the template
-writes, no end-of-document token either. Rows may have ``tools``, which the template is given.
+A token that spans a border belongs to the text after the border. Nothing is added to the rendered
+text, not even an end-of-document token. Rows may have ``tools``, which the template gets.
 
 Cost: two renderings of the template; without ``{% generation %}`` two more for each turn of the
 assistant. The text is tokenised once.
@@ -55,14 +55,14 @@ Span = tuple[int, int]
 
 
 class ChatEncoder:
-    """Makes documents of rows with chats, in any process; attributes as for ``TextEncoder``.
+    """Makes documents from rows with chats, in any process; attributes as for ``TextEncoder``.
 
     Args:
         name: folder or name of a Hugging Face tokenizer with a chat template.
         column: the rows' column that holds the messages.
 
     Raises:
-        ValueError: no such tokenizer, one without a chat template, or too old a Jinja.
+        ValueError: no such tokenizer, a tokenizer without a chat template, or too old a Jinja.
     """
 
     masked = True
@@ -94,13 +94,13 @@ class ChatEncoder:
         special = sorted(self._tokenizer.special_tokens_map.items())
         added = self._backend.get_added_tokens_decoder()
         self._stripping = [number for number, token in added.items() if token.rstrip]
-        # Folders that were made when templates were given empty tools are not gone on with.
+        # Changes the digest, so that folders of versions that passed empty tools are not continued.
         self.digest = digest_of(
             definition, self._tokenizer.chat_template, special, "no empty tools"
         )
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
-        """Tokens and mask of each chat; None for one in which the assistant says nothing."""
+        """Tokens and mask of each chat; None for a chat in which the assistant says nothing."""
         rendered = [self._rendered(row) for row in rows]
         with explained("The tokenizer fails at these chats"):
             encoded = self._backend.encode_batch(
@@ -109,7 +109,7 @@ class ChatEncoder:
         result: list[Document | None] = []
         for (text, spans), each in zip(rendered, encoded, strict=True):
             offsets = each.offsets
-            # A token that takes the white space after it, as <|end|> may, ends before that.
+            # A token that absorbs following white space, as <|end|> may, counts without it.
             for at in np.flatnonzero(np.isin(each.ids, self._stripping)).tolist():
                 start, stop = offsets[at]
                 offsets[at] = start, start + len(text[start:stop].rstrip())
@@ -118,7 +118,7 @@ class ChatEncoder:
         return result
 
     def describe(self) -> str:
-        """How the assistant's part is found, in words."""
+        """A description of how the assistant's part is found."""
         how = "as the difference between the chat with and without each of its turns"
         if self._marks:
             how = "as the chat template marks it"
@@ -135,7 +135,7 @@ class ChatEncoder:
         )
 
     def _ends_turns(self) -> bool:
-        """Whether more than white space is learned behind an answer, if a short chat shows it."""
+        """Whether a short chat shows that more than white space is learned after an answer."""
         answer = "zq0qz"
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         try:
@@ -144,22 +144,22 @@ class ChatEncoder:
             else:
                 text = self._render(chat, None)
                 spans = self._differences(chat, None, text)
-        except Exception:  # which the first chat like it says, too
+        except Exception:  # the first such chat raises it too
             return True
         said = "".join(text[start:stop] for start, stop in spans)
         _, found, end = said.partition(answer)
         return not found or bool(end.strip())
 
     def _rendered(self, row: Row) -> tuple[str, list[Span]]:
-        """The text of a chat, and the ranges of characters that the assistant said."""
+        """The text of a chat, and the character ranges of the assistant's text."""
         messages, learned = messages_of(row, self._column)
         tools = row.record.get("tools")
         try:
-            if isinstance(tools, str):  # as many rows have them, whose tools differ in their fields
+            if isinstance(tools, str):  # JSON text, common if the fields of tools differ
                 tools = parse_json(tools) if tools.strip() else None
-            tools = tools or None  # templates look whether there are any before they count them
+            tools = tools or None  # templates only test whether tools are defined
             check_nulls(messages, tools)
-            # A tokenizer may have a template of its own for chats with tools.
+            # A tokenizer may have a separate template for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
             if marks := marks_speech(template):
                 text, spans = self._marked(messages, tools, template)
@@ -171,7 +171,7 @@ class ChatEncoder:
             spans = spans if marks else self._differences(messages, tools, text)
             if not all(learned):
                 spans = _learned(spans, learned)
-        except Exception as error:  # A template raises what it likes.
+        except Exception as error:  # A template can raise anything.
             raise ValueError(
                 f"{row.place()}: the chat template refuses the chat: {error}"
             ) from error
@@ -181,8 +181,8 @@ class ChatEncoder:
     def _marked(
         self, messages: list[dict[str, Any]], tools: Any, template: str
     ) -> tuple[str, list[Span]]:
-        # apply_chat_template makes masks of these spans, but leaves them out from the first one on
-        # that begins with a space which the tokenizer's offsets do not count.
+        # apply_chat_template makes masks of these spans, but drops all spans from the first one
+        # that begins with a space outside the tokenizer's offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, spans = render_jinja_template(
@@ -234,7 +234,7 @@ class ChatEncoder:
 
 
 def _check_sandbox() -> None:
-    """Refuse versions of Jinja out of whose sandbox a template gets, to run what it likes."""
+    """Refuse versions of Jinja whose sandbox lets a template run any code."""
     from transformers.utils.versions import require_version
 
     try:
@@ -247,11 +247,11 @@ def _check_sandbox() -> None:
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> np.ndarray:
-    """Whether each token is part of what the assistant said, bool [tokens].
+    """Whether each token is part of the assistant's text, bool [tokens].
 
     Spans and tokens (``offsets``) are ranges of characters of the chat's text.
     """
-    # The end of a token decides: tokenizers may count the space before a word to it or not.
+    # The end of a token decides, since tokenizers may or may not include the space before a word.
     ends = np.array([stop for _, stop in offsets], np.int64)
     starts, stops = np.sort(np.array(spans, np.int64).reshape(-1, 2), axis=0).T
     return np.searchsorted(starts, ends) > np.searchsorted(stops, ends)

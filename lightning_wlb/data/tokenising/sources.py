@@ -1,17 +1,17 @@
-"""Files of texts and chats, cut into shards, and their rows with the place of each.
+"""Files of texts and chats, cut into shards, and their rows with the place of each row.
 
 A source is a file of JSON lines (``.jsonl``, ``.jsonl.gz``), a text file (``.txt``, ``.md``: one
-document), or a folder of one of these kinds, searched with everything below it, in order of path.
-Links are followed, and what is found twice by them is refused, as are copies and files of several
-splits (:func:`.check_no_copies`, :func:`.check_one_split`). Hidden files and folders are passed
-over, and so are text files beside JSON lines.
+document), or a folder of one of these kinds, searched recursively, in order of path. Links are
+followed. Files that are found twice through links are refused, as are copies and files of several
+splits (:func:`.check_no_copies`, :func:`.check_one_split`). Hidden files and folders are skipped,
+and so are text files beside JSON lines.
 
-Shards are ranges of bytes of the files one after another, about equal, and depend on the files'
-sizes alone: never on how many processes read them. A line belongs to the shard in which it begins;
+Shards are about equal byte ranges of the concatenated files. They depend only on the files' sizes,
+never on the number of processes that read them. A line belongs to the shard in which it begins;
 text files and compressed files are not divided.
 
-Cost: one look at every file's size and times of change; a shard is read from its first byte, once
-for its rows and once for its checksum.
+Cost: one look at every file's size and times of change; a shard is read twice, once for its rows
+and once for its checksum.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LINES = (".jsonl", ".jsonl.gz")
 TEXTS = (".txt", ".md")
 TEXT_COLUMN = "text"
 MOST_BYTES = 1 << 28
-"""Most bytes of a document: a few bytes of a compressed file may stand for a line without end."""
+"""Most bytes of a document: a small compressed file may contain an endless line."""
 
 _MOST_SHARDS = 1024
 _LEAST_SHARD_BYTES = 4 << 20
 
 
 class Part(NamedTuple):
-    """Bytes ``[start, stop)`` of a file: the lines that begin there, or a file as a whole."""
+    """Bytes ``[start, stop)`` of a file: the lines that begin there, or a whole file."""
 
     path: Path
     start: int
@@ -56,13 +56,13 @@ class Row(NamedTuple):
     size: int
 
     def place(self) -> str:
-        """``file:line``, or the file where it is one document; counts lines, so for errors only."""
+        """``file:line``, or a text file's path; slow, since it counts lines, so only for errors."""
         return _place(self.path, self.at)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source in order, and the names of those in its folder that are not read."""
+    """The files of a source in order, and the names of files in its folder that are not read."""
 
     path: Path
     files: tuple[Path, ...]
@@ -73,8 +73,8 @@ class Source:
         """Find the files of a source.
 
         Raises:
-            ValueError: nothing is there, nothing that can be read, or a folder that cannot; a file
-                or folder twice, or files of several splits.
+            ValueError: there is no such path, no readable file, or an unreadable folder; a file or
+                folder is found twice; or there are files of several splits.
         """
         path = Path(path)
         known = f"files ending in {', '.join([*LINES, *TEXTS])}, or a folder of such files"
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def is_lines(self) -> bool:
-        """Whether the files hold JSON lines, and not one text each."""
+        """Whether the files hold JSON lines, rather than one text each."""
         return self.files[0].name.endswith(LINES)
 
     @cached_property
@@ -107,9 +107,9 @@ class Source:
         return tuple(each.stat().st_size for each in self.files)
 
     def identity(self) -> dict[str, Any]:
-        """How many files and bytes there are, and a fingerprint of names, sizes and times.
+        """The numbers of files and bytes, and a fingerprint of names, sizes and times.
 
-        It knows the times of change of status, too, since copies and archives set the others.
+        It includes the times of change of status, since copies and archives set the other times.
         """
         root = self.path if self.path.is_dir() else self.path.parent
         digest = fingerprint(self.files, root, [each.stat().st_ctime_ns for each in self.files])
@@ -123,7 +123,7 @@ class Source:
         for path, size in zip(self.files, self.sizes, strict=True):
             start = 0
             if not size and not path.name.endswith(LINES):
-                shards[-1].append(Part(path, 0, 0))  # An empty text, which is counted.
+                shards[-1].append(Part(path, 0, 0))  # An empty text, which counts as skipped.
             while start < size:
                 if room <= 0:
                     shards.append([])
@@ -136,9 +136,9 @@ class Source:
 
 
 def checksum(parts: list[Part]) -> int:
-    """The CRC-32 of a shard's bytes, of where its files begin and end, and how each is read.
+    """The CRC-32 of a shard's bytes, of the bounds of its files, and of how each file is read.
 
-    That is by its name: the same bytes are other documents as lines, as a text, or to be unpacked.
+    A file's name decides that: equal bytes are other documents as lines, as a text, or compressed.
     """
     found = 0
     for part in parts:
@@ -152,10 +152,10 @@ def checksum(parts: list[Part]) -> int:
 
 
 def rows(part: Part) -> Iterator[Row]:
-    """The rows of a part, blank lines left out.
+    """The rows of a part, without blank lines.
 
     Raises:
-        ValueError: naming file and line of what is no JSON object, or no UTF-8.
+        ValueError: a line is not a JSON object or not UTF-8; names file and line.
     """
     if not part.path.name.endswith(LINES):
         content = file_checks.read_bytes(part.path, MOST_BYTES)
@@ -166,13 +166,13 @@ def rows(part: Part) -> Iterator[Row]:
                 f"{part.path}: byte {error.start} is no UTF-8. Convert the file to UTF-8."
             ) from error
         return
-    compressed = part.path.suffix == ".gz"  # of which few bytes could be gigabytes of values
+    compressed = part.path.suffix == ".gz"  # a few bytes of which could be gigabytes of values
     most = min(MOST_BYTES, max(1 << 24, 64 * part.stop)) if compressed else MOST_BYTES
     try:
         with _opened(part.path) as file:
-            at = blank = part.start  # the last byte that was no blank line's
+            at = blank = part.start  # `blank`: where the last line begins that is not blank
             if at:
-                # The line that is under way here belongs to the part in which it begins.
+                # A line that has begun before this part belongs to the part before.
                 file.seek(at - 1)
                 at += len(file.readline(MOST_BYTES)) - 1
             while (compressed or at < part.stop) and (line := file.readline(most + 1)):

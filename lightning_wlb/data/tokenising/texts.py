@@ -1,12 +1,12 @@
 """From texts to token numbers, by a tokenizer that the user names.
 
 A tokenizer is a ``tokenizer.json`` file of the tokenizers library, or the folder or name of a
-Hugging Face tokenizer, which needs transformers. A document's tokens are what the tokenizer makes
-of its text, special tokens that it adds by itself (such as a beginning-of-text token) included,
-and then the end-of-document token; neither is there twice where the text has it already. Settings
-of the tokenizer that cut or pad texts are turned off: documents are never cut here.
+Hugging Face tokenizer, which needs transformers. A document's tokens are the tokens of its text,
+with the special tokens that the tokenizer adds (such as a beginning-of-text token), and then the
+end-of-document token. Tokens that the text already has at its beginning or end are not added twice.
+Settings of the tokenizer that cut or pad texts are turned off: documents are never cut here.
 
-Cost: that of the tokenizer.
+Cost: the tokenizer's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_wlb.file_checks import printable, read_bytes, read_json
 from lightning_wlb.model_folder_checks import check_model
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Special tokens that are taken for the end of a document, if a tokenizer has just one of them."""
+"""Special tokens that count as the end of a document if a tokenizer has exactly one of them."""
 
 _SAMPLE = (
     "a\nIt's 1234567 of 89 Foxes,  they'LL\tjump...\n\n    def f(x): return x**2 # \u00dcber"
@@ -41,11 +41,11 @@ _SAMPLE = (
     " e-mail@x.org \u0939\u093f\u0928\u094d\u0926\u0940 \u0e17\u0e35\u0e48\u0e19\u0e35\u0e48"
     " \u0645\u064e\u0631\u0652\u062d\u064e\u0628\u064b\u0627\r\n  end "
 )
-"""A text that tokenizers of different rules divide otherwise."""
+"""A text that tokenizers with different rules divide differently."""
 _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ", "\u2014", ".")
 
 _GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
-"""Classes of transformers that read a tokenizer.json as the tokenizers library does."""
+"""Classes of transformers that read a tokenizer.json like the tokenizers library."""
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -57,18 +57,18 @@ class Document(NamedTuple):
 
 
 class TextEncoder:
-    """Makes documents of rows with texts, in any process.
+    """Makes documents from rows with texts, in any process.
 
     Args:
         name: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
         column: the rows' column that holds the text.
-        eos: the end-of-document token: True, the tokenizer's own, where it has one; a token, by
-            its text; or False, none.
+        eos: the end-of-document token: True for the tokenizer's own, if it has one; a token's text;
+            or False for none.
 
     Attributes:
         vocab_size: tokens are in ``[0, vocab_size)``.
-        vocabulary: a fingerprint of which number each token has.
-        digest: a fingerprint of all that decides which tokens come out.
+        vocabulary: a fingerprint of the tokens and their numbers.
+        digest: a fingerprint of everything that decides the resulting tokens.
         masked: whether documents have masks.
 
     Raises:
@@ -82,7 +82,7 @@ class TextEncoder:
         file = tokenizer_file(name)
         if file is not None:
             with explained(f"{file} is no tokenizer of the tokenizers library"):
-                definition = read_bytes(file, 1 << 28)  # once: the digest is of what is used
+                definition = read_bytes(file, 1 << 28)  # once, so the digest fits what is used
                 self._tokenizer = Tokenizer.from_buffer(definition)
             own = _eos_beside(file, self._tokenizer)
         else:
@@ -103,13 +103,13 @@ class TextEncoder:
         marked = zip(encoded.ids, encoded.tokens, encoded.special_tokens_mask, strict=True)
         added = list(takewhile(lambda each: each[2], marked))
         self._added, self._begin = [each[1] for each in added], [each[0] for each in added]
-        self._ends = encoded.ids[-1:] == [self._end_number]  # by itself
-        # Documents that an older version made may have had their beginning or end twice.
+        self._ends = encoded.ids[-1:] == [self._end_number]  # the tokenizer adds it itself
+        # Changes the digest: older versions may have written beginning or end twice.
         once = ["once"] * bool(added) + ["end once"] * self._ends
         self.digest = digest_of(definition, self._end_number, *once)
 
     def documents(self, rows: Sequence[Row]) -> list[Document | None]:
-        """The tokens of each row's text; None for an empty text, or one of white space alone."""
+        """The tokens of each row's text; None for a text that is empty or only white space."""
         texts = [_text_of(row, self._column) for row in rows]
         wanted = [number for number, text in enumerate(texts) if text and not text.isspace()]
         with explained("The tokenizer fails at these texts"):
@@ -128,7 +128,7 @@ class TextEncoder:
         return result
 
     def describe(self) -> str:
-        """Which tokens mark the beginning and the end of a document, in words."""
+        """A description of the tokens that mark the beginning and the end of a document."""
         added = " ".join(map(repr, self._added))
         start = f"begin with what the tokenizer adds, {added}" if added else ""
         if self._end is not None:
@@ -147,7 +147,7 @@ def plain_vocabulary(tokenizer: Tokenizer, name: str) -> tuple[int, str]:
     """Let a tokenizer neither cut nor pad texts; returns its vocabulary's size and digest.
 
     Raises:
-        ValueError: it has no tokens, or numbers beyond those of documents' files.
+        ValueError: the tokenizer has no tokens, or numbers too large for documents' files.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -172,7 +172,7 @@ def _text_of(row: Row, column: str) -> str:
 
 
 def column_of(row: Row, column: str) -> Any:
-    """What a row holds in a column; raises ValueError, naming file and line, if it has none."""
+    """A row's value in a column; if it has none, ValueError with file and line."""
     if column not in row.record:
         raise ValueError(
             f"{row.place()} has no {column!r}, only {', '.join(map(repr, row.record)) or 'nothing'}"
@@ -183,7 +183,7 @@ def column_of(row: Row, column: str) -> Any:
 
 
 def check_encodable(row: Row, text: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    """Refuse half of a surrogate pair, which JSON can write but tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -194,7 +194,7 @@ def check_encodable(row: Row, text: str) -> None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """The tokenizers file that a name stands for; None where it is a Hugging Face tokenizer."""
+    """The tokenizers file that ``name`` names; None for a Hugging Face tokenizer."""
     path = Path(name)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
@@ -203,11 +203,11 @@ def tokenizer_file(name: str) -> Path | None:
 
 @cache
 def hub_is_out_of_reach() -> bool:
-    """Whether the hub's name cannot be resolved, which its library finds out in half a minute."""
+    """Whether the hub's name cannot be resolved; its library would need half a minute to see it."""
     from urllib.request import getproxies
 
     if getproxies():
-        return False  # which may know the hub by its name
+        return False  # a proxy may resolve the name
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
     try:
         socket.getaddrinfo(host, None)
@@ -220,8 +220,8 @@ def hugging_face_tokenizer(name: str) -> Any:
     """A tokenizer of transformers, by folder or name.
 
     Raises:
-        ValueError: transformers is missing, there is no such tokenizer, or one without the
-            tokenizers library behind it.
+        ValueError: transformers is missing, there is no such tokenizer, or it does not use the
+            tokenizers library.
     """
     if name.endswith(".json"):
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
@@ -244,7 +244,7 @@ def hugging_face_tokenizer(name: str) -> Any:
         quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}
         if here:
             check_model(name)
-        else:  # a name on the hub, whose files lie in a cache
+        else:  # a name on the hub, whose files are in a cache
             names = "config.json", "tokenizer_config.json", "special_tokens_map.json"
             files = [cached_file(name, each, local_files_only=local, **quiet) for each in names]
             for folder in {Path(file).parent for file in files if file is not None}:
@@ -252,15 +252,15 @@ def hugging_face_tokenizer(name: str) -> Any:
         options = {"trust_remote_code": False, "local_files_only": local}
         try:
             config = transformers.AutoConfig.from_pretrained(name, **options)
-        except (ValueError, OSError):  # as of a tokenizer alone: AutoTokenizer then does the same
+        except (ValueError, OSError):  # no model config, which AutoTokenizer then ignores too
             config = transformers.PretrainedConfig.from_pretrained(name, local_files_only=local)
         settings = get_tokenizer_config(name, local_files_only=local)
-        # One of several tokenizers (RAG's) opens these anew, without the options.
+        # A tokenizer made of several (RAG's) opens them without these options.
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)
         _check_classes(*named, *families)
-        # For some families (Qwen2) AutoTokenizer takes their own class in place of the generic one,
-        # and of the tokenizer.json the vocabulary alone.
+        # For some families (Qwen2) AutoTokenizer uses their own class instead of the generic one,
+        # which reads only the vocabulary from the tokenizer.json.
         generic = settings.get("tokenizer_class") in _GENERIC
         opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         tokenizer = opener.from_pretrained(name, config=config, **options)
@@ -277,24 +277,24 @@ def hugging_face_tokenizer(name: str) -> Any:
 
 
 def _check_as_in_file(tokenizer: Any, file: Path) -> None:
-    """Refuse a tokenizer that reads texts otherwise than the tokenizer.json it was opened from.
+    """Refuse a tokenizer that reads texts differently from its tokenizer.json.
 
-    Some classes of transformers (GPT2Tokenizer, Qwen2Tokenizer) take the vocabulary alone of that
-    file, and divide texts as their own family does: numbers, accents or capitals otherwise.
+    Some classes of transformers (GPT2Tokenizer, Qwen2Tokenizer) read only the vocabulary from that
+    file, and divide texts by their own family's rules for numbers, accents or capitals.
     """
     found, own = [], Tokenizer.from_buffer(read_bytes(file, 1 << 28))
-    # Words of its own, which it puts together, behind signs that may divide or become others.
+    # Words of the vocabulary, after characters that may divide or be replaced.
     numbers = range(0, own.get_vocab_size(), 1 + own.get_vocab_size() // 2000)
     words = (own.decode([number]).strip() for number in numbers)
     sample = _SAMPLE + "".join(map(add, cycle(_BETWEEN), words))
-    # And its special and other added tokens, and what stands around them.
+    # Special and other added tokens, with text around them.
     for token in own.get_added_tokens_decoder().values():
         sample += f"{token.content}b{token.content} c{token.content}\nd"
     own.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     for each in (own, tokenizer.backend_tokenizer):
         each.no_truncation()
         each.no_padding()
-        # What comes before the first word is also for the settings beside the file to say.
+        # Settings beside the file may also decide what is put before the first word.
         encoded = each.encode(sample, add_special_tokens=False)
         starts = [start for start, _ in encoded.offsets]
         found.append([number for number, at in zip(encoded.ids, starts, strict=True) if at > 1])
@@ -309,7 +309,7 @@ def _check_as_in_file(tokenizer: Any, file: Path) -> None:
 
 
 def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The families of a config and of those in it; AutoTokenizer looks into ``encoder``."""
+    """The families of a config and of the configs in it; AutoTokenizer reads ``encoder``."""
     if isinstance(kind := fields.get("model_type"), str):
         yield kind
     for each in fields.values():
@@ -318,17 +318,17 @@ def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_classes(*names: Any) -> None:
-    """Refuse names of what is no tokenizer's class, which AutoTokenizer would let read the folder.
+    """Refuse names that are no tokenizer's class, which AutoTokenizer would let read the folder.
 
-    It takes any name in transformers, and hands over nothing of what it was told of foreign code:
-    a model's class would build the model, and import what adapters beside it name.
+    It accepts any name in transformers, and does not pass its setting for untrusted code on: a
+    model's class would build the model, and import code that adapters beside it name.
     """
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     for name in filter(None, names):
         found = tokenizer_class_from_name(name) or tokenizer_class_from_name(f"{name}Fast")
-        # Where it knows none the family's own class is taken.
+        # If transformers does not know the class, the family's own class is used.
         if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             raise ValueError(
                 f"{name}, by its tokenizer_class or a config's model_type, is no tokenizer's class"
@@ -336,7 +336,7 @@ def _check_classes(*names: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why transformers could not open something; if it wants foreign code run, with the remedy."""
+    """Why transformers could not open something; if it asks to run custom code, with the remedy."""
     if "trust_remote_code" not in str(error):
         return str(error) or type(error).__name__
     return (
@@ -348,7 +348,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn every error of a tokenizer library into a ValueError, panics of Rust code included."""
+    """Turn every error of a tokenizer library into a ValueError, even panics of Rust code."""
     try:
         yield
     except BaseException as error:
@@ -362,7 +362,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def digest_of(*parts: object) -> str:
-    """A fingerprint of what decides the tokens."""
+    """A fingerprint of everything that decides the tokens."""
     fingerprint = hashlib.sha256()
     for part in parts:
         fingerprint.update(part if isinstance(part, bytes) else repr(part).encode())
@@ -373,8 +373,8 @@ def digest_of(*parts: object) -> str:
 def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
     """The end token that ``tokenizer_config.json`` names; without that file, a usual end token.
 
-    A ``tokenizer.json`` says which tokens are special, and not which of them ends a document. So
-    without the other file just one of its special tokens must be among ``USUAL_ENDS``.
+    A ``tokenizer.json`` says which tokens are special, but not which of them ends a document. So
+    without the other file exactly one of its special tokens must be in ``USUAL_ENDS``.
     """
     neighbour = file.with_name("tokenizer_config.json")
     if not neighbour.is_file():

@@ -1,15 +1,15 @@
 """Tokenise a source into a folder: in parallel, resumable, the same with any number of processes.
 
-A :class:`TokeniseRequest` says what is asked for. Shards (:mod:`.tokenising.sources`) are dealt to
-processes as these become free, and each is one file of the folder
-(:mod:`.tokenising.tokenised_folder`). A run that was ended, at any moment, is continued by the same
-request: shards that are done stay. A folder that was begun, or made, from other files, with another
-tokenizer or other options is refused, naming what differs. Only one process works on a folder at a
-time; others that want it wait, and then find it whole.
+A :class:`TokeniseRequest` names source, tokenizer and options. Shards (:mod:`.tokenising.sources`)
+are dealt to processes as these become free, and each shard is one file of the folder
+(:mod:`.tokenising.tokenised_folder`). The same request continues a run that was ended at any
+moment: shards that are done stay. A folder that was begun, or made, from other files, with another
+tokenizer or other options is refused; the error names the difference. Only one process works on a
+folder at a time; others wait, and then find it complete.
 
-docs/design.md has why this is not ``Dataset.map`` of the ``datasets`` library.
+docs/design.md explains why this is not ``Dataset.map`` of the ``datasets`` library.
 
-Cost: the tokenizer's, over the number of processes; memory of a few megabytes each.
+Cost: the tokenizer's, divided by the number of processes; a few megabytes of memory for each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Encoder = TextEncoder | ChatEncoder
 
 LOCK = ".lightning_wlb.lock"
 COLUMNS = {"texts": TEXT_COLUMN, "chats": "messages"}
-"""The column that is read of each kind, unless another is named."""
+"""The column that is read for each kind, unless another is named."""
 
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 4_000_000
@@ -64,13 +64,13 @@ class TokeniseRequest:
         source: path of a file or folder (:class:`.Source`).
         tokenizer: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
         kind: ``"texts"``, or ``"chats"``: lists of messages, by the tokenizer's chat template.
-        column: the JSON lines' column that holds them; None: ``text`` or ``messages``.
-        eos: for texts the token that ends a document: True, the tokenizer's own where it has one;
-            a token, by its text; False, none. Chats end as their template writes them.
+        column: the JSON lines' column with texts or chats; None: ``text`` or ``messages``.
+        eos: for texts the token that ends a document: True for the tokenizer's own, if it has one;
+            a token's text; or False for none. Chats end as their template writes them.
 
     Raises:
-        ValueError: a source, tokenizer, column or token that is not there, or does not go together
-            with the kind.
+        ValueError: a source, tokenizer, column or token that does not exist or does not fit the
+            kind.
     """
 
     source: str | Path
@@ -107,14 +107,14 @@ class TokeniseRequest:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What makes documents of rows."""
+        """The encoder that makes documents from rows."""
         column = self.column or COLUMNS[self.kind]
         if self.kind == "chats":
             return ChatEncoder(str(self.tokenizer), column)
         return TextEncoder(str(self.tokenizer), column, self.eos)
 
     def describe(self) -> str:
-        """How documents begin and end, and which files are left out, in words."""
+        """A description of how documents begin and end, and of the files that are left out."""
         left_out = self.files.left_out
         if not left_out:
             return self.encoder.describe()
@@ -122,7 +122,7 @@ class TokeniseRequest:
         return f"{self.encoder.describe()}\nLeft out: {files}, such as {left_out[0]}."
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the result, in plain values: equal identities give equal folders."""
+        """Everything that decides the result, in plain values; if equal, folders are equal."""
         return {
             "kind": self.kind,
             "column": self.column or COLUMNS[self.kind],
@@ -137,17 +137,17 @@ def tokenised_once(request: TokeniseRequest) -> Path:
     """The folder with the documents in the user's cache, tokenised now if they were not before.
 
     The folder's name is a fingerprint of the source (path, files, sizes, times of change), the
-    tokenizer and the options: whatever of these changes gives a new folder. Of several ranks on a
-    node one does the work, and the others wait for it. Old folders stay until they are removed. For
-    a corpus that takes hours, ``lightning-wlb tokenize`` writes the same to a folder of one's
-    choice, where its progress is watched.
+    tokenizer and the options: if any of these changes, there is a new folder. One rank on a node
+    does the work, and the others wait for it. Old folders stay until they are removed. For a corpus
+    that takes hours, ``lightning-wlb tokenize`` writes the same into a folder of your choice, with
+    visible progress.
 
     Raises:
-        ValueError: what :func:`tokenise` refuses.
-        TimeoutError: another process tokenises the same and does not get on.
+        ValueError: as :func:`tokenise`.
+        TimeoutError: another process tokenises the same and makes no progress.
     """
     identity = request.identity()
-    # A link is a source of its own, since it may lead elsewhere while it is read.
+    # A link is a separate source, since it may lead elsewhere while it is read.
     source = Path(request.source).absolute()
     key = hashlib.sha256(json.dumps([str(source), identity], sort_keys=True).encode()).hexdigest()
     folder = own_folder(cache_folder() / "documents") / f"{source.stem[:50]}-{key[:16]}"
@@ -160,23 +160,23 @@ def tokenised_once(request: TokeniseRequest) -> Path:
 def tokenise(
     request: TokeniseRequest, out: str | Path, workers: int | None = None
 ) -> dict[str, Any]:
-    """Tokenise a source into a folder, or go on with it; does nothing where it is whole already.
+    """Tokenise a source into a folder, or continue an earlier run; a complete folder is kept.
 
-    A progress bar is shown where someone is watching.
+    A terminal shows a progress bar.
 
     Args:
-        request: what is asked for.
-        out: the folder, which is made where there is none.
+        request: source, tokenizer and options.
+        out: the folder, which is made if there is none.
         workers: processes; None: one for each core of this process.
 
     Returns:
-        What is in the folder's ``lightning_wlb.json``.
+        The content of the folder's ``lightning_wlb.json``.
 
     Raises:
-        ValueError: a folder that holds something else, another request's documents, or part of
-            them, or is another user's where strangers may put one; a line that cannot be read, by
-            file and line.
-        TimeoutError: another process has this folder and does not get on.
+        ValueError: the folder holds something else or (part of) another request's documents, or is
+            another user's in a place where others can write; or a line cannot be read (with file
+            and line).
+        TimeoutError: another process works on the folder and makes no progress.
     """
     out = Path(out)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -197,9 +197,9 @@ def tokenise(
 
 
 def _check_mine(out: Path) -> None:
-    """Refuse another user's folder, or link, where strangers may put one: it may hold others."""
+    """Refuse another user's folder or link in a place where others can write: it may be forged."""
     if is_open(out.absolute().parent.stat()) or follow(out)[1]:
-        for status in (out.lstat(), out.stat()):  # a link may lead elsewhere by then
+        for status in (out.lstat(), out.stat()):  # the link and the folder to which it leads
             check_owner(status, out)
         check_links(out)
     for each in out.iterdir() if is_open(out.stat()) else ():
@@ -209,7 +209,7 @@ def _check_mine(out: Path) -> None:
 def _work(
     request: TokeniseRequest, identity: dict[str, Any], out: Path, workers: int
 ) -> dict[str, Any]:
-    """Tokenise the shards that an earlier run has left, and make the folder whole."""
+    """Tokenise the shards that earlier runs have not done, and complete the folder."""
     done = folders.begun(out, identity)
     folders.write_json(out / PARTIAL, {"request": identity, "done": done})
     shards, encoder = request.files.shards(), request.encoder
@@ -219,7 +219,7 @@ def _work(
     ):
         done[str(number)] = counts
         folders.write_json(out / PARTIAL, {"request": identity, "done": done})
-    now = replace(request.files)  # whose sizes are looked at again
+    now = replace(request.files)  # a copy reads the sizes again
     if folders.as_made(out, identity | now.identity(), now) != identity:
         raise ValueError(
             f"{request.source} has changed while it was read. Remove {out} (rm -r {out}) and begin"
@@ -239,7 +239,7 @@ def _work(
         "source": str(request.source),
         "format": FORMAT,
         "request": identity,
-        # Workers end in any order, the folder is the same.
+        # In order of shards, because workers end in any order.
         "done": {str(number): done[str(number)] for number in range(len(shards))},
     }
     return folders.finish(out, about, counts_of_shards)
@@ -254,8 +254,8 @@ def _tokenised(
         for number, parts in shards.items():
             yield number, _tokenise_shard(parts, encoder, folders.shard_path(out, number))
         return
-    # Forked, since a new interpreter would take seconds to import all this. Where that cannot be
-    # the encoder is sent.
+    # Forked, since a new interpreter would take seconds to import everything. Other systems send
+    # the encoder.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     with loader_workers.safe_path():
         pool = ProcessPoolExecutor(workers, context, _begin_worker, (encoder, out))
@@ -273,8 +273,8 @@ def _tokenised(
         ) from error
     finally:
         if not done:
-            # Nobody waits for shards under way, which may take minutes. Their files are not named
-            # before they are whole.
+            # Unfinished shards may take minutes, so they are dropped. Their files get their names
+            # only when they are complete.
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
         pool.shutdown(cancel_futures=True)
@@ -287,7 +287,7 @@ def _begin_worker(encoder: Encoder, out: Path) -> None:
     global _worker
     _worker = encoder, out
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A process that waits for work does not see by itself that nobody is left to give any.
+    # Else a process that waits for work would outlive the process that gives it.
     loader_workers.begin()
 
 
@@ -299,7 +299,7 @@ def _worker_shard(number: int, parts: list[Part]) -> Counts:
 
 def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
     def batches() -> Iterator[list[Document | None]]:
-        """The documents of the shard, some thousand rows or some megabytes at a time."""
+        """The documents of the shard, at most some thousand rows or some megabytes at a time."""
         batch: list[Row] = []
         size = 0
         for row in (row for part in parts for row in rows(part)):
@@ -311,18 +311,18 @@ def _tokenise_shard(parts: list[Part], encoder: Encoder, path: Path) -> Counts:
         if batch:
             yield encoder.documents(batch)
 
-    read = checksum(parts)  # before, so that a change meanwhile is seen
+    read = checksum(parts)  # first, so that a change while rows are read is detected
     counts = folders.write_shard(path, batches(), encoder.masked, encoder.vocab_size)
     return counts | {"checksum": read, "written": folders.file_checksum(path)}
 
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Lock the folder for this process, waiting while another one works on it.
+    """Lock the folder for this process; wait while another process works on it.
 
     Raises:
         ValueError: something else has the lock's name.
-        TimeoutError: the other has written nothing for half an hour.
+        TimeoutError: the other process has written nothing for half an hour.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG((out / LOCK).lstat().st_mode):
@@ -353,16 +353,16 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file: a shard of one compressed file may take hours, and grows meanwhile."""
+    """Bytes of each file; they grow while a shard is written, which may take hours."""
     found = {}
     for each in folder.iterdir():
-        with suppress(FileNotFoundError):  # it was renamed
+        with suppress(FileNotFoundError):  # the file was renamed
             found[each.name] = each.stat().st_size
     return found
 
 
 def _say(text: str) -> None:
-    # Imported here, since Lightning takes seconds, which no mistake on the command line should.
+    # Imported here: Lightning takes seconds, which would delay errors on the command line.
     from lightning.pytorch.utilities import rank_zero_info
 
     rank_zero_info(text)

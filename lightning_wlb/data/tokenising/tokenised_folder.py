@@ -1,24 +1,24 @@
-"""The folder that tokenised documents are written to, while it is made and when it is whole.
+"""The folder of tokenised documents, while it is made and when it is complete.
 
-A whole folder has ``data-00000-of-00003.arrow`` and so on (Arrow streams; columns ``input_ids``,
-list of int32, and of chats ``loss_mask``, list of bool), and ``lightning_wlb.json`` with the
-figures of the documents, the vocabulary and what was asked for, which is written last. Until then
-there is ``lightning_wlb.partial.json`` with what was asked for and the figures of every shard that
-is done, and shards have other names: no reader takes the half for the whole. Both have the
-``checksum`` of each shard's source, by which files that were only touched are told from others, and
-of the shard as it was ``written``: shards that differ from it are not gone on with. The
-sizes of ``files``, and their checksums in folders of at most 256 MB, are compared before a whole
-folder is taken for what was asked for.
+A complete folder has ``data-00000-of-00003.arrow`` and so on (Arrow streams; columns ``input_ids``,
+list of int32, and for chats ``loss_mask``, list of bool), and ``lightning_wlb.json`` with the
+figures of the documents, the vocabulary and the request, which is written last. Until then there is
+``lightning_wlb.partial.json`` with the request and the figures of every finished shard, and shards
+have other names, so that no reader takes an incomplete folder for a complete one. Both files have
+the ``checksum`` of each shard's source, which tells files with new times from changed files, and
+the checksum of the shard as ``written``; shards with another checksum are made again. Before a
+complete folder is used for a request, the sizes of ``files`` are compared, and in folders of at
+most 256 MB also their checksums.
 
-The figures are plain values: how many ``documents``, ``tokens``, ``targets`` (tokens that may be
-targets) and ``skipped`` rows there are, the ``longest`` document's tokens, and ``by_length``: entry
-k holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens. Lengths are those
-that the store reads of the files that were written.
+The figures are plain values: the numbers of ``documents``, ``tokens``, ``targets`` (tokens that may
+be targets) and ``skipped`` rows, the ``longest`` document's tokens, and ``by_length``: entry k
+holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens. Lengths are those that
+the store reads from the written files.
 
-Every file is written aside and renamed, so that it is there as a whole or not at all.
+Every file is written under another name and renamed, so that it is complete or does not exist.
 
-Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document. A
-whole folder of at most 256 MB is read, and so are the shards that are gone on with, of any size.
+Cost: a record batch of some megabytes in memory; at the end, 8 bytes for each document. Complete
+folders of at most 256 MB are read, and so are finished shards of any size when a run continues.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ FORMAT = 2
 
 Counts = dict[str, int]
 """The ``documents``, ``targets`` and ``skipped`` rows of a shard, the ``checksum`` of its source,
-and that of its file as it was ``written``."""
+and the checksum of its file as ``written``."""
 
 _SUMMED_BYTES = 1 << 28
 _SUMMED = ("documents", "targets", "skipped")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     with written_aside(path) as file:
         file.write(json.dumps(content).encode())
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    """The path of a shard until the folder is whole and shards get their final names."""
+    """The path of a shard until the folder is complete and shards get their final names."""
     return folder / f"shard-{shard:05d}.part"
 
 
 def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, Any]:
-    """A request as a folder has it, where only the digest of files is another and not their bytes.
+    """The request saved in a folder, if only the files' digest differs and not their bytes.
 
-    Other rights, links and copies change the times of files, so the shards that are done are read
-    again; their checksums say how each file is read, too. A request that differs otherwise is
-    returned as it is.
+    Other permissions, links and copies change the times of files, so the sources of finished shards
+    are read again; their checksums also include how each file is read. A request that differs in
+    anything else is returned unchanged.
     """
     digest, shards = {"files_digest": identity["files_digest"]}, dict(enumerate(source.shards()))
     for saved in (_saved(out / FACTS), _saved(out / PARTIAL)):
@@ -86,10 +86,10 @@ def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, An
 
 
 def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of a whole folder's ``lightning_wlb.json``; None: the folder is not whole.
+    """The content of a complete folder's ``lightning_wlb.json``; None if it is not complete.
 
     Raises:
-        ValueError: it was made for another request, or its files are not those that were written.
+        ValueError: the folder was made for another request, or its files are not as written.
     """
     content = read_json(out / FACTS)
     if content:
@@ -103,10 +103,10 @@ def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_free(out: Path) -> None:
-    """Refuse a folder in which something else lies."""
+    """Refuse a folder that holds something else."""
     if out.is_file():
         raise ValueError(f"{out} is a file. Name a folder that does not exist yet.")
-    # A run that was ended in its first moments leaves hidden files alone.
+    # A run that was ended in its first moments leaves only hidden files.
     names = [each.name for each in out.iterdir()] if out.is_dir() else []
     found = sorted(name for name in names if not name.startswith("."))
     if found and PARTIAL not in found:
@@ -117,12 +117,12 @@ def check_free(out: Path) -> None:
 
 
 def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
-    """Counts of the shards that an earlier run has done, by number; removes its unfinished files.
+    """Counts of the shards that earlier runs have finished, by number; removes unfinished files.
 
-    Shards that are not as they were written are left out, with a warning, and removed.
+    Shards that are not as written are removed and left out, with a warning.
 
     Raises:
-        ValueError: shards were done for another request.
+        ValueError: shards were made for another request.
     """
     for left in out.glob(".*.aside"):
         remove(left)
@@ -132,7 +132,7 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
         _check_same(out, partial.get("request"), identity, "was begun")
     done: dict[str, Counts] = partial.get("done", {})
     ours = {int(number): counts for number, counts in done.items() if counts["documents"]}
-    for number, name in _final_names(ours).items():  # where :func:`finish` was cut short
+    for number, name in _final_names(ours).items():  # if :func:`finish` was interrupted
         if os.path.lexists(out / name):
             (out / name).replace(shard_path(out, number))
     with ThreadPoolExecutor() as pool:
@@ -153,7 +153,7 @@ def begun(out: Path, identity: dict[str, Any]) -> dict[str, Counts]:
 
 
 def file_checksum(path: Path) -> int:
-    """The checksum of a file's bytes, and of how many they are."""
+    """The checksum of a file's bytes and of their number."""
     return checksum([Part(path, 0, check_regular(path, links=False))])
 
 
@@ -162,7 +162,7 @@ def write_shard(
 ) -> Counts:
     """Write documents, one record batch for each list, as an Arrow stream.
 
-    Documents are in order, None in place of a row that is skipped.
+    Documents are in order, with None for a skipped row.
 
     Raises:
         ValueError: a token outside the tokenizer's vocabulary.
@@ -188,13 +188,13 @@ def write_shard(
 
 
 def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict[str, Any]:
-    """Give the shards their final names, and write what makes the folder whole.
+    """Give the shards their final names, and write the file that completes the folder.
 
-    Where a call is cut short, :func:`begun` takes the names back. ``shards`` are the counts of
-    every shard in order, with a document in one of them.
+    If a call is interrupted, :func:`begun` reverts the names. ``shards`` are the counts of every
+    shard in order; at least one has a document.
 
     Returns:
-        The content of ``lightning_wlb.json``: the figures, and what ``about`` says beside them.
+        The content of ``lightning_wlb.json``: the figures, and the entries of ``about``.
     """
     names = _final_names(number for number, each in enumerate(shards) if each["documents"])
     for number, name in names.items():
@@ -223,7 +223,7 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
 
 
 def _final_names(shards: Iterable[int]) -> dict[int, str]:
-    """The names in a whole folder of the shards that have documents, by their numbers."""
+    """By number, the names that shards with documents have in a complete folder."""
     order = sorted(shards)
     return {
         number: f"data-{place:05d}-of-{len(order):05d}.arrow" for place, number in enumerate(order)
@@ -231,7 +231,7 @@ def _final_names(shards: Iterable[int]) -> dict[int, str]:
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """What a folder's record says, with counts of shards that are such; empty if there is none."""
+    """A folder's record, whose counts of shards are checked; empty if there is none."""
     content = read_json(path)
     try:
         done = content.get("done", {}).items()
@@ -250,14 +250,14 @@ def _saved(path: Path) -> dict[str, Any]:
 def _is_as_written(folder: Path, number: int, counts: Counts) -> bool:
     try:
         return file_checksum(shard_path(folder, number)) == counts.get("written")
-    except (OSError, ValueError):  # it is gone, a link, or something else
+    except (OSError, ValueError):  # the file is missing, a link, or something else
         return False
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """The bytes of each file of documents, and the checksums of their content in a small folder.
+    """The bytes of each file of documents, and in a small folder the checksums of their content.
 
-    Every rank compares them at every start, and would read a large corpus for it.
+    Every rank compares them at every start, which in a large corpus would read everything.
     """
     files = list(folder.glob("data-*.arrow"))
     most = _SUMMED_BYTES if sum(each.lstat().st_size for each in files) <= _SUMMED_BYTES else 0
