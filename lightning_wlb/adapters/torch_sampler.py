@@ -116,10 +116,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             for batch in batches[position % self._a_step :]:
                 if self.epoch != epoch:
                     raise ValueError(
-                        f"set_epoch({self.epoch}) came when batches of epoch {epoch} had been asked"
-                        " for, as by a loader's workers, which fetch ahead: set the epoch before,"
-                        " on the sampler. Lightning and Accelerate's stateful loaders, which ask"
-                        " earlier, resume from the state of a torchdata StatefulDataLoader."
+                        f"set_epoch({self.epoch}) came when batches of epoch {epoch} had been"
+                        " requested, for example by a loader's workers, which fetch ahead: call it"
+                        " earlier, on the sampler. Under Lightning and Accelerate's stateful"
+                        " loaders resume from the state of a torchdata StatefulDataLoader."
                     )
                 position += 1
                 self.batches, self._step = position, digest

@@ -65,7 +65,7 @@ class Link:
         if min(times) < 0 or self.bytes_per_second <= 0:
             raise ValueError(
                 f"device profile: a link of latency_ns, launch_ns and ramp_ns {times} and"
-                f" bytes_per_second={self.bytes_per_second} is none."
+                f" bytes_per_second={self.bytes_per_second} is invalid."
             )
 
     def ns(self, hops: int, size: int) -> float:
@@ -129,7 +129,7 @@ class Profile:
         known = {field.name for field in fields(ModelShape)}
         if self.shape and not {"dim"} <= self.shape.keys() <= known:
             raise ValueError(
-                f"device profile: shape={self.shape} is to be empty, or to have dim and others of"
+                f"device profile: shape={self.shape} must be empty, or have dim and others of"
                 f" {', '.join(sorted(known))}."
             )
         if not self.attention:

@@ -124,8 +124,8 @@ def _temporary_folder(problem: str, process: int) -> Path:
 
     atexit.register(remove_own)
     _warn(
-        f"The user's cache folder cannot be used: {problem} What would be kept there is made anew"
-        f" by every process, here in {folder}. Let XDG_CACHE_HOME name a folder of your own."
+        f"The user's cache folder cannot be used: {problem} Every process makes its own copies of"
+        f" cached files, this one in {folder}. Set XDG_CACHE_HOME to a folder of your own."
     )
     return folder
 

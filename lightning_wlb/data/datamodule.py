@@ -250,9 +250,9 @@ class WLBDataModule(L.LightningDataModule):
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> NoReturn:
         """Raise ValueError: Lightning's method would import and call what a checkpoint names."""
         raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint: documents are not opened by a checkpoint. Make a"
-            f" {cls.__name__} of its arguments; trainer.fit(..., ckpt_path=...) restores where the"
-            " run stood in them."
+            f"{cls.__name__}.load_from_checkpoint: a checkpoint does not open documents. Make a"
+            f" {cls.__name__} with its arguments; trainer.fit(..., ckpt_path=...) restores the"
+            " position of the run in the documents."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -377,7 +377,7 @@ class ConsumedState:
         self._consumed = self.current(global_step)
         due, found = self._consumed["step"] if self._consumed else 0, batch.plan.step
         if found != due:
-            mend = "Whatever has begun to read before the position was restored has to begin anew."
+            mend = "Restart every reader that was begun before the position was restored."
             if self._pending is not None and found == self._pending["step"]:
                 mend = "Take an optimizer step for each batch, which holds all its micro-batches."
             raise MisconfigurationException(

@@ -76,7 +76,7 @@ def read_mask(
         raise ValueError(
             f"{name_of(store, document)}: {_returned('mask', document, start, stop, mask)}, not"
             f" {stop - start} booleans. Mend the store: mask returns True where a token may be a"
-            " target; of labels with -100 it is labels != -100."
+            " target; for labels with -100 it is labels != -100."
         )
     return mask
 
@@ -155,8 +155,9 @@ def checked_digests(
     digests = [each.digest for each in found]
     if (state or {}).get("corpora", digests) != digests:
         raise ValueError(
-            f"{store!r} is not what the saved run read: as long, but of other tokens, masks or"
-            " vocabulary. Resume with its documents, or begin anew by loading the weights alone."
+            f"{store!r} is not what the saved run read: it has the same lengths, but other tokens,"
+            " masks or vocabulary. Resume with the run's documents, or begin anew by loading the"
+            " weights alone."
         )
     return found
 

@@ -163,8 +163,8 @@ def refuse_half_states(
     elif anew and failed is None and not called_by("_lr_find"):
         reason = (
             f"After {trainer.global_step} steps a fit has begun with new optimizers, as does"
-            " Tuner.lr_find, and has trained no batch: nothing is saved, since whoever resumed from"
-            " it would lack the state of the old ones. Save before that, or give fit a ckpt_path."
+            " Tuner.lr_find, and has trained no batch: nothing is saved, since a resumed run would"
+            " lack the state of the old optimizers. Save before that, or give fit a ckpt_path."
         )
     elif planned:
         return
@@ -172,8 +172,8 @@ def refuse_half_states(
         reason = "No checkpoint is saved on the exception, since training had not begun."
     elif trainer._checkpoint_connector._loaded_checkpoint:
         reason = (
-            "A checkpoint was asked for before the run has the steps and the optimizer's state of"
-            " the one that it goes on from: nothing is saved. Save in on_train_start, not in"
+            "A checkpoint was asked for before the run has restored the steps and the optimizer's"
+            " state that it resumes from: nothing is saved. Save in on_train_start, not in"
             " on_fit_start, and leave a LearningRateFinder out of a run that is resumed, or use"
             ' strategy="wlb".'
         )
@@ -193,9 +193,9 @@ def refuse_half_states(
 def refuse_evaluated() -> NoReturn:
     """Raise MisconfigurationException: a checkpoint's weights do not belong to its steps."""
     raise MisconfigurationException(
-        "No fit goes on from this checkpoint: it was saved after an evaluation had read another"
-        " (trainer.test(ckpt_path=...)), and has the weights of that one and the steps of the fit"
-        " before. Go on from one that was saved in the fit; this one serves to evaluate."
+        "A fit cannot resume from this checkpoint: it was saved after an evaluation had loaded"
+        " another one (trainer.test(ckpt_path=...)), and has its weights but the steps of the fit"
+        " before. Resume from a checkpoint of the fit; use this one only for evaluation."
     )
 
 

@@ -60,7 +60,7 @@ class MeshRequest:
         rest_dtype: the dtype in which a rank keeps parameters and optimizer state.
         reduce_dtype: the dtype in which tensor- and context-parallel ranks add up.
         compiled: whether blocks of the model are compiled.
-        overlap: which messages travel while layers compute.
+        overlap: which messages overlap products.
         sharding: how tokens are spread over context-parallel ranks, as for the planner.
         mixture: the share of each of several stores, as for the planner.
         steps: how many steps are planned and simulated on each mesh.

@@ -218,7 +218,7 @@ def check_size(model: nn.Module, machines: int = 1) -> None:
     stored, said = STORED.get(), ""
     if stored is not None and values > 2 * stored.values + _FEW_VALUES:
         held = f"{stored.values:,}"
-        said = f"has {values:,} values by the checkpoint's hyperparameters, which holds {held}"
+        said = f"has {values:,} values by the checkpoint's hyperparameters, but it holds {held}"
     elif hasattr(os, "sysconf") and need > machine_bytes():
         said = f"needs {need:,} bytes of memory, and this machine has {machine_bytes():,}"
     if said:

@@ -380,9 +380,9 @@ class LanguageModule(LoadsCheckpoints):
         begun = position is None and checkpoint.get("global_step")  # only an edit can lead to this
         if data is not None and (begun or position is data):
             raise ValueError(
-                f"the checkpoint has no position in the documents of a {name}, by which Lightning"
-                " looks for it: documents would be repeated. Resume with a data module of the"
-                " class, and under the name, that the checkpoint was saved with."
+                f"the checkpoint has no position in the documents of a {name}, the class name by"
+                " which Lightning looks it up: documents would be repeated. Resume with the data"
+                " module's class, of the same name, with which the checkpoint was saved."
             )
         if states := checkpoint.get("optimizer_states"):
             checkpoint["optimizer_states"] = numbered(self, states)

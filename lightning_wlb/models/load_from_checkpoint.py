@@ -92,7 +92,7 @@ class LoadsCheckpoints(L.LightningModule):
             raise ValueError(
                 f"hparams_file={hparams_file!r}, weights_only={weights_only}: {path} is a folder,"
                 " which holds plain types and its own hyperparameters. Leave both out, and give"
-                " arguments that are to be others by name."
+                " changed arguments by name."
             )
         if weights_only is not False:
             options = options | {"_instantiator": None}  # else LightningCLI would make the module

@@ -67,7 +67,7 @@ class StepPlan:
         return max((self.step - piece.arrival for piece in self.pieces), default=0)
 
     def place(self, rank: Rank) -> Rank:
-        """Where a rank of the mesh stands in this step."""
+        """The place of a rank of the mesh in this step."""
         return rank_in(self.schemes, rank.index) if self.schemes else rank
 
     def validate(self) -> StepPlan:

@@ -76,7 +76,7 @@ class GlobalBatches:
         return [Piece(*piece, step) for piece in pieces]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, in plain integers."""
+        """The position in the epoch, in plain integers."""
         return {"epoch": self.epoch, **self._at._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,14 +111,14 @@ def next_pieces(
     Args:
         documents: document numbers in the order of the epoch.
         lengths: tokens of each document of the store, by document number.
-        at: where the order stands.
+        at: the position in the order.
         tokens: how many to take, fewer at the epoch's end; a multiple of ``window``.
         window: C, tokens of the longest piece.
         cuts_stream: whether the concatenated documents are cut every ``window`` tokens, which takes
             exactly ``tokens``; else each document is cut every ``window`` from its beginning.
 
     Returns:
-        Pieces (document, origin, stop) in order, at least one, and where the order stands then.
+        Pieces (document, origin, stop) in order, at least one, and the position after them.
     """
     pieces: list[tuple[int, int, int]] = []
     taken = 0

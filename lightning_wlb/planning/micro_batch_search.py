@@ -84,7 +84,7 @@ def score_of(replicas: Sequence[ReplicaPlan], scorer: PlanScorer) -> Score:
 
 @dataclass
 class MicroBatchSearch:
-    """The candidates of one replica, made and scored when asked for, once each."""
+    """The candidates of one replica, made and scored on demand, once each."""
 
     pieces: list[Piece]  #: the replica's own pieces, at least one
     nominal: int  #: number of micro-batches whose halves and multiples are tried, at least 1

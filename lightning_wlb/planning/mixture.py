@@ -77,7 +77,7 @@ class MixedBatches(GlobalBatches):
         super().__init__(lengths[:0], stream)
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch: stores that do not repeat begin anew, the others go on."""
+        """Begin an epoch: stores that do not repeat restart, the others continue."""
         super().start_epoch(epoch)
         self._standings = tuple(
             _Standing(standing.passes, standing.position) if share.repeat else _Standing(epoch)

@@ -206,7 +206,7 @@ class Planner:
         ).validate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the last plan, in plain ints, strings, lists and dicts.
+        """The run's position after the last plan, in plain ints, strings, lists and dicts.
 
         The state is the same on every rank, and independent of the mesh.
         """

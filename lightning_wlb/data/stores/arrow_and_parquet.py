@@ -274,12 +274,12 @@ class ParquetDocuments(ArrowDocuments):
             code = getattr(error, "errno", None)
             if code in (errno.ENOSPC, errno.EDQUOT):
                 raise ValueError(
-                    f"The disk is full where what {path} unpacks to is kept: {error}. Make room, or"
-                    " name another folder (for caches by XDG_CACHE_HOME)."
+                    f"The disk is full where the unpacked copy of {path} is kept: {error}. Make"
+                    " room, or name another folder (for caches by XDG_CACHE_HOME)."
                 ) from error
             if code is not None:
                 raise ValueError(
-                    f"{path} cannot be read, or what it unpacks to cannot be kept: {error}. Look at"
+                    f"{path} cannot be read, or its unpacked copy cannot be kept: {error}. Look at"
                     " the file systems of both."
                 ) from error
             raise ValueError(
@@ -323,7 +323,7 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                 if most < 0:
                     raise ValueError(
                         f"{path} has more rows than are believed of a file of its size: 8 a byte,"
-                        " and a million. Leave empty ones out, or make it again."
+                        " and a million. Leave empty rows out, or make the file again."
                     )
                 writer.write_batch(batch.select(columns.names).cast(schema))
 
@@ -333,7 +333,7 @@ def check_room(folder: Path, needed: int, source: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{source} unpacks to {needed:,} bytes, and where these are kept, {folder}, are"
+            f"{source} unpacks to {needed:,} bytes, and in their folder, {folder}, there are"
             f" {free:,} left. Make room, name another folder (for caches by XDG_CACHE_HOME), or"
             " check the file."
         )

@@ -244,7 +244,7 @@ class CheckedDocuments(ABC):
             raise ValueError(
                 f"{self.name_of(document)}: its mask has the value {flags[wrong[0]]} at position"
                 f" {start + int(wrong[0])}, but a mask says 1 (may be a target) or 0. Mend the"
-                " source; of labels with -100 the mask is labels != -100."
+                " source; for labels with -100 the mask is labels != -100."
             )
         return flags.astype(np.bool_)
 

@@ -228,7 +228,7 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
         whole = pa.memory_map(str(path)).read_buffer()
         if whole[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
             raise ValueError(
-                f"{path} is of Arrow's file format (Feather), of which nothing is read. Write it as"
+                f"{path} is of Arrow's file format (Feather), which is not supported. Write it as"
                 " an Arrow stream, as datasets' save_to_disk does, or as Parquet."
             )
         if any(map(_is_compressed, pa.ipc.MessageReader.open_stream(whole))):
@@ -246,8 +246,8 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
         found = list(batches)
         if source.tell() != whole.size:
             raise ValueError(
-                f"{path} goes on behind the end of its Arrow stream, as where files were put one"
-                " after the other: what follows would not be read. Give each by itself."
+                f"{path} goes on behind the end of its Arrow stream, as concatenated files do: the"
+                " rest would not be read. Give each file separately."
             )
         return batches.schema, found
     except (pa.ArrowException, OSError, struct.error, IndexError) as error:

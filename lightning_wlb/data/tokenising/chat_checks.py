@@ -76,8 +76,8 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
             said = f"{others[0]}={given[others[0]]!r}" if others else f"weight={weight!r}"
             raise ValueError(
                 f"{row.place()}: message {number}, of {given['role']!r}, has {said}. What the"
-                ' assistant says is learned, unless it has "weight": 0; other roles are not, and'
-                " nothing counts by another weight or name. Mend or remove it."
+                ' assistant says is learned, unless it has "weight": 0; other roles are not, and no'
+                " other weights or fields decide that. Mend or remove it."
             )
         content, calls = given.get("content"), given.get("tool_calls", given.get("function_call"))
         if not (isinstance(content, str | list | dict) or (content is None and calls)):

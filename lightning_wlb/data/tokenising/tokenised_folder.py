@@ -241,7 +241,7 @@ def _saved(path: Path) -> dict[str, Any]:
         good = False
     if not good:
         raise ValueError(
-            f"{path} is damaged: what it says is done are no shards' counts. Remove the folder, and"
+            f"{path} is damaged: its counts of finished shards are invalid. Remove the folder, and"
             f" its documents are made anew: rm -r {path.parent}"
         )
     return content

@@ -149,9 +149,9 @@ def positions_warning(config: PretrainedConfig, context_window: int) -> str | No
         return None
     return (
         f"context_window={context_window}, but the config was made for"
-        f" max_position_embeddings={known} positions. Where that is meant, to extend the model, set"
-        " max_position_embeddings, and rope scaling if it shall have one; what is exported has the"
-        " config's."
+        f" max_position_embeddings={known} positions. If you mean to extend the model, set"
+        " max_position_embeddings, and rope scaling if needed, in the config, which an export"
+        " contains."
     )
 
 

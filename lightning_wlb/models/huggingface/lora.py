@@ -170,7 +170,7 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
     except ValueError as error:
         parts = sorted({name.rpartition(".")[2] for name in linear if name.startswith(layers)})
         raise ValueError(
-            f"lora: target_modules={given.get('target_modules')!r} cannot be had of"
+            f"lora: target_modules={given.get('target_modules')!r} does not fit"
             f" {type(causal).__name__}: {error} Its layers have the linear modules"
             f" {', '.join(parts)}."
         ) from error
