@@ -129,7 +129,7 @@ class Profile:
         known = {field.name for field in fields(ModelShape)}
         if self.shape and not {"dim"} <= self.shape.keys() <= known:
             raise ValueError(
-                f"device profile: shape={self.shape} must be empty, or have dim and others of"
+                f"device profile: shape={self.shape} has to be empty, or to have dim and others of"
                 f" {', '.join(sorted(known))}."
             )
         if not self.attention:

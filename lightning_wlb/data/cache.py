@@ -124,8 +124,8 @@ def _temporary_folder(problem: str, process: int) -> Path:
 
     atexit.register(remove_own)
     _warn(
-        f"The user's cache folder cannot be used: {problem} Every process makes its own copies of"
-        f" cached files, this one in {folder}. Set XDG_CACHE_HOME to a folder of your own."
+        f"The user's cache folder cannot be used: {problem} Cached files are made again by every"
+        f" process, here in {folder}. Set XDG_CACHE_HOME to a folder of your own."
     )
     return folder
 

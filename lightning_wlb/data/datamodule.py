@@ -251,8 +251,8 @@ class WLBDataModule(L.LightningDataModule):
         """Raise ValueError: Lightning's method would import and call what a checkpoint names."""
         raise ValueError(
             f"{cls.__name__}.load_from_checkpoint: a checkpoint does not open documents. Make a"
-            f" {cls.__name__} with its arguments; trainer.fit(..., ckpt_path=...) restores the"
-            " position of the run in the documents."
+            f" {cls.__name__} of its arguments; trainer.fit(..., ckpt_path=...) restores the run's"
+            " position in the documents."
         )
 
     def state_dict(self) -> dict[str, Any]:

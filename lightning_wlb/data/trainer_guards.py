@@ -172,8 +172,8 @@ def refuse_half_states(
         reason = "No checkpoint is saved on the exception, since training had not begun."
     elif trainer._checkpoint_connector._loaded_checkpoint:
         reason = (
-            "A checkpoint was asked for before the run has restored the steps and the optimizer's"
-            " state that it resumes from: nothing is saved. Save in on_train_start, not in"
+            "A checkpoint was asked for before the run has the steps and the optimizer's state of"
+            " the checkpoint that it resumes: nothing is saved. Save in on_train_start, not in"
             " on_fit_start, and leave a LearningRateFinder out of a run that is resumed, or use"
             ' strategy="wlb".'
         )
@@ -195,7 +195,7 @@ def refuse_evaluated() -> NoReturn:
     raise MisconfigurationException(
         "A fit cannot resume from this checkpoint: it was saved after an evaluation had loaded"
         " another one (trainer.test(ckpt_path=...)), and has its weights but the steps of the fit"
-        " before. Resume from a checkpoint of the fit; use this one only for evaluation."
+        " before. Resume from a checkpoint of the fit; this one serves to evaluate."
     )
 
 

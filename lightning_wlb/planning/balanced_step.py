@@ -46,9 +46,9 @@ SHOWN = 8
 class Balance:
     """How even a step is. An imbalance is the longest rank's work over the mean's; 1 is even."""
 
-    imbalance_before: float  #: of sequences dealt in turn, as ``DistributedSampler`` does
-    imbalance: float  #: as planned, where ranks wait for each other at the end of the step
-    lockstep_imbalance: float  #: as planned, where ranks wait for each other in every micro-batch
+    imbalance_before: float  #: of sequences dealt in turn, as by ``DistributedSampler``
+    imbalance: float  #: of the plan, if ranks wait for each other at the end of the step
+    lockstep_imbalance: float  #: of the plan, if ranks wait for each other in every micro-batch
 
     def __str__(self) -> str:
         text = f"imbalance {self.imbalance_before:.3f} -> {self.imbalance:.3f}"
@@ -60,9 +60,9 @@ class BalancedStep:
     """Which sequences each rank runs, in which micro-batch; plain lists of plain integers.
 
     Attributes:
-        micro_batches: [rank][micro-batch] -> numbers of its sequences, ascending. All ranks
-            have equally many, the heaviest first. One may be empty where a rank has fewer sequences
-            than the others have micro-batches.
+        micro_batches: [rank][micro-batch] -> numbers of its sequences, ascending. All ranks have
+            equally many micro-batches, the heaviest first. A micro-batch may be empty if a rank has
+            fewer sequences than the others have micro-batches.
         tokens: [rank][micro-batch], the tokens of each.
         balance: how even the step is.
         max_tokens: the cap of a micro-batch, if there is one.
@@ -174,7 +174,7 @@ def _packed(
     rows = np.argsort(-sizes, kind="stable")
 
     def filled(count: int) -> Integers | None:
-        """The micro-batch of each item on its rank; None where ``count`` of them are too few."""
+        """The micro-batch of each item on its rank; None if ``count`` micro-batches are too few."""
         bins = np.zeros(len(home), np.int64)
         loads, used = np.zeros((2, ranks, count), np.int64)
         active = ranks

@@ -161,8 +161,8 @@ def _dealt(
     longest = [kind.longest_shared(own) for kind, own in zip(kinds, packers, strict=True)]
     if max(tokens) > max(longest):
         raise ValueError(
-            f"document {pieces[0].document} has a piece of {max(tokens)} tokens, but at most"
-            f" {max(longest)} fit on {'; '.join(str(kind.scheme) for kind in kinds)}."
+            f"document {pieces[0].document} has a piece of {max(tokens)} tokens, but these"
+            f" pipelines hold {max(longest)}: {'; '.join(str(kind.scheme) for kind in kinds)}."
             " Give a pipeline of more context or tensor ranks, or lower the context window."
         )
     columns = [
