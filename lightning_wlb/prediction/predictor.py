@@ -12,7 +12,7 @@ The predictor simulates the list of actions that the executor runs, so both can 
 by action. Products hide messages of a layer's rows and keys (:mod:`~lightning_wlb.cost.overlap`).
 
 Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. Where only the end of a step and its peak are wanted,
+simulation. If only the end of a step and its peak are needed,
 :mod:`~lightning_wlb.prediction.step_totals` takes a tenth of that.
 """
 

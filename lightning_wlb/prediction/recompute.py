@@ -155,7 +155,7 @@ class _Search:
 
     @property
     def excess(self) -> int:
-        """Bytes by which the fullest rank is above what may be filled; negative where it is not."""
+        """Bytes by which the fullest rank exceeds the usable memory; negative if it does not."""
         return max(account.excess for account in self.accounts.values())
 
     def run(self) -> None:
@@ -270,7 +270,7 @@ class _Account:
 
     @property
     def excess(self) -> int:
-        """Bytes by which the fullest rank is above what may be filled; negative where it is not."""
+        """Bytes by which the fullest rank exceeds the usable memory; negative if it does not."""
         return int(self._held.max(initial=0)) - self._limit
 
     @property

@@ -24,7 +24,7 @@ class SimulatedReplicas(NamedTuple):
 
     costs: list[list[MicroBatchCost]]  #: [replicas][micro-batches in forward order]
     simulations: list[Simulation]  #: one for each replica
-    peak_bytes: int  #: on the fullest rank, state included
+    peak_bytes: int  #: most bytes on a rank, state included
 
 
 @dataclass(frozen=True, eq=False)
