@@ -56,7 +56,7 @@ def _feed_forward(module: str, up: Sequence[str], down: str) -> dict[str, str]:
 _SELF_ATTENTION = _feed_forward("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 _DELTA_RULE = {"layers.*.linear_attn.out_proj": "rowwise_split_input"}
 RECURRENT_PLANS: dict[str, dict[str, str]] = {
-    # They override a family's config. Projections are split where they are held alone.
+    # These override the plan of a family's config. _gathered: what recurrences need whole.
     "bamba": _SELF_ATTENTION
     | _feed_forward("feed_forward", ("gate_proj", "up_proj"), "down_proj")
     | _gathered("mamba", "in_proj")
