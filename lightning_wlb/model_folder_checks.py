@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_wlb.file_checks import check_regular, read_json
+from lightning_wlb.file_checks import check_regular, follow, read_json
 
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
@@ -73,6 +73,20 @@ def _counts(name: str, value: Any) -> Iterator[int]:
             yield len(value)
         for each in value:
             yield from _counts(f"num_{name}" if isinstance(each, list | tuple) else name, each)
+
+
+def is_here(name: str | Path) -> bool:
+    """Whether a name means a folder or file here, and not a model or tokenizer on the hub.
+
+    Raises ValueError if another user may have put that there in place of what is on the hub.
+    """
+    there, on_hub = Path(name).exists(), r"\w[\w.-]*(/[\w.-]+)?"
+    if there and isinstance(name, str) and re.fullmatch(on_hub, name) and follow(name)[1]:
+        raise ValueError(
+            f"{name} may mean a name on the hub, but another user has put {min(follow(name)[1])}"
+            f" here. Write ./{name} if you trust that, or change to a folder of your own."
+        )
+    return there
 
 
 def check_model(path: str | Path) -> None:

@@ -99,3 +99,18 @@ def _place(tests: Path) -> Callable[[pytest.Item], int]:
         return found[0] if found else len(LONG)
 
     return place
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """A sticky folder in which another user has made ``theirs``, and a link ``leads`` to a home."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files to another user")
+    scratch = tmp_path / "scratch"
+    for each in ("scratch/theirs/in", "home/in"):
+        (tmp_path / each).mkdir(parents=True)
+    scratch.chmod(0o1777)
+    (scratch / "leads").symlink_to(tmp_path / "home")
+    for each in ("theirs", "leads"):
+        os.lchown(scratch / each, 65534, 65534)
+    return scratch

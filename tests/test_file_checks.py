@@ -248,21 +248,6 @@ def test_root_makes_no_folder_in_the_home_of_a_user(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def scratch(tmp_path: Path) -> Path:
-    """A sticky folder in which another user has made ``theirs``, and a link ``leads`` to a home."""
-    if os.geteuid() != 0:
-        pytest.skip("only root gives files to another user")
-    scratch = tmp_path / "scratch"
-    for each in ("scratch/theirs/in", "home/in"):
-        (tmp_path / each).mkdir(parents=True)
-    scratch.chmod(0o1777)
-    (scratch / "leads").symlink_to(tmp_path / "home")
-    for each in ("theirs", "leads"):
-        os.lchown(scratch / each, 65534, 65534)
-    return scratch
-
-
 @pytest.mark.parametrize("linked", ["theirs", "leads"])
 def test_a_link_of_ones_own_may_lead_to_a_strangers(linked: str, scratch: Path) -> None:
     """As ``~/ckpts`` to what was purged in ``/scratch``, and which anybody may make again."""

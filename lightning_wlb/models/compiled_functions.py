@@ -37,7 +37,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_wlb.data.cache import cache_folder
-from lightning_wlb.file_checks import check_owner, own_folder
+from lightning_wlb.file_checks import check_owner, follow, own_folder
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import (
     EAGER_SOFTMAX,
@@ -181,24 +181,30 @@ def _use_own_cache(_: object = None) -> None:
     """Keep inductor's pickles and libraries where no other user can have put any.
 
     torch's default is a folder of a known name among temporary files, whoever made it. A folder
-    that the environment names is used if it is this user's or root's. Called at each compilation.
+    that the environment names is used if it is this user's or root's, and no stranger has made a
+    folder that leads there. Called at each compilation.
     """
     default = Path(default_cache_dir())
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        named = Path(os.environ.get(name, default))
-        if named != default and default not in named.parents:  # torch sets names below the default
-            try:
-                named.mkdir(parents=True, exist_ok=True)
-                check_owner(named.stat(), named, [0])
-            except (OSError, ValueError) as error:
-                del os.environ[name]
-                warnings.warn(f"{name} is not used: {error}", stacklevel=4)
+    theirs = False
     try:
         own_folder(default)
     except (OSError, ValueError):
-        if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)) == default:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")
-        if default in Path(os.environ.get("TRITON_CACHE_DIR", "")).parents:
-            del os.environ["TRITON_CACHE_DIR"]
+        theirs = True
         # torch would keep precompiled headers in its default, whatever the environment says.
         torch._inductor.config.cpp_cache_precompile_headers = False
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        real, strange = follow(named := Path(os.environ.get(name, default)))
+        if follow(default)[0] in (real, *real.parents):  # torch sets names below the default
+            if theirs:
+                os.environ.pop(name, None)
+            continue
+        try:
+            if strange:
+                raise ValueError(f"{min(strange)}, which leads there, is another user's.")
+            named.mkdir(parents=True, exist_ok=True)
+            check_owner(named.stat(), named, [0])
+        except (OSError, ValueError) as error:
+            del os.environ[name]
+            warnings.warn(f"{name} is not used: {error}", stacklevel=4)
+    if theirs and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "torchinductor")

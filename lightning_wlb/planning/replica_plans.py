@@ -68,7 +68,11 @@ def laid_out(
     """
     asked = [
         [
-            _tokens(replica.slices_of(each), mesh.context * len(each.replicas))
+            Tokens(
+                tuple([stop - start for _, _, start, stop in replica.slices_of(each)]),
+                tuple([start - origin for _, origin, start, _ in replica.slices_of(each)]),
+                mesh.context * len(each.replicas),
+            )
             for each in replica.forward
         ]
         for replica in replicas
@@ -94,11 +98,3 @@ def laid_out(
         )
         for replica, own in zip(replicas, asked, strict=True)
     ]
-
-
-def _tokens(slices: Sequence[Slice], ranks: int) -> Tokens:
-    return Tokens(
-        tuple([stop - start for _, _, start, stop in slices]),
-        tuple([start - origin for _, origin, start, _ in slices]),
-        ranks,
-    )

@@ -192,12 +192,13 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     """Remove from a checkpoint the paths remembered by ModelCheckpoint that may be another run's.
 
     ModelCheckpoint would remove the checkpoints there when better ones come, or take one for the
-    best. A path in this run's folders is kept if the checkpoint there and the one at ``path`` share
-    a run (:func:`.runs_of`): ``path`` may be a copy of a stranger's. Any other path is kept if it
-    lies beside ``path``. ``rest``, read at ``path``, is changed in place, with a warning.
+    best. A path in this run's folders is kept if ``path`` lies in one of them, too, and both share
+    a run (:func:`.runs_of`). Any other path is kept if it lies beside ``path``. ``rest``, read at
+    ``path``, is changed in place, with a warning.
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
-    known = {*runs_of(path)}
+    in_run = home in {*own, Path(trainer.default_root_dir).resolve()}
+    known = {*runs_of(path)} if in_run else set()  # elsewhere a manifest may claim any run
 
     def counts(each: Any) -> bool:
         if _lies_in(each, own):

@@ -209,8 +209,8 @@ def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     compiled(torch.ones(4))
     # At each compilation, of which torch tells: a folder may have been removed since the last one.
-    for _ in range(2):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(link))
+    for named in (link, link, link / "job1"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(named))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(link / "triton" / "0"))  # as torch derives it
         torch._inductor.config.cpp_cache_precompile_headers = True
         with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
@@ -248,3 +248,15 @@ def test_a_cache_that_the_environment_names_is_this_users_too(tmp_path, monkeypa
     assert len(said) == 2
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "cache"))
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+@torch._inductor.config.patch(cpp_cache_precompile_headers=True)
+def test_a_cache_in_a_folder_that_a_stranger_has_made_is_not_used(scratch, monkeypatch):
+    """Who could exchange it once something lies in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch.parent))
+    for named, strange in (("theirs/in", "theirs"), ("leads/in", "leads"), ("leads/new", "leads")):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch / named))
+        with pytest.warns(UserWarning, match=f"_DIR is not used: {scratch / strange}, which leads"):
+            compiled_functions._use_own_cache()
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ, "torch's default is this user's"
+    assert not (scratch.parent / "home/new").exists()

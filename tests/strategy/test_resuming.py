@@ -324,10 +324,11 @@ def test_what_is_remembered_counts_in_folders_of_the_run(places, tmp_path):
     assert left(f"{tmp_path}/beside.ckpt", at=tmp_path / "other.ckpt") == 1
     for strange in (f"{kept}/../a.ckpt", f"{kept}/link/a.ckpt", "/a.ckpt", "a.ckpt", 7, "\0"):
         assert left(f"{kept}/a.ckpt", strange) == 0, strange
-    # A checkpoint of elsewhere knows those in the run's folders that its own runs have saved.
+    # A checkpoint of elsewhere knows none in the run's folders: its manifest may claim any run.
     own, handed = paths["last.ckpt"], tmp_path / "elsewhere" / "handed.ckpt"
     shutil.copytree(own, handed)
-    assert left(str(own), at=handed) == 1
+    assert left(str(own), at=handed) == 0
+    assert left(str(own), at=shutil.copytree(own, tmp_path / "hpc_ckpt_2.ckpt")) == 1
     stranger = write(tmp_path / "elsewhere" / "stranger.ckpt", 9, 9.0)
     assert left(str(own), at=stranger) == 0
     assert left(f"{handed}", at=stranger) == 1

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from lightning_wlb.data.tokenising.sources import Row
@@ -66,6 +67,7 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         }
         speaks = given["role"] == "assistant"
         weight = given.pop("weight", speaks)
+        where = f"{row.place()}: message {number}, of {given['role']!r},"
         kinds = int | float | list | dict
         others = [
             name
@@ -75,41 +77,33 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         if others or weight not in (0, 1) or (weight and not speaks):
             said = f"{others[0]}={given[others[0]]!r}" if others else f"weight={weight!r}"
             raise ValueError(
-                f"{row.place()}: message {number}, of {given['role']!r}, has {said}. What the"
-                ' assistant says is learned, unless it has "weight": 0; other roles are not, and no'
-                " other weights or fields decide that. Mend or remove it."
+                f"{where} has {said}. What the assistant says is learned, unless it has"
+                ' "weight": 0; other roles are not, and no other weights or fields decide that.'
+                " Mend or remove it."
             )
         content, calls = given.get("content"), given.get("tool_calls", given.get("function_call"))
         if not (isinstance(content, str | list | dict) or (content is None and calls)):
             raise ValueError(
-                f"{row.place()}: message {number}, of {given['role']!r}, has no text as content:"
-                f" {str(given)[:80]}. Write the chat as {wanted}."
+                f"{where} has no text as content: {str(given)[:80]}. Write the chat as {wanted}."
             )
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type", "text") != "text" and not _says(part):
+            if not isinstance(part, dict) or part.get("type", "text") == "text":
+                continue
+            values = [value for name, value in part.items() if name not in ("type", "id") and value]
+            if not any(isinstance(value, str | list | dict) for value in values):
                 raise ValueError(
-                    f"{row.place()}: message {number}, of {given['role']!r}, has a part that is no"
-                    f" text: {part!r:.80}. Remove the row: models of texts alone are trained."
+                    f"{where} has a part that is no text: {part!r:.80}. Remove the row: models of"
+                    " texts alone are trained."
                 )
         several, one = given.get("tool_calls") or [], given.get("function_call") or {}
         if not (isinstance(several, list) and all(isinstance(c, dict) for c in [*several, one])):
             raise ValueError(
-                f"{row.place()}: message {number}, of {given['role']!r}, has calls that no template"
-                f" reads: {several or one!r:.80}. Write"
+                f"{where} has calls that no template reads: {several or one!r:.80}. Write"
                 ' "tool_calls": [{"function": {"name": "...", "arguments": {...}}}].'
             )
         plain.append(given)
         learned += [bool(weight)] if speaks else []
     return plain, learned
-
-
-def _says(part: dict[str, Any]) -> bool:
-    """Whether a part of a content has more than its type, which can be searched in the text."""
-    return any(
-        value and isinstance(value, str | list | dict)
-        for name, value in part.items()
-        if name not in ("type", "id")
-    )
 
 
 def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
@@ -128,17 +122,11 @@ def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
             )
         if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
             parameters[function.get("name")] = function["parameters"].get("properties") or {}
-    calls = [
-        each
-        for message in messages
-        for each in (*(message.get("tool_calls") or ()), message.get("function_call"))
-    ]
-    for each in calls:
-        function = each.get("function", each) if isinstance(each, dict) else None
-        if not isinstance(function, dict):
-            continue
-        known = parameters.get(function.get("name"), {})
-        arguments = function.get("arguments")
+    calls = [[*(each.get("tool_calls") or ()), each.get("function_call")] for each in messages]
+    for call in chain.from_iterable(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        known, arguments = parameters.get(function.get("name"), {}), function.get("arguments")
         for name, value in arguments.items() if isinstance(arguments, dict) else ():
             null = name if value is None else next(_nulls(value), None)
             if null and "null" not in json.dumps(known.get(name, "")).lower():

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.file_checks import printable, read_bytes, read_json
-from lightning_wlb.model_folder_checks import check_model
+from lightning_wlb.model_folder_checks import check_model, is_here
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that count as the end of a document if a tokenizer has exactly one of them."""
@@ -198,7 +198,7 @@ def tokenizer_file(name: str) -> Path | None:
     path = Path(name)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
-    return path if path.is_file() else None
+    return path if is_here(name) and path.is_file() else None
 
 
 @cache
@@ -238,7 +238,7 @@ def hugging_face_tokenizer(name: str) -> Any:
             f" {EXTRA}."
         ) from error
     with explained(f"The tokenizer {name!r} cannot be opened"):
-        here = Path(name).exists()
+        here = is_here(name)
         local = here or hub_is_out_of_reach()
         kinds = ("missing_entries", "gated_repo", "connection_errors")
         quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}

@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, Pretrai
 from lightning_wlb.argument_checks import wrong_type
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
 from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
-from lightning_wlb.model_folder_checks import check_counts, check_model
+from lightning_wlb.model_folder_checks import check_counts, check_model, is_here
 from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.model_parts import blank_model
@@ -72,9 +72,10 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         if STORED.get() is not None:  # the name may come from an untrusted checkpoint
             fetch = f"huggingface_hub.snapshot_download({str(config)!r}) if you trust it"
             closed = f"nothing is fetched while a checkpoint is loaded (call {fetch})"
-        local = Path(config).exists() or bool(closed)
+        here = is_here(config)
+        local = here or bool(closed)
         try:
-            if Path(config).exists():
+            if here:
                 check_model(config)
             # Reading a config makes some families build a list with an entry for each layer.
             given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
@@ -84,7 +85,7 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
             )
         except Exception as error:  # an invalid file can raise anything
             why = reason(error)
-            if local and not Path(config).exists() and isinstance(error, OSError):
+            if local and not here and isinstance(error, OSError):
                 why = f"{closed}, and the hub's cache on this machine does not have it."
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"

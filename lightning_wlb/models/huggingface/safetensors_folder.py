@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from lightning_wlb.file_checks import read_json
-from lightning_wlb.model_folder_checks import check_model
+from lightning_wlb.model_folder_checks import check_model, is_here
 
 Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the end."""
@@ -57,7 +57,7 @@ def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
         ValueError: there is no such folder here, and the hub does not give one.
     """
     folder = Path(name_or_folder)
-    if folder.is_dir():
+    if is_here(name_or_folder) and folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
