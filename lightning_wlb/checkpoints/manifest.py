@@ -164,12 +164,22 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def check(folder: Path) -> None:
-    """Raise :class:`Damaged` if a folder's files are not those of its manifest, in one process."""
+def check(folder: Path) -> Manifest:
+    """Compare a folder's files with its manifest, in one process; raises :class:`Damaged`."""
     manifest = read(folder)
     check_sizes(folder, manifest)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda name: check_files(folder, manifest, [name]), manifest.files))
+    return manifest
+
+
+def check_same(folder: Path, manifest: Manifest) -> None:
+    """Raise :class:`Damaged` if another save has taken a folder's place since it was read.
+
+    Files are opened by name: what was read may then be of two saves, each of them whole.
+    """
+    if read(folder).save != manifest.save:
+        raise Damaged(f"{folder} was replaced while it was read. Read it, or another one, again.")
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -61,25 +61,27 @@ def fill(
     folder: Path,
     stored: Metadata,
     ranks: Ranks,
-    listed: Manifest | None = None,
+    listed: Manifest,
+    compare: bool = True,
 ) -> None:
     """Fill the tensors of a nested state, and replace its other values; collective over ``ranks``.
 
     Args:
         state: its names are those of the shards.
         stored: the folder's metadata, by :func:`.safe_metadata.read`.
-        listed: the folder's manifest; meanwhile a thread of each rank compares its part of the
-            files with it. None: the files have been compared already.
+        listed: the folder's manifest, read before ``stored``.
+        compare: whether a thread of each rank meanwhile compares its part of the files with it.
 
     Raises:
-        Damaged: a file is not what was written, whatever else went wrong in reading.
+        Damaged: a file is not what was written, whatever else went wrong in reading; or another
+            save has taken the folder's place.
         OSError: a rank could not read a file.
         ValueError: the folder does not hold what the state asks for, or holds more than tensors
             and plain types.
     """
     with ThreadPoolExecutor(1) as pool:
         compared = None
-        if listed is not None:
+        if compare:
             mine = _share(folder, sorted(listed.files), ranks)
             compared = pool.submit(manifest.check_files, folder, listed, mine)
         problem: Exception | None = None
@@ -98,6 +100,7 @@ def fill(
             ranks.each(compared.result)
     if problem is not None:
         raise problem
+    ranks.each(lambda: manifest.check_same(folder, listed))
 
 
 def _share(folder: Path, names: list[str], ranks: Ranks) -> list[str]:

@@ -49,8 +49,7 @@ class StoredCheckpoint:
                 f"{path} is not a checkpoint: it should be the folder that WLBStrategy wrote, with"
                 f" {REST} in it, or the file that another strategy wrote."
             )
-        if folder:
-            manifest.check(path)
+        self._listed = manifest.check(path) if folder else None
         self.rest = rest = load_state(file, mmap=True)
         rest.pop(OWN, None)
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
@@ -65,12 +64,12 @@ class StoredCheckpoint:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read whole tensors to the CPU, in the dtype in which they are stored."""
-        if self._metadata is None:
+        if self._metadata is None or self._listed is None:
             return {name: self.rest["state_dict"][name] for name in names}
         there = {name: self._tensors[name] for name in names}
         state: dict[str, Any] = {
             _PREFIX + name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in there.items()
         }
-        fill(state, self._path, self._metadata, Ranks(alone=True))
+        fill(state, self._path, self._metadata, Ranks(alone=True), self._listed, compare=False)
         return {name: state[_PREFIX + name] for name in there}

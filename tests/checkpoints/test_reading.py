@@ -2,14 +2,16 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_wlb.checkpoints import manifest
+from lightning_wlb.checkpoints import manifest, reading
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from tests.checkpoints.small_checkpoints import load, model, poison, save
 from tests.ranks import run_ranks
@@ -119,3 +121,37 @@ def test_nothing_that_a_checkpoint_holds_is_run(way, saves, tmp_path):
         with pytest.raises(ValueError, match=r"run\.ckpt"):
             StoredCheckpoint(path)
     assert not made.exists()
+
+
+def test_a_folder_that_another_save_replaces_while_it_is_read_is_refused(
+    saves, tmp_path, monkeypatch
+):
+    """Each file is whole, and of a step of its own: the weights of one and the counts of another."""
+    last, compared = tmp_path / "last.ckpt", threading.Event()
+    check_files, read = manifest.check_files, reading.dcp.load
+
+    def lead_to(save: Path) -> None:
+        last.unlink(missing_ok=True)
+        last.symlink_to(save)
+
+    def comparing(folder: Path, listed: manifest.Manifest, names: list[str]) -> None:
+        check_files(folder, listed, names)
+        if "__0_0.distcp" in names:
+            compared.set()
+
+    def reading_late(*args: Any, **options: Any) -> None:
+        assert compared.wait(60)
+        lead_to(saves[1])
+        read(*args, **options)
+
+    lead_to(saves[0])
+    stored = StoredCheckpoint(last)
+    stored.read(stored.names)
+    lead_to(saves[1])
+    with pytest.raises(manifest.Damaged, match=r"last\.ckpt was replaced while it was read"):
+        stored.read(stored.names)
+    lead_to(saves[0])
+    monkeypatch.setattr(manifest, "check_files", comparing)
+    monkeypatch.setattr(reading.dcp, "load", reading_late)
+    with pytest.raises(manifest.Damaged, match=r"last\.ckpt was replaced while it was read"):
+        load(last)
