@@ -18,7 +18,8 @@ _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model."""
 _COUNTS = re.compile(
-    r".*num_.*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace|.*_(iter|iteration|cycle)s"
+    r".*num_(?!param).*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace"
+    r"|.*_(iter|iteration|cycle)s"
 )
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
 """Upper bounds of fields that set the size of a table, and that no weight's shape limits."""

@@ -310,8 +310,7 @@ class _DryRun(_Records):
     def _load_state(self) -> None:
         """Give a state to a state dict or to a user's class only: a tensor's state is a size.
 
-        An ordered dictionary's state could replace its methods and hide its entries from every
-        check.
+        An ordered dictionary's state could replace its methods and hide its entries from checks.
         """
         made, state = getattr(type(self.stack[-2]), "name", ""), self.stack[-1]
         plain = type(state) is dict and state.keys() <= {"_metadata"}  # as in a module's state dict

@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.file_checks import check_regular, printable, read_bytes, read_json
-from lightning_wlb.model_folder_checks import check_model
+from lightning_wlb.model_folder_checks import check_model, is_here
 
 TEMPLATE = "chat_template.jinja"
 
@@ -198,7 +198,8 @@ def _beside(
     from lightning_wlb.data.tokenising.texts import explained
     from lightning_wlb.models.huggingface.load_and_export import GENERATION, files_beside
 
-    base = Path(pretrained) if pretrained and Path(pretrained).is_dir() else None
+    here = pretrained and is_here(pretrained) and Path(pretrained).is_dir()
+    base = Path(pretrained) if pretrained and here else None
     source = base if tokenizer is None else Path(tokenizer)
     copied: dict[str, Path] = {}
     if base is not None and (base / GENERATION).is_file():

@@ -3,8 +3,7 @@
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments)``, and a line in
 :data:`COMMANDS`. ``fit``, ``validate`` and ``test`` are LightningCLI's, which reads its own options
 (:mod:`.train`). A mistake of the user raises ValueError; it is printed as one paragraph, and the
-exit code is 2. The environment variable ``LIGHTNING_WLB_TRACEBACK=1`` asks for the traceback
-instead.
+exit code is 2. ``LIGHTNING_WLB_TRACEBACK=1`` in the environment asks for the traceback instead.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 ``lightning-wlb fit --config run.yaml`` needs no script. The file has LightningCLI's sections, and
 ``wlb`` with the arguments of :class:`.WLBStrategy`, for ``trainer.strategy: wlb``, as
-``examples/continue.yaml`` does. ``lightning-wlb fit --print_config`` prints every option with its
-default.
+``examples/continue.yaml`` does. ``lightning-wlb fit --print_config`` prints options and defaults.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Between the points of a table the *inverse* rate is interpolated linearly over 1/queries, 1/(keys
 per query) and 1/rows, which is exact for a time of the form a + b·queries·keys. Only additions,
-subtractions, multiplications and divisions are used, which give the same results on every IEEE 754
-processor.
+subtractions, multiplications and divisions are used, which IEEE 754 defines to the last bit.
 """
 
 from __future__ import annotations

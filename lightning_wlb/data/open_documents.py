@@ -215,8 +215,7 @@ def documents(source: Any, **options: Any) -> DocumentStore:
         A store whose lengths are known, and whose tokens are read on demand.
 
     Raises:
-        ValueError: an unknown or missing source, an option that the kind does not have, or damaged
-            files.
+        ValueError: an unknown or missing source, an option that it does not have, or damaged files.
     """
     if isinstance(source, DocumentStore):
         if options:
@@ -241,8 +240,7 @@ def documents_or_number(name: str, given: Any) -> int | Documents:
     """Check an argument that is documents or a number of documents to hold out; opens nothing.
 
     Raises:
-        ValueError: documents that :func:`documents` does not know, or a number that is not whole or
-            below 0.
+        ValueError: documents that :func:`documents` does not know, or no whole number from 0 on.
     """
     if isinstance(given, DocumentStore | Sequence | Mapping | Path):
         check_documents(name, given)

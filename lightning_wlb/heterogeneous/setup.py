@@ -129,8 +129,7 @@ def weights_of(model: Decoder, sizes: Sequence[int]) -> Weights:
     ``sizes`` are the tensor-parallel sizes of the mesh and of all pipelines.
 
     Raises:
-        ValueError: a parameter outside of embed, layers and head, or a size that cannot split the
-            model.
+        ValueError: a parameter outside of embed, layers and head, or a size that cannot split it.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     frozen = frozenset(n for n, each in model.named_parameters() if not each.requires_grad)

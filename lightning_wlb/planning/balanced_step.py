@@ -3,8 +3,7 @@
 Where ranks meet only to reduce gradients, they wait for the rank with the most work in the step.
 So sequences are dealt to ranks first (:func:`partition`). Each rank's sequences then go into as few
 micro-batches as hold them, by WLB-LLM's Algorithm 1: longest first into the micro-batch with the
-least work, or the fewest tokens where that would pass the cap. All ranks are packed at once, in
-arrays.
+least work, or the fewest tokens where that would pass the cap. All ranks are packed at once.
 
 Where ranks meet in every micro-batch (parameters are gathered again in each: ZeRO-3, FSDP with
 resharding), the k-th micro-batches of all ranks take as long as the longest of them (``lockstep``).

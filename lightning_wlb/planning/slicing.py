@@ -22,8 +22,7 @@ Work counts forward and backward together. The work of a slice is the work of th
 end less the work of the prefix up to its start. Both are quadratic in tokens (beyond a sliding
 window linear), so a cut position is the root of a quadratic, in exact integers. Positions are
 rounded to whole kernel tiles (128 tokens) from the piece's origin, and no slice is shorter than 512
-tokens, unless the cap forces it: each pack takes at least the tokens that the packs after it cannot
-hold.
+tokens, unless the cap forces it: each pack takes at least what the packs after it cannot hold.
 
 The paper's packs are equal. On a pipeline of P stages the last P - 1 packs may taper, each with 5/6
 of the work of the one before: the pipeline then drains sooner, since nothing else runs beside their

@@ -22,8 +22,7 @@ Replicas that share a micro-batch raise it together.
 In a stage of one layer, recomputing that layer takes as much memory as holding it, so raising a
 micro-batch adds to its own backward what it frees in others. The search may then miss modes that
 fit, but only if the excess is less than a micro-batch's hidden states, and never if one mode for
-all micro-batches fits. If nothing fits, the result with the least bytes on the fullest rank is
-taken.
+all micro-batches fits. If nothing fits, the least bytes on the fullest rank decide.
 
 Cost: some tenths of a millisecond per raised micro-batch, besides the preparation of a simulation;
 a part of that if nothing is raised.

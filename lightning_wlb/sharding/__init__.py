@@ -11,8 +11,7 @@ of one piece) and deals them to the ranks of the context-parallel group:
 ``ptrr``                     tiles of queries dealt greedily by work
 ===========================  ==================================================================
 
-:func:`.choose` takes the sharding with the least predicted latency for a micro-batch; a plan names
-it.
+:func:`.choose` takes the sharding with the least predicted latency for a micro-batch.
 
 The rows of a rank are its chunks one after another, padded at the end so that all ranks have
 equally many rows and tensor parallelism can divide them. Each chunk is one attention segment. The

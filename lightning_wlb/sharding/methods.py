@@ -103,8 +103,7 @@ def per_document_contiguous(lengths: Integers, ranks: int) -> Integers:
 
     A chunk that would give the rank more than its share of all remainders is cut there, so that no
     rank has more rows than the mean, rounded up. Ties go to the rank whose remainders have the
-    fewest attention pairs, so that not always the same ranks have more work; then to the lowest
-    rank.
+    fewest attention pairs, which spreads the work; then to the lowest rank.
     """
     size = lengths // (2 * ranks)
     paired = 2 * ranks * size

@@ -8,8 +8,7 @@
   Trainer's checkpoint callbacks; in a Slurm job also among those saved before a time limit
   (``hpc_ckpt_N.ckpt`` in ``default_root_dir``). Lightning would take a ``last.ckpt`` by the file
   system's time, and begin anew if a process died while it replaced the only one. With the default
-  logger each attempt has a new folder, ``version_N``: no checkpoint is found, and a warning says
-  so.
+  logger each attempt has a new folder, ``version_N``: none is found, which a warning says.
 * ``"hpc"`` means the same, and counts ``hpc_ckpt_N.ckpt`` outside a Slurm job too.
 * None, in a fit of a Slurm job that was requeued or finds an ``hpc_ckpt_N.ckpt``, means the newest
   checkpoint that this job has saved, whatever its name. If this job has saved none, but there is an

@@ -15,8 +15,7 @@ with the loss into the exchange that ends every step. Then all ranks, in the sam
 
 Outside of fit the requeue signal is only reported; it must not end a process, so a handler is set
 when the Trainer is made, and stays after the run. SIGTERM before the first step ends the process as
-usual. After the last step, for example in a save, it ends the process's next run at its first
-batch.
+usual. After the last step, as in a save, it ends the process's next run at its first batch.
 
 A rank that waits for its loader obeys a signal too: after ``LOADER_SECONDS`` the wait ends as if
 there were no more data. Lightning has taken one batch ahead; the step of that batch is the last.

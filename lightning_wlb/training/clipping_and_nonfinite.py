@@ -5,8 +5,7 @@ A single optimizer step with such gradients makes every parameter NaN. So before
 brought, and the norm of all gradients. If one of them is NaN or infinite, all ranks raise, or all
 skip the optimizer's step. After a skip parameters and optimizer state are bit for bit as before,
 the position in the documents has moved on, and the step counts as taken. If a parameter itself is
-not finite no step can be right: unless the user has said ``"ignore"``, all ranks raise, and nothing
-is saved.
+not finite no step can be right: without ``"ignore"`` all ranks raise, and nothing is saved.
 
 Cost: one pass over the rank's own gradients, one all-reduce of a number, and one wait for the
 device before the optimizer's step; clipping by norm uses the same norm. ``"ignore"`` costs nothing.

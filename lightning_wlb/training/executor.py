@@ -179,8 +179,7 @@ class Executor:
         """Read what the ranks exchanged at the end of the last step, which waits for the device.
 
         Raises:
-            RuntimeError: naming the ranks and digests, if ranks hold different plans for the next
-                step.
+            RuntimeError: ranks hold different plans for the next step; ranks and digests are named.
         """
         assert self._told is not None, "a step has run"
         (batch, told), self._told = self._told, None

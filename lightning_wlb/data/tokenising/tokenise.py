@@ -69,8 +69,7 @@ class TokeniseRequest:
             a token's text; or False for none. Chats end as their template writes them.
 
     Raises:
-        ValueError: a source, tokenizer, column or token that does not exist or does not fit the
-            kind.
+        ValueError: a source, tokenizer, column or token that does not exist or fit the kind.
     """
 
     source: str | Path

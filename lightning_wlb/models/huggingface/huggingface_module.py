@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from lightning_wlb.cost.shape import ModelShape
 from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.model_folder_checks import is_here
 from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.config_and_shape import (
     positions_warning,
@@ -69,6 +70,7 @@ class HuggingFaceModule(LanguageModule):
                 f"{str(config)!r} holds weights, or names a model that has them. Say"
                 " pretrained=True to start from them, or pretrained=False for random values."
             )
+        source: Any = pretrained
         if pretrained is True:
             if not isinstance(config, str | Path):
                 raise ValueError(
@@ -76,10 +78,10 @@ class HuggingFaceModule(LanguageModule):
                     " folder to read weights from. Give it as pretrained='FOLDER'."
                 )
             # A config may be given as its file, beside which the weights are.
-            pretrained = str(Path(config).parent if Path(config).is_file() else config)
-        if pretrained and Path(pretrained).is_dir():
-            pretrained = str(Path(pretrained).absolute())  # an export may run in another folder
-        self.pretrained = str(pretrained) if pretrained else None
+            source = Path(config).parent if Path(config).is_file() else config
+        if source and is_here(source) and Path(source).is_dir():
+            source = Path(source).absolute()  # an export may run in another folder
+        self.pretrained = str(source) if source else None
         self.lora = None if lora is None else checked_fields(lora)
         if self.lora is not None and self.pretrained is None:
             raise ValueError(
