@@ -126,7 +126,7 @@ def test_nothing_that_a_checkpoint_holds_is_run(way, saves, tmp_path):
 def test_a_folder_that_another_save_replaces_while_it_is_read_is_refused(
     saves, tmp_path, monkeypatch
 ):
-    """Each file is whole, and of a step of its own: the weights of one and the counts of another."""
+    """Each file is whole, but of another step: the weights of one and the counts of another."""
     last, compared = tmp_path / "last.ckpt", threading.Event()
     check_files, read = manifest.check_files, reading.dcp.load
 
