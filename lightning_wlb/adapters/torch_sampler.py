@@ -1,8 +1,8 @@
 """A batch sampler of equal work for any torch ``DataLoader``, and so for Lightning and Accelerate.
 
 Every step takes the next ``sequences`` sequences of the epoch's order, whatever the number of
-ranks, and :func:`.plan_step` decides which rank runs which of them in which micro-batch. So if the
-loss is divided by the tokens of the whole step, a step's gradient does not depend on the plan.
+ranks, and :func:`.plan_step` decides, in about a millisecond, which rank runs which of them in
+which micro-batch. So a loss divided by the whole step's tokens has one gradient under every plan.
 
 Every iteration begins an epoch, as with torch's samplers: the epoch that ``set_epoch`` has named
 last, or without it the next one. Only the first iteration after a loaded position goes on there.
@@ -11,8 +11,6 @@ Under a torchdata ``StatefulDataLoader`` the loader's state holds the position. 
 :meth:`BalancedBatchSampler.state_dict` counts the requested batches, and workers of a plain
 ``DataLoader`` request batches ahead of training. After a step's last batch a run may resume with
 other numbers of ranks and micro-batches; after an epoch's last batch it resumes in the next epoch.
-
-Cost: the planning, a millisecond for a step of some hundred sequences.
 """
 
 from __future__ import annotations
@@ -83,16 +81,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f" {self.sequences}: ranks count from 0, and a step needs its sequences."
             )
         self._a_step = self.micro_batches * (self.ranks if self.rank is None else 1)
-        self._order = {
-            "lengths": _digest(self.lengths.astype("<i8").tobytes()),
-            "sequences": self.sequences,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        order = {"sequences": self.sequences, "seed": self.seed, "shuffle": self.shuffle}
+        self._order = {"lengths": _digest(self.lengths.astype("<i8").tobytes()), **order}
         # The position: requested batches of the epoch, and the step of the last one.
         self.epoch, self.batches, self._step = 0, 0, ""
         # Where the next iteration begins, and whether set_epoch has named its epoch.
         self._next, self._is_set = (0, 0), False
+        self._unset: set[int] = set()  # epochs that began unnamed, and were not left early
 
     def __len__(self) -> int:
         return len(self.lengths) // self.sequences * self._a_step
@@ -103,10 +98,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch, position = self._next
         # A StatefulDataLoader resumed at an epoch's end requests some batches from one iterator and
         # then uses another: the first one counts only if it reaches its last batch.
-        was_at_end = position >= len(self)
-        if was_at_end:
+        if was_at_end := position >= len(self):
             epoch, position = self._next = epoch + 1, 0
         self.epoch = epoch
+        self._unset |= set() if self._is_set else {epoch}
         steps = self.steps(epoch, position // self._a_step)
         if self.options.get("max_tokens") is not None:
             steps = iter(list(steps))  # a step that does not fit raises before the run begins
@@ -115,17 +110,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
             batches = [rank[k] for k in range(self.micro_batches) for rank in own]
             for batch in batches[position % self._a_step :]:
                 if self.epoch != epoch:
-                    raise ValueError(
-                        f"set_epoch({self.epoch}) came when batches of epoch {epoch} had been"
-                        " requested, for example by a loader's workers, which fetch ahead: call it"
-                        " earlier, on the sampler. Under Lightning and Accelerate's stateful"
-                        " loaders resume from the state of a torchdata StatefulDataLoader."
-                    )
+                    raise _too_late(epoch, self.epoch)
                 position += 1
                 self.batches, self._step = position, digest
                 if not was_at_end or position == len(self):
                     self._next = (self._next[0] if self._is_set else epoch + 1, 0)
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:  # dropped, with all that was fetched
+                    self._unset.discard(epoch)
+                    raise
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -139,11 +133,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         position in an earlier epoch, which was left before its end, is dropped.
 
         Raises:
-            ValueError: the loaded position is in a later epoch.
+            ValueError: the loaded position is in a later epoch, or an earlier epoch began unset.
         """
         loaded = self._next if self._next[1] else None
         self._next = _within(whole("epoch", epoch, 0), loaded)
         self._is_set, (self.epoch, self.batches) = True, self._next
+        begun, self._unset = self._unset, set()
+        if min(begun, default=epoch) < epoch:
+            raise _too_late(min(begun), epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch after the last requested batch, and what identifies the order.
@@ -206,23 +203,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 no_empty=True,
                 **self.options,
             )
-            if len(plan.micro_batches[0]) > self.micro_batches:
+            if (needed := len(plan.micro_batches[0])) > self.micro_batches:
                 raise ValueError(
-                    f"Step {number} of epoch {epoch} needs"
-                    f" {len(plan.micro_batches[0])} micro-batches of max_tokens={plan.max_tokens}"
-                    f" on a rank, more than micro_batches={self.micro_batches}. Raise one of them,"
-                    f" or take fewer than sequences={self.sequences}."
+                    f"Step {number} of epoch {epoch} needs {needed} micro-batches of"
+                    f" max_tokens={plan.max_tokens} on a rank, more than micro_batches="
+                    f"{self.micro_batches}. Raise one of them or lower sequences={self.sequences}."
                 )
-            names = taken.tolist()
-            yield [[[names[i] for i in each] for each in rank] for rank in plan.micro_batches]
+            yield [[taken[each].tolist() for each in rank] for rank in plan.micro_batches]
 
 
 def _within(epoch: int, loaded: tuple[int, int] | None) -> tuple[int, int]:
-    """A loaded position if it is in the epoch that was set, else that epoch's beginning.
-
-    Raises:
-        ValueError: the position is in a later epoch.
-    """
+    """A loaded position if it is in the epoch that was set, else that epoch's beginning."""
     if loaded is None or loaded[0] < epoch:
         return epoch, 0
     if loaded[0] > epoch:
@@ -232,6 +223,15 @@ def _within(epoch: int, loaded: tuple[int, int] | None) -> tuple[int, int]:
             f" loader's set_epoch({loaded[0]}) before iterating, and so in every epoch."
         )
     return loaded
+
+
+def _too_late(requested: int, epoch: int) -> ValueError:
+    return ValueError(
+        f"set_epoch({epoch}) came when batches of epoch {requested} had been requested, for example"
+        " by a loader's workers, which fetch ahead. Set each epoch before anything iterates: call"
+        f" the sampler's set_epoch({epoch}) before Lightning's fit(ckpt_path=...), or set"
+        " num_workers=0. Inside an epoch also load the state of a torchdata StatefulDataLoader."
+    )
 
 
 def _digest(content: bytes | Step) -> str:

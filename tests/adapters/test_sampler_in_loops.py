@@ -140,6 +140,24 @@ def test_epochs_that_contradict_a_position_or_batches_fetched_ahead() -> None:
     assert found == [unbroken()[at] for at in (EPOCH, EPOCH, 2 * EPOCH)]
 
 
+def test_a_first_epoch_that_is_set_too_late() -> None:
+    for requested in (1, EPOCH):  # workers may have fetched all of an epoch
+        sampler = made()
+        source = iter(sampler)
+        assert [next(source) for _ in range(requested)] == unbroken()[:requested]
+        with pytest.raises(
+            ValueError, match=r"set_epoch\(2\) came when batches of epoch 0 had been"
+        ):
+            sampler.set_epoch(2)
+        sampler.set_epoch(2)  # the remedy
+        assert list(sampler) == unbroken()[2 * EPOCH :]
+    # A loop may look at first batches before it sets epochs.
+    sampler = made()
+    assert [next(iter(sampler)) for _ in range(2)] == [unbroken()[0], unbroken()[EPOCH]]
+    sampler.set_epoch(0)
+    assert list(sampler) == unbroken()[:EPOCH]
+
+
 class Sees(L.LightningModule):
     """Keeps the batches that it is given; one number is its model."""
 
@@ -158,7 +176,8 @@ class Sees(L.LightningModule):
 
 def fit(loader: Any, folder: Path | None = None, ckpt_path: Any = None, **given: Any) -> Any:
     module = Sees()
-    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    ends = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -166,7 +185,7 @@ def fit(loader: Any, folder: Path | None = None, ckpt_path: Any = None, **given:
         enable_model_summary=False,
         use_distributed_sampler=False,
         max_epochs=EPOCHS,
-        callbacks=[saves] if folder else [],
+        callbacks=[steps, ends] if folder else [],
         enable_checkpointing=folder is not None,
         **{"devices": 1, **given},
     ).fit(module, loader, ckpt_path=ckpt_path)
@@ -188,14 +207,36 @@ def test_lightning_resumes_at_every_batch(tmp_path: Path, workers: int, stops: A
         assert fit(again, ckpt_path=tmp_path / f"step={stop}.ckpt") == unbroken()[stop:]
 
 
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("first", ["step=2", "epoch=0"])
+def test_lightning_resumes_twice(tmp_path: Path, workers: int, first: str) -> None:
+    fit(loader_of(StatefulDataLoader, workers), tmp_path)
+    path, again = tmp_path / f"{first}.ckpt", loader_of(StatefulDataLoader, workers)
+    if workers and first == "epoch=0":  # three workers have fetched the whole epoch
+        with pytest.raises(ValueError, match=r"call the sampler's set_epoch\(1\) before .* fit"):
+            fit(again, ckpt_path=path)
+        again.batch_sampler.set_epoch(1)
+    done = 2 if first == "step=2" else EPOCH
+    assert fit(again, tmp_path / "again", ckpt_path=path) == unbroken()[done:]
+    for second, done in (("step=8", 8), ("epoch=1", 2 * EPOCH)):
+        again = loader_of(StatefulDataLoader, workers)
+        again.batch_sampler.set_epoch(done // EPOCH)
+        found = fit(again, ckpt_path=tmp_path / "again" / f"{second}.ckpt")
+        assert found == unbroken()[done:]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lightning_resumes_epochs_that_are_limited(tmp_path: Path, workers: int) -> None:
     expected = starts_of_epochs(unbroken(), 2)
     limit = {"limit_train_batches": 2}
     assert fit(loader_of(StatefulDataLoader, workers), tmp_path, **limit) == expected
-    path = tmp_path / "step=3.ckpt"
-    again = loader_of(StatefulDataLoader, workers)
-    assert fit(again, ckpt_path=path, **limit) == expected[3:]
+    for done in (2, 3):
+        path, again = tmp_path / f"step={done}.ckpt", loader_of(StatefulDataLoader, workers)
+        if workers and done == 2:  # they have fetched the rest of an epoch that was left
+            with pytest.raises(ValueError, match=r"call the sampler's set_epoch\(1\) before"):
+                fit(again, ckpt_path=path, **limit)
+            again.batch_sampler.set_epoch(1)
+        assert fit(again, ckpt_path=path, **limit) == expected[done:]
 
 
 def fit_two(rank: int) -> list[Any]:
