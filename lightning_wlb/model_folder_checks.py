@@ -82,10 +82,13 @@ def is_here(name: str | Path) -> bool:
     Raises ValueError if another user may have put that there in place of what is on the hub.
     """
     there, on_hub = Path(name).exists(), r"\w[\w.-]*(/[\w.-]+)?"
-    if there and isinstance(name, str) and re.fullmatch(on_hub, name) and follow(name)[1]:
+    may_be_hubs = there and isinstance(name, str) and re.fullmatch(on_hub, name)
+    found = follow(name)[1] if may_be_hubs else ()
+    # The working folder itself may be a colleague's.
+    if strange := [at for at in found if not Path.cwd().is_relative_to(at)]:
         raise ValueError(
-            f"{name} may mean a name on the hub, but another user has put {min(follow(name)[1])}"
-            f" here. Write ./{name} if you trust that, or change to a folder of your own."
+            f"{name} may mean a name on the hub, but another user has put {strange[0]} here. Write"
+            f" ./{name} if you trust that, or change to a folder of your own."
         )
     return there
 

@@ -64,8 +64,7 @@ class AttentionMetadata:
     The fields from ``cu_seqlens_q`` to ``receive_counts`` are those of
     :class:`~lightning_wlb.sharding.rank_indices.RankIndices`, as tensors. ``send_index`` is None
     without an all-to-all. ``key_index`` is an index into the rows of the buffer, or for slices into
-    the gathered ``runs``. Without context parallelism it is None, and the keys are the local rows,
-    or the ``runs``.
+    the gathered ``runs``. Without context parallelism it is None: keys are local rows or ``runs``.
     """
 
     rows: int  #: local rows, padding included

@@ -93,8 +93,7 @@ def rank_timings(timings: Iterable[Timing], micro_batches: int) -> np.ndarray:
 
     Args:
         timings: their micro-batches are numbered in the order of the replica's forward.
-        micro_batches: the most micro-batches of a replica in this step, which every rank knows from
-            the plan.
+        micro_batches: the most micro-batches of a replica in this step, by the plan.
     """
     seconds = np.zeros((micro_batches, 2, 2))
     for timing in timings:
@@ -131,8 +130,7 @@ def shares_of(plan: StepPlan) -> np.ndarray:
 def slots(plan: StepPlan) -> float:
     """K, which the pipeline level counts: the micro-batches of all replicas, empty ones included.
 
-    A micro-batch counts by its pipeline's share; one that the step leaves empty is on no pipeline
-    and counts 1.
+    A micro-batch counts by its pipeline's share; one that the step leaves empty counts 1.
     """
     counts = [len(replica.forward) for replica in plan.replicas]
     return float(np.dot(counts, shares_of(plan))) + max(plan.micro_batches - sum(counts), 0)

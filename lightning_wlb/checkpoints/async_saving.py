@@ -107,8 +107,7 @@ class BackgroundSaves:
     ) -> None:
         """Run ``do`` when the jobs before it are finished.
 
-        ``leaves`` is what ``path`` is then: a checkpoint (``path`` itself), a link to another path,
-        or nothing.
+        ``leaves`` is what ``path`` is then: a checkpoint (``path``), a link to another, or nothing.
         """
         before = [each.future for each in self._jobs]
         future: Future[None] = Future()

@@ -76,21 +76,26 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Those of ``paths``, checkpoints in a folder or its ``.old``, that strangers have put there.
 
     The list is empty if strangers could not write there: the folder is not open
-    (:func:`.file_checks.is_open`), and no stranger has made it in an open one. Behind a stranger's
-    link all of them are listed.
+    (:func:`.file_checks.is_open`), and no stranger has made it in an open one. All paths in the
+    folder, or in ``.old``, are listed if a stranger's link leads to it.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
-    steps = [status for each in places for status in follow(each)[1].values()]
-    if any(stat.S_ISLNK(each.st_mode) for each in steps):
-        return list(paths)
-    if not steps and not any(is_open(each.stat()) for each in places):
+    steps = {each: [*follow(each)[1].values()] for each in places}
+    if not any(steps.values()) and not any(is_open(each.stat()) for each in places):
         return []
     try:
         with TemporaryFile(dir=folder) as file:  # a file server may give it another owner
             mine = os.fstat(file.fileno()).st_uid
     except OSError:
         mine = my_user()
-    return [each for each in paths if {each.stat().st_uid, each.lstat().st_uid} != {mine}]
+
+    def is_strange(path: Path) -> bool:
+        with suppress(OSError):
+            linked = any(stat.S_ISLNK(each.st_mode) for each in steps.get(path.parent, ()))
+            return linked or {path.stat().st_uid, path.lstat().st_uid} != {mine}
+        return True  # a link that leads nowhere, or too far
+
+    return [each for each in paths if is_strange(each)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def begin(path: Path, kind: str) -> PartialFolder:
 
     Raises:
         ValueError: something else is at ``path`` or its place in ``.old``; ``.partial`` or ``.old``
-            is a link or another user's; or a stranger's link leads to ``path``.
+            is a link or another user's than the folder's; or a stranger's link leads to ``path``.
     """
     check_links(path.parent)
     for each in (path, old_folder(path)):

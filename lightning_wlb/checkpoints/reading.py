@@ -76,8 +76,7 @@ def fill(
         Damaged: a file is not what was written, whatever else went wrong in reading; or another
             save has taken the folder's place.
         OSError: a rank could not read a file.
-        ValueError: the folder does not hold what the state asks for, or holds more than tensors
-            and plain types.
+        ValueError: the folder lacks what the state asks for, or not only plain types.
     """
     with ThreadPoolExecutor(1) as pool:
         compared = None

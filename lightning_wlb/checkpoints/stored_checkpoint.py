@@ -8,6 +8,7 @@ file of a folder, and runs whatever its pickles name.)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class StoredCheckpoint:
                 f" {REST} in it, or the file that another strategy wrote."
             )
         self._listed = manifest.check(path) if folder else None
+        self._open = None if folder else file.open("rb")
+        self._written = self._last_written()
         self.rest = rest = load_state(file, mmap=True)
         rest.pop(OWN, None)
         self.hyper_parameters: dict[str, Any] = rest.get("hyper_parameters", {})
@@ -65,7 +68,13 @@ class StoredCheckpoint:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read whole tensors to the CPU, in the dtype in which they are stored."""
         if self._metadata is None or self._listed is None:
-            return {name: self.rest["state_dict"][name] for name in names}
+            # Copied first: a save across file systems writes into the file that is mapped.
+            read = {name: self.rest["state_dict"][name].clone() for name in names}
+            if self._last_written() != self._written:
+                raise manifest.Damaged(
+                    f"{self._path} was replaced while it was read. Read it again."
+                )
+            return read
         there = {name: self._tensors[name] for name in names}
         state: dict[str, Any] = {
             _PREFIX + name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -73,3 +82,7 @@ class StoredCheckpoint:
         }
         fill(state, self._path, self._metadata, Ranks(alone=True), self._listed, compare=False)
         return {name: state[_PREFIX + name] for name in there}
+
+    def _last_written(self) -> tuple[int, ...]:
+        status = None if self._open is None else os.fstat(self._open.fileno())
+        return () if status is None else (status.st_size, status.st_mtime_ns)

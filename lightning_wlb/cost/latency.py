@@ -16,8 +16,7 @@ Every time is that of one rank, forward and backward apart:
 If layers differ, each kind of layer has a latency model of its own (:attr:`LatencyModel.kinds`).
 Besides matrix products and attention, decoders of other families are assumed to do as much work as
 a plain decoder with feed-forward matrices of the same size. An expert's products are assumed to run
-at the rate of all the micro-batch's rows, so predictions for mixtures are too fast for short
-micro-batches.
+at the rate of all the micro-batch's rows, which is too fast for short micro-batches.
 
 Results are whole nanoseconds, from IEEE arithmetic alone: the same on every rank and processor.
 Each segment is rounded to picoseconds, so that a sum does not depend on its order.

@@ -119,8 +119,7 @@ class StepDataset(IterableDataset[StepBatch]):
 
         Raises:
             MisconfigurationException: a vocabulary smaller than that of the documents.
-            ValueError: documents that cannot be opened, or lengths that are not whole numbers of at
-                least 1.
+            ValueError: documents that cannot be opened, or lengths that are no whole numbers > 0.
         """
         store, rank = opening.documents(documents), rank or Rank()
         check_lengths(np.asarray(store.lengths), repr(store))

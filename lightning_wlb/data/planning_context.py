@@ -104,8 +104,7 @@ def context_of(trainer: L.Trainer, data: WLBDataModule) -> PlanningContext:
     """The context of a Trainer's run.
 
     Raises:
-        MisconfigurationException: several ranks with a strategy that does not divide the plan, or
-            no model shape.
+        MisconfigurationException: no model shape, or ranks whose strategy does not divide the plan.
     """
     if isinstance(trainer.strategy, PlanningStrategy):
         return trainer.strategy.planning_context(data)

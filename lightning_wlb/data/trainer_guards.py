@@ -143,8 +143,7 @@ def refuse_half_states(
 ) -> None:
     """Refuse to save a state in the middle of a step, or one that is only partly restored.
 
-    If the save was requested because of an exception, that exception is raised again after the
-    run's teardown.
+    If an exception requested the save, that exception is raised again after the run's teardown.
 
     Args:
         steps: optimizer steps of the last batch so far; within the batch more may follow.

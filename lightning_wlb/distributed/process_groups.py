@@ -306,8 +306,7 @@ def message_device(device: torch.device, group: ProcessGroup) -> torch.device:
 
     In a collective gloo copies a GPU's tensors to the host and back; for a point-to-point message
     it would hand the GPU's address to a socket. So the caller copies messages to this device, which
-    waits for the GPU: for tests of several ranks on one GPU, not for training. Read in torch 2.13,
-    not run on CUDA.
+    waits for the GPU: for tests of several ranks on one GPU. Read in torch 2.13, not run on CUDA.
     """
     over_gloo = device.type == "cuda" and group._get_backend(device).name() == "gloo"
     return torch.device("cpu") if over_gloo else device

@@ -11,8 +11,7 @@ each copy of a tied weight gets the whole sum. Sums run in the order of ranks, s
 give the same bits, and so do copies of a shard.
 
 Cost: a step holds its whole stage in the compute dtype, and gradient sums in their dtype from a
-first gradient to the push. Each piece is copied once at the sender and once at the receiver. Not
-run on CUDA.
+first gradient to the push. Sender and receiver copy each piece once. Not run on CUDA.
 """
 
 from __future__ import annotations

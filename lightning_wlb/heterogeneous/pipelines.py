@@ -63,8 +63,7 @@ class HeterogeneousStage:
 
     Attributes:
         waiting: each module that waits for parameters -> the turns in which these arrive.
-        places: name of a parameter in the whole model -> the modules that hold it, with its name
-            in each.
+        places: name of a parameter in the whole model -> modules that hold it, and its name there.
     """
 
     def __init__(

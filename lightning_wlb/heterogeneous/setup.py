@@ -169,8 +169,7 @@ class HeterogeneousPipelines:
 def check_rebuilt(module: LanguageModule, rebuilt: Decoder) -> None:
     """Refuse a model that differs from what ``build_model`` makes, since pipelines run the latter.
 
-    The module's model may be split; ``rebuilt`` is a whole one by ``build_model``, on the meta
-    device.
+    The module's model may be split; ``rebuilt`` is whole, by ``build_model`` on the meta device.
 
     Raises:
         MisconfigurationException: names the module or parameter; possibly not on all ranks.

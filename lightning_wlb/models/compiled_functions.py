@@ -7,8 +7,7 @@ model counts (for SwiGLU three matrices instead of four).
 
 A function is compiled once for any number of rows, as one graph. If it does not compile on a rank,
 the run ends, since other ranks would wait for that rank in every step. It runs uncompiled on fewer
-than two rows, for which inductor would compile again, and under a dispatch mode, which must see
-every operation.
+than two rows, for which inductor would compile again, and under a dispatch mode.
 
 Cost: seconds of compiler time per function, at its first call with gradients and at its first call
 without; some tens of microseconds of checks per call. Do not use it for functions that communicate

@@ -2,8 +2,7 @@
 
 A folder that :class:`.WLBStrategy` wrote becomes a module in one process. Lightning restores
 optimizer state by parameter numbers. State that is keyed by parameter names, as in the file that
-Lightning's ``consolidate_checkpoint`` makes of a folder, is numbered in the order of the module's
-optimizers.
+Lightning's ``consolidate_checkpoint`` makes, is numbered in the order of the module's optimizers.
 
 A checkpoint of LightningCLI names the module's class and lets LightningCLI instantiate it, which
 would import and call any classes that the arguments name. Here the class must already be imported

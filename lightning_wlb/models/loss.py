@@ -8,8 +8,7 @@ Under tensor parallelism each rank holds some rows of the output matrix ("vocabu
 Per chunk the ranks exchange three numbers per row: the maximum, the sum of exponentials and the
 logit of the target. Logits are never gathered. Every rank returns the same loss and calls backward
 with the same gradient. The gradient of a rank's weight rows is then complete. The gradient of the
-hidden states is the part that flows through this rank's words; the backward of ``gather_rows`` sums
-these parts.
+hidden states is this rank's words' part; the backward of ``gather_rows`` sums these parts.
 
 Sums over chunks are in float32. On CUDA the products of half types are in float32 too, and are
 added to the gradient of the output matrix in place, without a copy. That has been run only with

@@ -57,8 +57,7 @@ class Candidate(NamedTuple):
     Attributes:
         kind: ``whole`` pieces dealt by work, or ``filled`` as by ``best_fit``; ``sliced`` into
             MicroPacks; long pieces cut ``apart`` from each other.
-        halves: the number of micro-batches, in halves of the nominal number; 0: as few as the
-            pieces need.
+        halves: the number of micro-batches, in halves of the nominal number; 0: the fewest.
     """
 
     kind: Kind

@@ -219,8 +219,7 @@ class ProfileScorer:
     def longest(self) -> Sequence[int]:
         """Tokens of the longest micro-batch that fits on a replica alone, by mode of recomputation.
 
-        The mode with the least recomputation comes first; modes in which not even the state fits
-        are left out.
+        The least recomputation comes first; modes in which the state does not fit are left out.
         """
         modes = modes_of(self.activation_checkpointing)
         return [tokens for mode in modes if (tokens := self.predictor.longest_micro_batch(mode))]

@@ -83,8 +83,7 @@ class Planner:
     Raises:
         ValueError: no documents, an empty document, a document above the context window where
             ``long_documents="error"``, a step chooser without a scorer or with a packing that
-            cannot deal to pipelines that differ, or an unknown sharding or activation
-            checkpointing.
+            cannot deal to pipelines that differ, or an unknown sharding or recomputation.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ rounded to whole kernel tiles (128 tokens) from the piece's origin, and no slice
 tokens, unless the cap forces it: each pack takes at least what the packs after it cannot hold.
 
 The paper's packs are equal. On a pipeline of P stages the last P - 1 packs may taper, each with 5/6
-of the work of the one before: the pipeline then drains sooner, since nothing else runs beside their
-backwards.
+of the work of the one before: the pipeline then drains sooner.
 
 If a micro-batch ends one piece and begins the next, the slices of both form one chain, whose
 backward runs in reverse as a whole: a step of such micro-batches opens all of them at once.

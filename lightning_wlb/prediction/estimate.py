@@ -179,8 +179,7 @@ class _Slices:
     def on_a_rank(self, near: Integers, far: Integers) -> Integers:
         """The total of the mean rank of each micro-batch, int64 [..., micro-batches].
 
-        ``near`` and ``far`` are the values of the first and the second chunk of each slice, int64
-        [..., slices].
+        ``near``, ``far``: values of the first and second chunk of each slice, int64 [..., slices].
         """
         both = np.where(self.parts > 1, near + far, near)
         return self.sums_of(*(both * self.parts)) // self.ranks

@@ -2,8 +2,7 @@
 
 A micro-batch holds its activations from its forward to its backward, or only some of them and
 recomputes the rest (``MicroBatch.recompute``). :func:`settled` gives every micro-batch of a plan a
-mode, such that each pipeline rank stays within the memory that may be filled and the step gets
-little longer.
+mode, such that no pipeline rank passes its memory limit and the step gets little longer.
 
 The bytes that a rank holds during an action do not depend on times: they are a prefix sum over its
 program, and largest in one of its backwards. So nothing is simulated. The search is greedy:

@@ -9,8 +9,7 @@ a receive from the stage before, if there is one, and ends with a send to the st
 is one; for a backward it is the reverse. Between two stages of one rank nothing is sent.
 :func:`receipts` says when a rank knows, without asking, that a message it sent has arrived.
 
-:class:`Timing` is an action as it was measured, :class:`Span` an action on a time axis, measured or
-predicted.
+:class:`Timing` is an action as it was measured, :class:`Span` an action on a time axis.
 """
 
 from __future__ import annotations

@@ -120,8 +120,7 @@ def chunks_of_each(
 def merged(table: Integers, lengths: Integers) -> Integers:
     """Chunks in the order of rank, piece and token, adjacent ones joined to one segment.
 
-    ``table`` is int64 [chunks, 4], rank, piece, start and stop of each; ``lengths`` is the tokens
-    of the pieces.
+    ``table`` is int64 [chunks, 4], rank, piece, start and stop of each; ``lengths`` the pieces'.
     """
     rank, document, start, _ = table.T
     token = offsets(lengths)[document] + start

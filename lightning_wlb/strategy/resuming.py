@@ -64,8 +64,7 @@ RESUMABLE = "lr_schedulers"
 def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
     """The checkpoints that ``"last"``, ``"hpc"`` and None may mean, the newest first.
 
-    The list is empty if Lightning's own choice stands. With ``fitting`` a checkpoint must have
-    optimizer state.
+    The list is empty if Lightning's own choice stands. ``fitting`` asks for optimizer state.
     """
     slurm = SLURMEnvironment.detect()
     saved_before_limit = slurm or asked == "hpc"
@@ -128,7 +127,8 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
 
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself if it has none."""
-    if is_checkpoint(path) or not path.is_dir():
+    own = [each for each in (path / REST, path / manifest.NAME) if each.exists()]
+    if not path.is_dir() or (is_checkpoint(path) and not atomic_folders.strangers(own, path)):
         return [path]
     return _usable(checkpoints_in(path), fitting) or [path]
 
@@ -197,7 +197,8 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
     in_run = home in {*own, Path(trainer.default_root_dir).resolve()}
-    known = {*runs_of(path)} if in_run else set()  # elsewhere a manifest may claim any run
+    in_run = in_run and not atomic_folders.strangers([path], path.parent)
+    known = {*runs_of(path)} if in_run else set()  # a stranger's manifest may claim any run
 
     def counts(each: Any) -> bool:
         if _lies_in(each, own):

@@ -27,10 +27,12 @@ validation, a step and a save (``--signal=SIGUSR1@300``).
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -162,6 +164,14 @@ def _requeue_signal(environment: Any) -> signal.Signals | None:
     return None
 
 
+def _save_path(folder: str) -> str:
+    """Where Lightning saves before the time limit: ``hpc_ckpt_N.ckpt``, with the next number."""
+    names = [each.name for each in Path(folder).glob("hpc_ckpt_*.ckpt")]
+    found = [re.fullmatch(r"hpc_ckpt_(\d{1,9})\.ckpt", name) for name in names]
+    number = max((int(each[1]) for each in found if each), default=0) + 1
+    return str(Path(folder) / f"hpc_ckpt_{number}.ckpt")
+
+
 class EndOnSignal(pl.Callback):
     """Acts on the signals that ranks have agreed on; the last callback, added by WLBStrategy."""
 
@@ -177,6 +187,8 @@ class EndOnSignal(pl.Callback):
             # This comes before any validation that is due: there is not much time.
             rank_zero_info("WLBStrategy: the requeue signal has come. Saving, requeueing, ending.")
             NOTICES.obeyed()
+            connector: Any = trainer._checkpoint_connector
+            connector.hpc_save_path = _save_path  # Lightning's fails beside my_ckpt_tool.py
             requeue = trainer._signal_connector._slurm_sigusr_handler_fn
             requeue(_requeue_signal(trainer.strategy.cluster_environment), None)  # type: ignore
             raise SIGTERMException

@@ -16,8 +16,7 @@ All ranks that exchange parameters post the same operations in the same order, w
 micro-batches they have: gathers by first use, reductions from the last bucket to the first, each as
 soon as those before it have been posted. A rank without micro-batches posts zeros. Replicas that
 share a micro-batch wait for each other in its attention too, so that a rank reduces nothing before
-the last such micro-batch is over (docs/design.md, "Parameters", says why no two ranks can wait for
-each other).
+the last such micro-batch is over (docs/design.md, "Parameters", says why nothing deadlocks).
 """
 
 from __future__ import annotations

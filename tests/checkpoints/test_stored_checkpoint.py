@@ -1,10 +1,13 @@
 """What one process reads of a checkpoint, and what it refuses."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_wlb.checkpoints import sharded, writing
+from lightning_wlb.checkpoints import manifest, sharded, writing
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
 from lightning_wlb.models.language_module import LanguageModule
 
@@ -59,3 +62,19 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save({"state_dict": {}, "hyper_parameters": {"model": nn.Linear(1, 1)}}, tmp_path / "o")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         StoredCheckpoint(tmp_path / "o")
+
+
+def test_a_file_that_is_written_anew_while_it_is_read_is_refused(tmp_path):
+    """As Lightning does if its temporary folder is on another file system."""
+    file, later = tmp_path / "last.ckpt", tmp_path / "later.ckpt"
+    for path, value in ((file, 1.0), (later, 2.0)):
+        torch.save({"state_dict": {"a": torch.full((9,), value)}}, path)
+    stored = StoredCheckpoint(file)
+    first = stored.read(["a"])["a"]
+    os.replace(shutil.copy(file, tmp_path / "same"), file)
+    assert stored.read(["a"])["a"].eq(1).all(), "the file that was opened is as it was"
+    stored = StoredCheckpoint(file)
+    shutil.copyfile(later, file)
+    with pytest.raises(manifest.Damaged, match=r"last\.ckpt was replaced while it was read"):
+        stored.read(["a"])
+    assert first.eq(1).all()

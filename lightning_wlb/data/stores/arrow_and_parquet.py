@@ -7,8 +7,7 @@ Compressed Arrow files cannot be mapped and are refused.
 :class:`ParquetDocuments` opens Parquet files. These are compressed, and reading one document would
 unpack its whole row group. So the columns of tokens and masks are written once as an Arrow stream,
 row group by row group, into the user's cache folder, and mapped from there. The name of that copy
-includes the file's size and time of change: a changed file is read again, and the older copy is
-removed.
+includes the file's size and time of change. The copy of an older file is removed.
 
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The

@@ -5,8 +5,7 @@ The index has a header (magic, version 1, type of the tokens, counts), the lengt
 one entry more than documents). A document consists of consecutive sequences. Multimodal datasets,
 whose index also has a mode for each sequence, are refused because of the index's size.
 
-Cost: opening reads the index, 12 bytes for each sequence and 8 for each document, and no tokens; a
-read is a slice.
+Cost: opening reads the index, 12 bytes for each sequence and 8 for each document, but no tokens.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.file_checks import printable, read_bytes, read_json
+from lightning_wlb.file_checks import follow, printable, read_bytes, read_json
 from lightning_wlb.model_folder_checks import check_model, is_here
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -268,6 +268,7 @@ def hugging_face_tokenizer(name: str) -> Any:
         file = cached_file(name, "tokenizer.json", local_files_only=local, **quiet)
         if fast and file is not None:
             _check_as_in_file(tokenizer, Path(file))
+        is_here(name)  # by now
     if not fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
@@ -377,6 +378,11 @@ def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
     without the other file exactly one of its special tokens must be in ``USUAL_ENDS``.
     """
     neighbour = file.with_name("tokenizer_config.json")
+    if follow(neighbour)[1] and not follow(file)[1]:
+        raise ValueError(
+            f"{neighbour} would name the token that ends documents, and is another user's. Remove"
+            f" it, or move {file.name} to a folder of your own."
+        )
     if not neighbour.is_file():
         added = tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]

@@ -2,8 +2,7 @@
 
 The pipelines of a *kind* have equal shapes. Dealing (Hydraulis §6.2) needs the cost of each piece
 on each kind that can hold it, which is predicted from the device profile. Algorithm 1 deals pieces
-to kinds as if the pipelines of a kind shared every piece and had no bubble, because slices make
-bubbles small.
+to kinds as if the pipelines of a kind shared every piece and had no bubble: slices make it small.
 
 The run's packing then plans the pieces of each kind as on a mesh of that kind's pipelines alone,
 and may let several pipelines share a piece (DP-Merge).

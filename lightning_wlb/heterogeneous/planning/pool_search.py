@@ -139,8 +139,7 @@ def choose_pool(request: MeshRequest, mesh: Mesh, *, progress: Progress = silent
     The request's ``steps``, two or more, are the sample.
 
     Raises:
-        ValueError: a mesh with virtual stages, or a packing that cannot deal to pipelines that
-            differ.
+        ValueError: a mesh with virtual stages, or a packing that cannot deal to such pipelines.
     """
     base = request.predictor(mesh)
     scorer = ProfileScorer(base, request.activation_checkpointing)

@@ -9,8 +9,7 @@ and the ranks of the embedding and of the head both hold a tied weight.
 
 Parameters move in *buckets*: a layer, the embedding, the head, or the weight that both share. A
 rank holds one *box* of a parameter: a range of indices in every dimension. The boxes of all ranks
-are one array, int64 [ranks, dimensions, 2] of start and stop; the box of a rank that holds nothing
-is empty.
+are one array, int64 [ranks, dimensions, 2] of start and stop; a box may be empty.
 
 Cost: O(ranks) array elements for each parameter.
 """

@@ -80,9 +80,11 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
             # Reading a config makes some families build a list with an entry for each layer.
             given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
             _check_fields(given[0])
-            return AutoConfig.from_pretrained(
+            read = AutoConfig.from_pretrained(
                 str(config), trust_remote_code=False, local_files_only=local
             )
+            is_here(config)  # by now
+            return read
         except Exception as error:  # an invalid file can raise anything
             why = reason(error)
             if local and not here and isinstance(error, OSError):

@@ -2,8 +2,7 @@
 
 A family is a ``model_type``. Families outside ``CHECKED`` may work as well, and give a warning.
 Configs are refused if training would be *silently* wrong: the loss would fall, but the gradients
-would not be those of separate documents. This is decided by the config or the modules, not by the
-family's name.
+would not be those of separate documents. The config or the modules decide, not the family's name.
 """
 
 from __future__ import annotations

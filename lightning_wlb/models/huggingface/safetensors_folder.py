@@ -1,8 +1,7 @@
 """A pretrained folder: which stored tensors make up a parameter, and rectangles of them.
 
 safetensors maps a file into memory, so that reading a rectangle costs the pages on which it lies:
-for rows of a matrix only these rows, for columns up to the whole matrix if rows are shorter than a
-page.
+for rows of a matrix only these rows, for columns up to the whole matrix.
 
 Many folders are older than transformers' present modules: names differ, and a mixture's experts are
 stored one by one while the module has them in one parameter. transformers has the conversions

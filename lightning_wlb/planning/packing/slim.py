@@ -9,8 +9,7 @@ cut pieces are kept until their last slice has run backward, and micro-batches a
 device may run less efficiently.
 
 The paper also cuts backward into MicroPacks of its own (§4.1.2). Here forward and backward run the
-same ones: plans of unlike packs were slower in every simulation (docs/design.md, "What was tried
-and lost").
+same ones: plans of unlike packs were slower in every simulation (docs/design.md).
 
 Cost: the slicing.
 """
