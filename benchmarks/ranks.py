@@ -11,10 +11,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,10 +36,11 @@ class RankFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, and that Linux gives to no connection by itself."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port := 10_000 + secrets.randbelow(20_000)))
+            return port
 
 
 def run_ranks(
