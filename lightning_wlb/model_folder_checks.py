@@ -81,8 +81,7 @@ def is_here(name: str | Path) -> bool:
 
     Raises ValueError if another user may have put that there in place of what is on the hub.
     """
-    there, on_hub = Path(name).exists(), r"\w[\w.-]*(/[\w.-]+)?"
-    may_be_hubs = there and isinstance(name, str) and re.fullmatch(on_hub, name)
+    may_be_hubs = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
     found = follow(name)[1] if may_be_hubs else ()
     # The working folder itself may be a colleague's.
     if strange := [at for at in found if not Path.cwd().is_relative_to(at)]:
@@ -90,7 +89,16 @@ def is_here(name: str | Path) -> bool:
             f"{name} may mean a name on the hub, but another user has put {strange[0]} here. Write"
             f" ./{name} if you trust that, or change to a folder of your own."
         )
-    return there
+    return Path(name).exists()
+
+
+def check_beside(path: Path, trusted: Path) -> None:
+    """Refuse what another user has put beside, or into, what no other user has made."""
+    if follow(path)[1] and not follow(trusted)[1]:
+        raise ValueError(
+            f"{path} is another user's, where others may put files. Remove it, or move your own to"
+            " a folder of yours."
+        )
 
 
 def check_model(path: str | Path) -> None:
@@ -103,6 +111,7 @@ def check_model(path: str | Path) -> None:
     templates = path / "additional_chat_templates"
     files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
     for each in sorted(files):
+        check_beside(each, path)
         if not each.is_dir():
             check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
     config = path / "config.json" if path.is_dir() else path

@@ -93,7 +93,7 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
         with suppress(OSError):
             linked = any(stat.S_ISLNK(each.st_mode) for each in steps.get(path.parent, ()))
             return linked or {path.stat().st_uid, path.lstat().st_uid} != {mine}
-        return True  # a link that leads nowhere, or too far
+        return path.lstat().st_uid != mine  # what cannot be inspected
 
     return [each for each in paths if is_strange(each)]
 

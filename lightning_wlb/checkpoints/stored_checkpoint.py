@@ -8,6 +8,7 @@ file of a folder, and runs whatever its pickles name.)
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,7 +70,7 @@ class StoredCheckpoint:
         """Read whole tensors to the CPU, in the dtype in which they are stored."""
         if self._metadata is None or self._listed is None:
             # Copied first: a save across file systems writes into the file that is mapped.
-            read = {name: self.rest["state_dict"][name].clone() for name in names}
+            read = copy.deepcopy({name: self.rest["state_dict"][name] for name in names})
             if self._last_written() != self._written:
                 raise manifest.Damaged(
                     f"{self._path} was replaced while it was read. Read it again."

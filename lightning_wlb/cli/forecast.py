@@ -8,8 +8,7 @@ cutting and concatenating (``original``), per token and for equal work, since a 
 It is also compared with ``best_fit``, which packs whole documents by their tokens: a gain over
 ``best_fit`` below :data:`WORTH` counts as none.
 
-Cost: planning and predicting every step of every packing; `auto` plans slowest, as it simulates
-several plans a step.
+Cost: planning and predicting every step of every packing. `auto` simulates several plans a step.
 """
 
 from __future__ import annotations

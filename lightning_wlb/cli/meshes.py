@@ -2,8 +2,7 @@
 
 The search is :func:`~lightning_wlb.mesh_search.search.choose_mesh`, with the packing asked for,
 with ``original`` and with ``best_fit``, so that the verdict compares each on its own best mesh.
-Everything is simulated from the device profile. Each printed row comes out the same if its mesh is
-given with ``--mesh``.
+Everything is simulated from the device profile. ``--mesh`` with a printed row's mesh repeats it.
 
 Cost: ten to thirty seconds for 64 devices, one to two and a half for 1,024.
 """

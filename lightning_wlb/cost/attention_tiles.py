@@ -49,8 +49,7 @@ def reference_kernel_cost(
         queries: int64 [segments], at least 1 each.
         keys: int64 [segments], at least the queries.
         overhead: cost of a query tile besides the key/value tiles that it reads, in such tiles.
-        sliding_window: most keys that a query sees; key/value tiles that no query of a query tile
-            sees are not read.
+        sliding_window: most keys that a query sees; tiles that none sees are not read.
     """
     tiles = -(-queries // TILE)
     # Query tile i ends at query (i + 1) · TILE, the last tile at the last query.

@@ -111,8 +111,7 @@ class _Stretch(NamedTuple):
 class PassWork:
     """Work of a forward or backward pass as data; calling it gives the work of a slice.
 
-    Work is an integer in the unit of the coefficients. The work of the slices of a piece adds up to
-    the work of the piece.
+    Work is an integer in the unit of the coefficients. The work of slices adds up to their piece's.
 
     Args:
         per_token: work of a token, at least 1.

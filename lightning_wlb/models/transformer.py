@@ -9,8 +9,7 @@ rows are gathered before each half of a layer and reduce-scattered after it, and
 overlap products (:mod:`.tensor_parallel_overlap`). Under context parallelism the rows are this
 rank's share of the micro-batch, and ``attend`` fetches the other ranks' keys and values.
 
-In shapes P is the number of a rank's rows, TP the tensor-parallel size; ``group`` is the
-tensor-parallel group.
+In shapes P is a rank's rows, TP the tensor-parallel size; ``group`` is the tensor-parallel group.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ with the rest, and a global batch is the next pieces of the order, as many as co
 tokens. If not all pieces of a document fit, the next global batch begins with the document's next
 piece. So every global batch but an epoch's last has N·C ± C/2 tokens.
 
-Cost: linear in the documents of the global batches drawn; once per epoch a permutation, of 4 bytes
-for each document.
+Cost: linear in the documents that are drawn; once per epoch a permutation, 4 bytes a document.
 """
 
 from __future__ import annotations

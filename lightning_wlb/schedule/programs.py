@@ -54,8 +54,7 @@ def program_of(
 ) -> list[Action]:
     """The program of one rank of a replica in a step.
 
-    Replicas that share micro-batches (DP-Merge) plan their warm-up together, else they would meet
-    in different orders.
+    Replicas that share micro-batches (DP-Merge) plan their warm-up together, to meet in one order.
 
     Args:
         number: which replica the rank belongs to.

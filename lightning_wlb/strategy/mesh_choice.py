@@ -17,8 +17,7 @@ process groups of a mesh are made:
 The answer depends on the request alone and is computed in whole numbers, so that a resumed or
 requeued run gets the same mesh again; the cache only saves time.
 
-Cost: the search, and a model built once more on the meta device, both on rank 0; an exchange of
-some hundred bytes.
+Cost: the search, and a model built once more on the meta device, both on rank 0.
 """
 
 from __future__ import annotations

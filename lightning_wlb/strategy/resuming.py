@@ -127,10 +127,13 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
 
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself if it has none."""
-    own = [each for each in (path / REST, path / manifest.NAME) if each.exists()]
-    if not path.is_dir() or (is_checkpoint(path) and not atomic_folders.strangers(own, path)):
+    files = [each for each in (path / REST, path / manifest.NAME) if each.exists()]
+    # In an open folder others may put files. A folder of mode 0777 and its files have one owner.
+    theirs = {each.stat().st_uid for each in atomic_folders.strangers(files, path)}
+    mixed = bool(theirs) and theirs != {path.stat().st_uid}
+    if not path.is_dir() or (is_checkpoint(path) and not mixed):
         return [path]
-    return _usable(checkpoints_in(path), fitting) or [path]
+    return _usable(checkpoints_in(path), fitting) or ([] if mixed else [path])
 
 
 def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path, _T]:

@@ -378,20 +378,23 @@ def test_what_a_stranger_puts_into_an_open_folder_of_checkpoints_leads_no_run(sc
     other = write(scratch / "theirs" / "step=9.ckpt", 9, 9.0, lr_schedulers=[])
     keeper = ModelCheckpoint(scratch)
     runner = L.Trainer(accelerator="cpu", default_root_dir=scratch, callbacks=keeper)
-    # A link that was there while the run looked made everything a stranger's: it began anew.
-    (scratch / ".old").symlink_to(scratch.parent)
-    os.lchown(scratch / ".old", 65534, 65534)
-    (scratch / "circle.ckpt").symlink_to("a" * 300)
+    for name, leads in ((".old", scratch.parent), ("long.ckpt", "a" * 300)):
+        (scratch / name).symlink_to(leads)
+        os.lchown(scratch / name, 65534, 65534)
     assert resuming.candidates(runner, "last", True) == [mine]
-    # The folder itself is not a checkpoint because of files that a stranger has put into it.
     for each in other.iterdir():
         os.chown(shutil.copy(each, scratch), 65534, 65534)
     assert resuming.candidates_in(scratch, True) == [mine]
+    away = mine.rename(scratch.parent / "away")
+    assert resuming.candidates_in(scratch, True) == []
+    away.rename(mine)
+    for each in (other, *other.iterdir()):
+        os.chown(each, 65534, 65534)
+    other.chmod(0o777)
     assert resuming.candidates_in(other, True) == [other], "which was asked for"
-    # In the run's own folder a stranger's manifest may claim to know the run.
     copy = shutil.copytree(mine, scratch / "step=4.ckpt")
     for counts in ({str(mine): 0.0}, {}):
         rest = {"callbacks": {"a": {"best_k_models": {str(mine): 0.0}}}}
         resuming.forget_others(rest, copy, runner)
         assert rest["callbacks"]["a"]["best_k_models"] == counts
-        os.chown(copy, 65534, 65534)
+        os.chown(copy, 65534, 65534)  # its manifest may claim to know the run

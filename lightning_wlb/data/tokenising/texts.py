@@ -29,8 +29,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
-from lightning_wlb.file_checks import follow, printable, read_bytes, read_json
-from lightning_wlb.model_folder_checks import check_model, is_here
+from lightning_wlb.file_checks import printable, read_bytes, read_json
+from lightning_wlb.model_folder_checks import check_beside, check_model, is_here
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that count as the end of a document if a tokenizer has exactly one of them."""
@@ -378,11 +378,7 @@ def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
     without the other file exactly one of its special tokens must be in ``USUAL_ENDS``.
     """
     neighbour = file.with_name("tokenizer_config.json")
-    if follow(neighbour)[1] and not follow(file)[1]:
-        raise ValueError(
-            f"{neighbour} would name the token that ends documents, and is another user's. Remove"
-            f" it, or move {file.name} to a folder of your own."
-        )
+    check_beside(neighbour, file)
     if not neighbour.is_file():
         added = tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]

@@ -163,8 +163,7 @@ class HuggingFaceDecoder(Decoder):
         """See :meth:`.Decoder.forward`.
 
         Raises:
-            ValueError: a layer that did not call attention, or a position whose rotation would
-                depend on other rows.
+            ValueError: a layer that did not call attention, or a rotation by other rows' positions.
         """
         if layers is None:
             numbers = sorted(map(int, self.layers))

@@ -52,8 +52,7 @@ class PackingChoice:
         :data:`PACKINGS`.
 
         Raises:
-            ValueError: an unknown method, an unknown option (the message lists the known ones), or
-                an option out of range.
+            ValueError: an unknown method or option (the message lists the known), or a wrong value.
         """
         if isinstance(given, PackingChoice):
             return given
