@@ -11,8 +11,7 @@ their work decides which rank runs which sequences, and when. A micro-batch is o
 padding. The ``Trainer`` divides the loss by the targets of the whole step, so loss and gradient do
 not depend on the plan. The ``Trainer`` resumes as usual.
 
-``SFTTrainer`` has its own collator, with ``SFTConfig(padding_free=True, packing=False,
-max_length=None)``.
+``SFTTrainer`` has its own, with ``SFTConfig(padding_free=True, packing=False, max_length=None)``.
 
 Without flash-attention choose ``attn_implementation="wlb_packed"``, which calls torch's attention
 for each sequence. Dense masks would cost as much as one sequence of the row's length.

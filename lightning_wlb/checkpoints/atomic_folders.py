@@ -93,7 +93,8 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
         with suppress(OSError):
             linked = any(stat.S_ISLNK(each.st_mode) for each in steps.get(path.parent, ()))
             return linked or {path.stat().st_uid, path.lstat().st_uid} != {mine}
-        return path.lstat().st_uid != mine  # what cannot be inspected
+        # It cannot be inspected, or has vanished.
+        return not os.path.lexists(path) or path.lstat().st_uid != mine
 
     return [each for each in paths if is_strange(each)]
 

@@ -4,8 +4,7 @@ The planner that training uses plans the run's first steps, from the same docume
 order. The pieces of a step do not depend on the mesh, so all meshes train on the same pieces. Plans
 are chosen by the device profile, as in training with a profile.
 
-Cost: planning ``request.steps`` steps and simulating each once; ``auto`` simulates five to ten
-plans of each step.
+Cost: planning and simulating ``request.steps`` steps; ``auto`` simulates five to ten plans of each.
 """
 
 from __future__ import annotations

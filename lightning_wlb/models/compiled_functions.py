@@ -11,8 +11,7 @@ than two rows, for which inductor would compile again, and under a dispatch mode
 
 Cost: seconds of compiler time per function, at its first call with gradients and at its first call
 without; some tens of microseconds of checks per call. Do not use it for functions that communicate
-or call kernels of their own, nor for small layers on a CPU, where the checks cost more time than
-compilation saves.
+or call kernels of their own, nor for small layers on a CPU, where checks cost more than it saves.
 
 So far it has run only on CPUs. On CUDA inductor chooses among Triton's kernels by time, so that the
 order of sums may differ between processes, unless ``torch.use_deterministic_algorithms`` is on.

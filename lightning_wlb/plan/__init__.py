@@ -2,8 +2,7 @@
 
 A planner writes a :class:`.StepPlan`; the data loader makes tensors from it, a schedule makes
 actions from it, the simulator predicts it and the executor runs it. A plan holds only plain
-integers and strings, is the same on every rank, and can be printed, validated, compared by digest
-and written as JSON.
+integers and strings, is the same on every rank, and can be printed, validated, and written.
 
 A *piece* is the part of a *document* that attends only to itself, a *slice* the part of a piece
 that runs in one micro-batch (docs/design.md, "What the words mean").

@@ -14,8 +14,7 @@ aligned, so a set lies within every larger set that it meets, and all its member
 micro-batches before its own: no two replicas wait for each other in different orders.
 
 Cost: O(P·log P + merged pieces · replicas). Do not use it where the links between replicas are much
-slower than those in a context-parallel group: sending the keys of the shared pieces then costs more
-than the imbalance.
+slower than those in a context-parallel group: the shared pieces' keys then cost more than it gains.
 """
 
 from __future__ import annotations

@@ -133,7 +133,10 @@ def candidates_in(path: Path, fitting: bool) -> list[Path]:
     mixed = bool(theirs) and theirs != {path.stat().st_uid}
     if not path.is_dir() or (is_checkpoint(path) and not mixed):
         return [path]
-    return _usable(checkpoints_in(path), fitting) or ([] if mixed else [path])
+    found = _usable(checkpoints_in(path), fitting)
+    if not found and mixed:
+        raise ValueError(f"{files[0]} is another user's. Remove it, or name a checkpoint in there.")
+    return found or [path]
 
 
 def load_first(paths: Sequence[Path], load: Callable[[Path], _T]) -> tuple[Path, _T]:

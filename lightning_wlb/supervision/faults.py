@@ -6,8 +6,7 @@ wait for ranks that wait for it in their step. So before any callback the ranks 
 heartbeats (:mod:`.heartbeat`). If all ranks have the exception at the same place (a signal that
 they have agreed on, data that all refuse), they save, and print nothing beside it. Otherwise this
 rank reports its exception, and takes part in no further collective. Nothing is saved, the last
-checkpoint stands, and the exception ends the process. This closes its connections, so that the
-other ranks end too.
+checkpoint stands, and the exception ends the process; as its connections close, other ranks end.
 
 After an exception inside the optimizer's step, some parameters are updated and others are not. No
 run may resume from that, so nothing is saved, even if all ranks have the exception. The same holds

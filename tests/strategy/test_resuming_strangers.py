@@ -376,8 +376,7 @@ def test_counts_of_another_type_are_named(tmp_path):
 def test_what_a_stranger_puts_into_an_open_folder_of_checkpoints_leads_no_run(scratch):
     mine = write(scratch / "step=3.ckpt", 3, 3.0, lr_schedulers=[])
     other = write(scratch / "theirs" / "step=9.ckpt", 9, 9.0, lr_schedulers=[])
-    keeper = ModelCheckpoint(scratch)
-    runner = L.Trainer(accelerator="cpu", default_root_dir=scratch, callbacks=keeper)
+    runner = L.Trainer(default_root_dir=scratch, callbacks=ModelCheckpoint(scratch))
     for name, leads in ((".old", scratch.parent), ("long.ckpt", "a" * 300)):
         (scratch / name).symlink_to(leads)
         os.lchown(scratch / name, 65534, 65534)
@@ -386,7 +385,8 @@ def test_what_a_stranger_puts_into_an_open_folder_of_checkpoints_leads_no_run(sc
         os.chown(shutil.copy(each, scratch), 65534, 65534)
     assert resuming.candidates_in(scratch, True) == [mine]
     away = mine.rename(scratch.parent / "away")
-    assert resuming.candidates_in(scratch, True) == []
+    with pytest.raises(ValueError, match=r"scratch/meta\.pt is another user's. Remove it"):
+        resuming.candidates_in(scratch, True)
     away.rename(mine)
     for each in (other, *other.iterdir()):
         os.chown(each, 65534, 65534)
