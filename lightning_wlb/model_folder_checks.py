@@ -7,10 +7,14 @@ Cost: its JSON files are read once more.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning_wlb.file_checks import check_regular, follow, read_json
 
@@ -90,6 +94,53 @@ def is_here(name: str | Path) -> bool:
             f" ./{name} if you trust that, or change to a folder of your own."
         )
     return Path(name).exists()
+
+
+@cache
+def hub_is_out_of_reach() -> bool:
+    """Whether the hub's name cannot be resolved; its library would need half a minute to see it."""
+    from urllib.request import getproxies
+
+    if getproxies():
+        return False  # a proxy may resolve the name
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return False
+
+
+def hub_copy(name: str, *more: str, fetch: bool = True) -> Path:
+    """The folder in the hub's cache with the small files, and ``more``, of what the hub has.
+
+    transformers is given that folder in place of the name, since it would read a folder of that
+    name that comes into the working folder meanwhile.
+
+    Args:
+        name: a model's or tokenizer's name on the hub.
+        more: patterns of the names of further files.
+        fetch: whether to download what is missing; not if a checkpoint names it.
+
+    Raises:
+        ValueError: the hub, or its cache if nothing is fetched, does not have it.
+    """
+    from huggingface_hub import snapshot_download
+
+    closed = "there is no network" if hub_is_out_of_reach() else ""
+    if not fetch:
+        closed = (
+            "nothing is fetched while a checkpoint is loaded, which may name anything (call"
+            f" huggingface_hub.snapshot_download({name!r}) if you trust it)"
+        )
+    wanted = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", *more]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=bool(closed)))
+    except Exception as error:  # many kinds: no such name, no permission
+        why = f"the hub does not give it: {error}"
+        if closed and isinstance(error, OSError):
+            why = f"the hub's cache on this machine does not have it: {closed}"
+        raise ValueError(f"There is no folder {name!r} here, and {why}") from error
 
 
 def check_beside(path: Path, trusted: Path) -> None:

@@ -1,12 +1,14 @@
 """Folders of models and tokenizers: which names mean one here."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from lightning_wlb import model_folder_checks
 from lightning_wlb.data.tokenising.texts import TextEncoder, hugging_face_tokenizer, tokenizer_file
 from lightning_wlb.model_folder_checks import check_model, is_here
 from lightning_wlb.models.huggingface.config_and_shape import read_config
@@ -49,18 +51,33 @@ def test_no_stranger_adds_a_file_to_a_folder_of_ones_own(scratch):
 
 
 def test_a_folder_that_comes_while_a_name_is_opened_is_not_taken(scratch, monkeypatch):
+    """Here it comes between two looks, and is gone before the next."""
     monkeypatch.chdir(scratch)
+    (scratch / "theirs").rename(scratch / "away")
+    hub = scratch / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(model_folder_checks, "hub_is_out_of_reach", lambda: True)
+    snapshot = hub / "models--theirs" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "../../refs").mkdir()
+    (snapshot / "../../refs/main").write_text("0" * 40)
+    for folder, size in ((snapshot, 3), (scratch / "away", 1)):
+        Path(saved(folder)).replace(folder / "tokenizer.json")
+        fields = {"model_max_length": size, "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+        tiny("llama", num_hidden_layers=size).save_pretrained(folder)
+    opens = PretrainedConfig.get_config_dict.__func__
 
-    def opened(*_: Any, **__: Any) -> Any:
-        (scratch / "late").mkdir()
-        os.chown(scratch / "late", 65534, 65534)
-        return tiny("llama")
+    def raced(*given: Any, **options: Any) -> Any:
+        (scratch / "away").rename(scratch / "theirs")
+        try:
+            return opens(*given, **options)
+        finally:
+            (scratch / "theirs").rename(scratch / "away")
 
-    fields = tiny("llama").to_dict()
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda *_, **__: (fields, {}))
-    monkeypatch.setattr(AutoConfig, "from_pretrained", opened)
-    with pytest.raises(ValueError, match="late may mean a name on the hub, but another user"):
-        read_config("late")
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", classmethod(raced))
+    assert hugging_face_tokenizer("theirs").model_max_length == 3
+    assert read_config("theirs").num_hidden_layers == 3
 
 
 def test_a_colleagues_folder_to_work_in_is_nobodys_attack(scratch, monkeypatch):
@@ -77,3 +94,26 @@ def test_no_stranger_names_the_token_that_ends_documents(scratch):
     os.chown(beside, 65534, 65534)
     with pytest.raises(ValueError, match=f"{beside} is another user's, where others may put files"):
         TextEncoder(str(file), "text", True)
+
+
+def test_the_hub_is_out_of_reach_where_its_name_is_not_known(monkeypatch) -> None:
+    asked = []
+
+    def unknown(host: str, port: object) -> None:
+        asked.append(host)
+        raise OSError("Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub")
+    model_folder_checks.hub_is_out_of_reach.cache_clear()
+    try:
+        assert model_folder_checks.hub_is_out_of_reach()
+        assert asked == ["mirror.example"]
+        model_folder_checks.hub_is_out_of_reach.cache_clear()
+        monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+        assert not model_folder_checks.hub_is_out_of_reach()
+    finally:
+        model_folder_checks.hub_is_out_of_reach.cache_clear()

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import cycle, takewhile
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +26,7 @@ from tokenizers import Tokenizer
 
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.file_checks import printable, read_bytes, read_json
-from lightning_wlb.model_folder_checks import check_beside, check_model, is_here
+from lightning_wlb.model_folder_checks import check_beside, check_model, hub_copy, is_here
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Special tokens that count as the end of a document if a tokenizer has exactly one of them."""
@@ -201,21 +197,6 @@ def tokenizer_file(name: str) -> Path | None:
     return path if is_here(name) and path.is_file() else None
 
 
-@cache
-def hub_is_out_of_reach() -> bool:
-    """Whether the hub's name cannot be resolved; its library would need half a minute to see it."""
-    from urllib.request import getproxies
-
-    if getproxies():
-        return False  # a proxy may resolve the name
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return True
-    return False
-
-
 def hugging_face_tokenizer(name: str) -> Any:
     """A tokenizer of transformers, by folder or name.
 
@@ -231,30 +212,20 @@ def hugging_face_tokenizer(name: str) -> Any:
             TOKENIZER_MAPPING_NAMES,
             get_tokenizer_config,
         )
-        from transformers.utils import cached_file
     except ImportError as error:
         raise ValueError(
             f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
             f" {EXTRA}."
         ) from error
     with explained(f"The tokenizer {name!r} cannot be opened"):
-        here = is_here(name)
-        local = here or hub_is_out_of_reach()
-        kinds = ("missing_entries", "gated_repo", "connection_errors")
-        quiet = {f"_raise_exceptions_for_{each}": False for each in kinds}
-        if here:
-            check_model(name)
-        else:  # a name on the hub, whose files are in a cache
-            names = "config.json", "tokenizer_config.json", "special_tokens_map.json"
-            files = [cached_file(name, each, local_files_only=local, **quiet) for each in names]
-            for folder in {Path(file).parent for file in files if file is not None}:
-                check_model(folder)
-        options = {"trust_remote_code": False, "local_files_only": local}
+        folder = Path(name) if is_here(name) else hub_copy(name)
+        check_model(folder)
+        options = {"trust_remote_code": False, "local_files_only": True}
         try:
-            config = transformers.AutoConfig.from_pretrained(name, **options)
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
         except (ValueError, OSError):  # no model config, which AutoTokenizer then ignores too
-            config = transformers.PretrainedConfig.from_pretrained(name, local_files_only=local)
-        settings = get_tokenizer_config(name, local_files_only=local)
+            config = transformers.PretrainedConfig.from_pretrained(folder, local_files_only=True)
+        settings = get_tokenizer_config(folder, local_files_only=True)
         # A tokenizer made of several (RAG's) opens them without these options.
         families = map(TOKENIZER_MAPPING_NAMES.get, _model_types(config.to_dict()))
         named = settings.get("tokenizer_class"), getattr(config, "tokenizer_class", None)
@@ -263,12 +234,10 @@ def hugging_face_tokenizer(name: str) -> Any:
         # which reads only the vocabulary from the tokenizer.json.
         generic = settings.get("tokenizer_class") in _GENERIC
         opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = opener.from_pretrained(name, config=config, **options)
+        tokenizer = opener.from_pretrained(str(folder), config=config, **options)
         fast = tokenizer.is_fast
-        file = cached_file(name, "tokenizer.json", local_files_only=local, **quiet)
-        if fast and file is not None:
-            _check_as_in_file(tokenizer, Path(file))
-        is_here(name)  # by now
+        if fast and (file := folder / "tokenizer.json").is_file():
+            _check_as_in_file(tokenizer, file)
     if not fast:
         raise ValueError(
             f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."

@@ -26,8 +26,8 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, Pretrai
 
 from lightning_wlb.argument_checks import wrong_type
 from lightning_wlb.cost.shape import LayerShape, ModelShape, Recurrence
-from lightning_wlb.data.tokenising.texts import hub_is_out_of_reach, reason
-from lightning_wlb.model_folder_checks import check_counts, check_model, is_here
+from lightning_wlb.data.tokenising.texts import reason
+from lightning_wlb.model_folder_checks import check_counts, check_model, hub_copy, is_here
 from lightning_wlb.models.decoder import STORED
 from lightning_wlb.models.huggingface.families import row_by_row
 from lightning_wlb.models.huggingface.model_parts import blank_model
@@ -68,30 +68,18 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         _check_fields(config)
         return _from_fields(CONFIG_MAPPING[kind], dict(config))
     if isinstance(config, str | Path):
-        closed = "there is no network" if hub_is_out_of_reach() else ""
-        if STORED.get() is not None:  # the name may come from an untrusted checkpoint
-            fetch = f"huggingface_hub.snapshot_download({str(config)!r}) if you trust it"
-            closed = f"nothing is fetched while a checkpoint is loaded (call {fetch})"
-        here = is_here(config)
-        local = here or bool(closed)
         try:
-            if here:
-                check_model(config)
+            # If it is set, the name may come from a checkpoint that somebody else has made.
+            fetch = STORED.get() is None
+            path = Path(config) if is_here(config) else hub_copy(str(config), fetch=fetch)
+            check_model(path)
             # Reading a config makes some families build a list with an entry for each layer.
-            given = PretrainedConfig.get_config_dict(str(config), local_files_only=local)
-            _check_fields(given[0])
-            read = AutoConfig.from_pretrained(
-                str(config), trust_remote_code=False, local_files_only=local
-            )
-            is_here(config)  # by now
-            return read
+            _check_fields(PretrainedConfig.get_config_dict(path, local_files_only=True)[0])
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # an invalid file can raise anything
-            why = reason(error)
-            if local and not here and isinstance(error, OSError):
-                why = f"{closed}, and the hub's cache on this machine does not have it."
             raise ValueError(
                 f"{str(config)!r} is neither a folder with a config.json, nor that file, nor a name"
-                f" on the hub that transformers can reach: {why}"
+                f" on the hub that transformers can reach: {reason(error)}"
             ) from error
     wanted = "a folder with a config.json, that file, a name on the hub, a transformers"
     raise wrong_type("config", config, f"{wanted} PretrainedConfig or a mapping of its fields")

@@ -34,15 +34,13 @@ from transformers.core_model_loading import (
 )
 
 from lightning_wlb.file_checks import read_json
-from lightning_wlb.model_folder_checks import check_model, is_here
+from lightning_wlb.model_folder_checks import check_model, hub_copy, is_here
 
 Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the end."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTERS = "adapter_config.json"
-# The files of a model on the hub that are needed; weights in other formats are not.
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
 
 def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
@@ -58,19 +56,7 @@ def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
     folder = Path(name_or_folder)
     if is_here(name_or_folder) and folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
-
-    name = str(name_or_folder)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED, local_files_only=not fetch))
-    except Exception as error:  # many kinds: no network, no such name, no permission
-        failed = f"fetching a model of that name from Hugging Face failed: {error}"
-        if not fetch:
-            failed = (
-                "nothing is fetched from Hugging Face while a checkpoint is loaded, which may name"
-                f" anything. If you trust it: huggingface_hub.snapshot_download({name!r})"
-            )
-        raise ValueError(f"{name!r} is not a folder on this machine, and {failed}") from error
+    return hub_copy(str(name_or_folder), "*.safetensors", fetch=fetch)
 
 
 def beside_weights(config: str | Path) -> bool:

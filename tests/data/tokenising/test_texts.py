@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, normalizers, pre_tokenizers, trainers
 
+from lightning_wlb import model_folder_checks
 from lightning_wlb.data.tokenising import texts
 from lightning_wlb.data.tokenising.sources import Row
 from lightning_wlb.data.tokenising.texts import USUAL_ENDS, TextEncoder
@@ -317,8 +318,8 @@ def test_counts_beside_a_tokenizer_in_the_hub_s_cache_are_looked_at(tmp_path, mo
     (tmp_path / "models--some--one" / "refs" / "main").write_text("0" * 40)
     fields = {"model_type": "qwen3", "num_hidden_layers": 10**9}
     (snapshot / "config.json").write_text(json.dumps(fields))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(texts, "hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_folder_checks, "hub_is_out_of_reach", lambda: True)
     with pytest.raises(ValueError, match=r"num_hidden_layers=1,000,000,000: building"):
         TextEncoder("some/one", "text")
 
@@ -343,26 +344,3 @@ def test_the_digest_is_of_the_tokenizer_that_is_used(tmp_path, monkeypatch) -> N
     assert TextEncoder(str(path), "text").digest == before
     monkeypatch.setattr(texts, "Tokenizer", made)
     assert TextEncoder(str(path), "text").digest != before
-
-
-def test_the_hub_is_out_of_reach_where_its_name_is_not_known(monkeypatch) -> None:
-    asked = []
-
-    def unknown(host: str, port: object) -> None:
-        asked.append(host)
-        raise OSError("Name or service not known")
-
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub")
-    texts.hub_is_out_of_reach.cache_clear()
-    try:
-        assert texts.hub_is_out_of_reach()
-        assert asked == ["mirror.example"]
-        texts.hub_is_out_of_reach.cache_clear()
-        monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-        assert not texts.hub_is_out_of_reach()
-    finally:
-        texts.hub_is_out_of_reach.cache_clear()

@@ -18,9 +18,10 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 
 import lightning_wlb as wlb
+from lightning_wlb import model_folder_checks
 from lightning_wlb.models import decoder as decoders
 from lightning_wlb.models.decoder import without_values
-from lightning_wlb.models.huggingface import config_and_shape, huggingface_module
+from lightning_wlb.models.huggingface import huggingface_module
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -140,7 +141,7 @@ def test_buffers_that_a_checkpoint_lacks_are_read_from_the_folder(tmp_path):
 
 def test_no_config_is_fetched_while_a_checkpoint_is_loaded(monkeypatch):
     """Whoever made it may name any."""
-    monkeypatch.setattr(config_and_shape, "hub_is_out_of_reach", lambda: False)
+    monkeypatch.setattr(model_folder_checks, "hub_is_out_of_reach", lambda: False)
     token = decoders.STORED.set(decoders.StoredWeights(0, frozenset()))
     try:
         with pytest.raises(ValueError, match=r"nothing is fetched .*download\('stranger/model'\)"):

@@ -54,7 +54,7 @@ def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ValueError, match=r"'someone/model' is not a folder.*no network"):
+    with pytest.raises(ValueError, match=r"no folder 'someone/model' here, and the hub.* no"):
         resolve("someone/model")
 
 
