@@ -3,6 +3,7 @@
 Links between its pages, and from docstrings, are checked where the site is built (``make docs``).
 """
 
+import ast
 import contextlib
 import io
 import json
@@ -182,3 +183,46 @@ def times_over_auto(result: dict[str, Any], packers: list[str]) -> list[float]:
 def range_over_auto(result: dict[str, Any], packers: list[str]) -> tuple[str, str]:
     found = times_over_auto(result, packers)
     return f"{min(found):.2f}", f"{max(found):.2f}"
+
+
+OTHERS = {  # Lightning's, torch's and Python's
+    "You selected an invalid strategy name: strategy",
+    "instance of pytorch_lightning",
+    "must be a LightningModule",
+    "isinstance(treespec, LeafSpec) is deprecated",
+    "When using an IterableDataset",
+    "or an int",
+}
+COMPOSED = {  # of texts of ours, and words between them
+    "ranks under DDPStrategy: data parallel without strategy",
+    "The mesh data",
+    "has no torch.float32 on CUDA",
+    "was begun for another request",
+    "reading tokens of",
+    "The ranks hold different plans for step",
+    "the loss is nan on rank",
+    "failed, step",
+    "is not a lightning_wlb checkpoint: it holds",
+    "holds optimizer state",
+}
+
+
+def test_messages_that_are_explained_are_given() -> None:
+    """Beside other packages' and a few that are put together, each is a text in the code."""
+    said = []
+    for path in (ROOT / "lightning_wlb").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(each, "value", "") for each in node.values)
+                said.append("\0".join(each if isinstance(each, str) else "" for each in parts))
+            elif isinstance(node, ast.Constant):
+                said.append(str(node.value))
+    code, unsaid = "\n".join(said), set()
+    rows = re.findall(r"^\| (`.*?`) \| ", (DOCS / "guide/troubleshooting.md").read_text(), re.M)
+    assert len(rows) > 50
+    for quote in re.findall("`(.*?)`", " ".join(rows)):
+        for part in re.split(r"\.\.\.|\b\d+\b|\bN\b|'.*?'", quote):
+            words = part.strip(" ()[]:;,.!=")
+            if len(words) > 7 and words not in code:
+                unsaid.add(words)
+    assert unsaid == OTHERS | COMPOSED
