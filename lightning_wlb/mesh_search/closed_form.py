@@ -15,8 +15,9 @@ between replicas. M is 1, 2, 4 and 8 times the least number that the cap allows.
 recompute as little as fits in memory, with as many open as 1F1B opens.
 
 The closed form does not know how even planned micro-batches are: on the settings of
-``benchmarks/results/meshes.json`` the best known mesh is among its first eleven, but seldom the
-first. Without the larger M, the longest piece or f, it would not be among the first eleven.
+``benchmarks/results/meshes.json`` the best known mesh is among its first seven, but seldom the
+first. Without the larger M, the longest piece or f, it would not be among the first eleven. Without
+the keys of shared pieces the best mesh of 7B on 1,024 GPUs (128K) was its thirty-first.
 
 Cost: about 2 ms for a mesh.
 """
@@ -29,10 +30,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_wlb.cost.flops import Work
 from lightning_wlb.cost.latency import LatencyModel
 from lightning_wlb.mesh import Mesh
 from lightning_wlb.mesh_search.request import MeshRequest
 from lightning_wlb.plan import Recompute
+from lightning_wlb.planning.dp_merge import Dealing, most_sharers
 from lightning_wlb.planning.planner import arrivals_of
 from lightning_wlb.prediction.micro_batch import (
     MicroBatchCost,
@@ -56,6 +59,7 @@ class ClosedForm:
 
     request: MeshRequest
     _by_tensor: dict[int, Integers] = field(default_factory=dict, init=False)
+    _by_sharers: dict[tuple[int, int], Integers] = field(default_factory=dict, init=False)
 
     def step_ns(self, mesh: Mesh) -> int:
         """The fastest step over the numbers of micro-batches that fit; 0 if none fits."""
@@ -103,6 +107,18 @@ class ClosedForm:
     def _slices(self) -> bool:
         return self.request.data.packing_choice.method in SLICING
 
+    def _sharers(self, mesh: Mesh) -> Integers:
+        """How many replicas share each of all pieces; virtual stages cannot run shared pieces."""
+        work, can = Work.of(self.request.shape), self._slices and mesh.virtual_stages == 1
+        most = most_sharers(work, mesh) if can else 1
+        if (key := (mesh.data, most)) not in self._by_sharers:
+            size = Dealing((), mesh.data, work.total, per_capacity=1, sharers=most).size
+            works = list(map(work.total, self._all.tolist()))
+            total = sum(works) // len(self._pieces)
+            sizes = [size(*each, total) for each in zip(self._all, works, strict=True)]
+            self._by_sharers[key] = np.array(sizes)
+        return self._by_sharers[key]
+
     def _held(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> int:
         """Bytes of the fuller of first and last rank, with as many open micro-batches as 1F1B."""
         memory, mesh = predictor.memory, predictor.latency.mesh
@@ -126,25 +142,19 @@ class ClosedForm:
 
     def _even_ns(self, predictor: Predictor, rows: int, count: int, mode: Recompute) -> list[int]:
         """Time on each stage of a micro-batch with an even share of everything."""
-        latency, context = predictor.latency, predictor.latency.mesh.context
+        latency, mesh = predictor.latency, predictor.latency.mesh
+        sharers = self._sharers(mesh)
+        ranks = len(self._pieces) * mesh.data * count * mesh.context
+        attention = self._attention(latency) // ranks
         # Pieces longer than a rank's rows lie on several ranks, which exchange their keys.
-        spread = int(self._all[self._all > rows].sum()) // len(self._pieces)
-        received = (context - 1) * rows * spread // self._step_tokens
-        share = len(self._pieces) * latency.mesh.data * count * context
-        attention = self._attention(latency) // share + self._waits(latency, rows)
-        read = rows + received if context > 1 else 0
-        return _stage_ns(predictor, rows, attention, (received, read), mode)
-
-    def _waits(self, latency: LatencyModel, rows: int) -> Integers:
-        """Time of a kernel call beyond the sum of its segments, for pieces of mean length."""
-        length = int((self._all * self._all).sum() // self._all.sum())
-        part = -(-length // latency.mesh.context)
-        queries = np.full(max(rows // part, 1), part)
-        keys = np.full_like(queries, length)
-        calls = np.array([kind.attention_ns(queries, keys) for kind in latency.kinds]).T
-        busy = [kind.segments_ps(queries, keys).sum(axis=1) // 1000 for kind in latency.kinds]
-        waits: Integers = np.maximum(calls - np.array(busy).T, 0)
-        return waits
+        sent = self._all * (sharers * mesh.context - 1)
+        own = int(sent[(sharers == 1) & (self._all > rows)].sum()) // ranks
+        shared = int(sent[sharers > 1].sum()) // ranks
+        read = rows + own if mesh.context > 1 else 0
+        exchange = exchange_ns(latency, [rows], [own], [[read]], [1])
+        if shared:
+            exchange += exchange_ns(latency, [rows], [shared], [[shared]], [int(sharers.max())])
+        return _stage_ns(predictor, rows, attention, exchange, mode)
 
     def _longest_ns(self, predictor: Predictor) -> list[int]:
         """Time on each stage of the longest piece as a micro-batch."""
@@ -152,29 +162,28 @@ class ClosedForm:
         ranks = latency.mesh.context
         attention = [kind.attention_ns(longest, longest) for kind in latency.kinds]
         rows = -(-int(longest[0]) // ranks)
-        return _stage_ns(predictor, rows, np.array(attention).T // ranks, (0, 0), "none")
+        nothing = exchange_ns(latency, [rows], [0], [[0]], [1])
+        return _stage_ns(predictor, rows, np.array(attention).T // ranks, nothing, "none")
 
     def _attention(self, latency: LatencyModel) -> Integers:
         """Attention of all pieces on one rank in ns, int64 [2 (pass), kinds of layers]."""
         tensor = latency.mesh.tensor
         if tensor not in self._by_tensor:
-            pieces = self._all
-            times = [kind.attention_ns(pieces, pieces) for kind in latency.kinds]
+            times = [kind.attention_ns(self._all, self._all) for kind in latency.kinds]
             self._by_tensor[tensor] = np.array(times).T
         return self._by_tensor[tensor]
 
 
 def _stage_ns(
-    predictor: Predictor, rows: int, attention: Integers, keys: tuple[int, int], mode: Recompute
+    predictor: Predictor, rows: int, attention: Integers, exchange: Integers, mode: Recompute
 ) -> list[int]:
     """Forward and backward time of a micro-batch on each stage, virtual stages in order.
 
     Args:
         rows: tokens on each rank.
         attention: time of each kind of layer on a rank, int64 [2 (pass), kinds].
-        keys: rows of keys that a rank receives from others, and rows that it puts in order.
+        exchange: time in which ranks join keys, as from :func:`.exchange_ns`.
     """
-    exchange = exchange_ns(predictor.latency, [rows], [keys[0]], [[keys[1]]], [1])
     (by_mode,) = times_by_mode(predictor.latency, [rows], attention[:, :, None, None], exchange)
     cost = MicroBatchCost(rows, rows, 0, 0, by_mode, mode)
     return [

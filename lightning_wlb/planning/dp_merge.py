@@ -77,7 +77,7 @@ class Dealing:
         works, replicas = [self.work(piece.tokens) for piece in order], self.replicas
         total = sum(works)
         sizes = [
-            self._size(piece.tokens, each, total) for piece, each in zip(order, works, strict=True)
+            self.size(piece.tokens, each, total) for piece, each in zip(order, works, strict=True)
         ]
         sized = [entry for entry in zip(sizes, order, works, strict=True) if entry[0] > 1]
         sized.sort(key=lambda entry: -entry[0])
@@ -108,7 +108,7 @@ class Dealing:
             loads[replica] += works[at]
         return Merged(shared, own, loads)
 
-    def _size(self, tokens: int, work: int, total: int) -> int:
+    def size(self, tokens: int, work: int, total: int) -> int:
         """Number of replicas that share a piece: the least power of two that holds it within alpha.
 
         ``work`` is the work of the piece, ``total`` the work of all pieces.
