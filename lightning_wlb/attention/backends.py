@@ -171,8 +171,7 @@ class VarlenAttention:
         kernel = self._kernel_for(q)
         if metadata.queries == 0:
             # Nothing to compute, but autograd must still reach the empty q, k and v, since a rank
-            # without tokens joins the collectives of their backward. The gradient of sinks is zero,
-            # as no row adds to it.
+            # without tokens joins the collectives of their backward. The gradient of sinks is zero.
             nothing = k.sum() + v.sum()
             return q + (nothing if options.sinks is None else nothing + options.sinks.sum())
         timer = self.timer

@@ -50,16 +50,14 @@ def packed_attention(
     """Causal attention within each piece, over the ranks that share the rows.
 
     Args:
-        queries: [rows, heads, head_dim], or a function that computes them. It is called once, while
-            keys and values are sent, which hides the exchange; its backward hides the exchange of
-            the gradients.
+        queries: [rows, heads, head_dim], or a function that computes them, called once while keys
+            and values are sent, which hides the exchange; its backward hides that of the gradients.
         k: [rows, kv_heads, head_dim], padding rows included.
         v: [rows, kv_heads, v_dim], v_dim at most head_dim.
         project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
             It is called once, and its result is returned; its backward hides the exchange of keys.
             None returns the output itself, and backward waits for that exchange.
-        metadata: metadata of the micro-batch for the layer (``metadata.for_layer``), on the same
-            device.
+        metadata: of the micro-batch for the layer (``metadata.for_layer``), on the same device.
         groups: has the group of the ranks that share the micro-batch's rows.
         options: the layer's, the same on every rank of the group.
 

@@ -7,8 +7,7 @@ has computed and waited in all measured steps: the rest of a step's time, in whi
 other ranks or for messages. A sentence below says what causes most of the waiting and what to do
 about it. Colours differ in lightness, so that they can be read without colour vision and in print.
 
-A row is a rank, whatever pipeline it is in: a step may leave the mesh for pipelines with different
-numbers of ranks.
+A row is a rank, whatever its pipeline: a step may leave the mesh for pipelines of different sizes.
 
 Figures are drawn with matplotlib's objects and not with pyplot, so that they need no display and
 leave no global state behind.

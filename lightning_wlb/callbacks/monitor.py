@@ -284,8 +284,7 @@ def _logged(record: StepRecord, figures: dict[str, float]) -> dict[str, float]:
         "target_tokens": record.target_tokens,
         **figures,
     }
-    # A figure is not a number if nothing was predicted, or no attention was timed, as in a model
-    # without our kernel.
+    # A figure is NaN if nothing was predicted or, without our kernel, no attention was timed.
     return {f"wlb/{name}": float(value) for name, value in every.items() if not np.isnan(value)}
 
 

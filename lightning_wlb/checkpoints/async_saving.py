@@ -9,9 +9,8 @@ done in that order too, and a question whether a name is taken is answered as if
 The threads are daemons, so that a process whose peers have died can end although its save waits for
 them. The folder that such a save leaves is no checkpoint, and the next save removes it.
 
-Cost: memory of the CPU for each unfinished save (this rank's parameters and optimizer state once),
-kept for the next save unless torch gives it back (:data:`SERVES_ONCE`). Not for a save after which
-the process may end.
+Cost: CPU memory for each unfinished save (this rank's parameters and optimizer state), kept for the
+next unless torch frees it (:data:`SERVES_ONCE`). Not for a save after which the process may end.
 """
 
 from __future__ import annotations

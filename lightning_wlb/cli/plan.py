@@ -3,8 +3,7 @@ r"""Compare packings on your documents' lengths, before a device is rented.
 Plans steps for a model on a mesh, predicts what each takes on a device, and prints a table with
 every packing against `original`: imbalance at each level, delay, step time, tokens per second,
 model FLOP utilisation, memory peak, speed-up. It ends with a verdict in words. Everything is
-simulated from a device profile; the report says whether that was measured or put together from
-published figures.
+simulated from a device profile; the report says whether that was measured or published.
 
   lightning-wlb plan --lengths generator-a --model 7b --mesh 1,4,2,8 \
       --context-window 131072 --profile h100

@@ -7,11 +7,10 @@ so that pieces compare alike on every rank and CPU. Layers may differ in both, s
 :mod:`~lightning_wlb.cost.shape`.
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
-activation functions and the embedding look-up are bound by memory, not by arithmetic); masked
-pairs do not count, as variable-length attention kernels skip them; in a mixture only the experts
-count to which a token is sent. The backward of a matrix product is two products (×2); the backward
-of attention recomputes the scores and does four more products, the forward two (×2.5 if values are
-as wide as keys).
+activations and the embedding look-up are bound by memory); masked pairs do not count, as
+variable-length attention kernels skip them; in a mixture only the experts count to which a token is
+sent. The backward of a matrix product is two products (×2); the backward of attention recomputes
+the scores and does four more products, the forward two (×2.5 if values are as wide as keys).
 
 A call costs O(distinct windows of the layers), one or two in every known model. Do not use FLOPs as
 a latency: a short piece runs far below the arithmetic peak of a device. Only

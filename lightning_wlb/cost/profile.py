@@ -44,8 +44,7 @@ class ActionOverhead:
 
     ns: tuple[float, float] = (0.0, 0.0)  #: per action of any size, (forward, backward)
     row_ns: tuple[float, float] = (0.0, 0.0)  #: per row of the micro-batch, (forward, backward)
-    #: per parameter of the stage's layers and head, in a backward, whose gradients are added to
-    #: the sums of the step
+    #: per parameter of the stage's layers and head: a backward adds its gradient to the step's sum
     parameter_ns: float = 0.0
 
 
@@ -56,8 +55,7 @@ class Link:
     latency_ns: float  #: time of a hop; each step of a collective's ring is one hop
     bytes_per_second: float  #: rate at which a device sends large messages over the link
     launch_ns: float = 0.0  #: time of a collective or message besides its hops and bytes
-    #: time that a large transfer loses until the link is full; a small transfer loses as much as
-    #: its bytes take
+    #: time that a large transfer loses until the link is full; a small transfer's time doubles
     ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:

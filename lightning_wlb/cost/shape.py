@@ -33,8 +33,7 @@ class Recurrence:
             compute equal parts of them.
         flops: forward FLOPs of a token, without the layer's matrices.
         moved: elements of a token that go into a convolution or a recurrence, or come out of it.
-        state: elements that a recurrence passes from a slice of a piece to the next, in at least
-            float32.
+        state: elements that a recurrence passes from one slice to the next, in at least float32.
         last_rows: elements of the rows that a convolution passes on, in the dtype of activations.
 
     Raises:

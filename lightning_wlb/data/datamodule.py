@@ -50,9 +50,8 @@ class WLBDataModule(L.LightningDataModule):
             path of a corpus, a mapping ``{"path": ..., option: value}``, a store, sequences of
             token numbers, or ``"stdlib"`` (the standard library's top-level definitions as bytes).
         context_window: most tokens of a piece, C.
-        micro_batches: N, the size of a global batch in micro-batches of C tokens: each step's
-            global batch, over all replicas, is the next pieces of documents, as many as come
-            nearest to N·C tokens.
+        micro_batches: N, the size of a global batch in micro-batches of C tokens: over all replicas
+            a step takes the next pieces of documents, as many as come nearest to N·C tokens.
         packing: a method such as ``"wlb"``, or with options ``{"method": "wlb", "queues": 3}``
             (see docs/guide/packing.md); ``"auto"`` takes the plan that is fastest in simulation.
         cap: most tokens of a micro-batch over its context-parallel group; None: the packing's
@@ -289,8 +288,7 @@ class WLBDataModule(L.LightningDataModule):
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
         state = self._state()
         if self.settings.max_tokens is not None and state is not None:
-            # A run that is resumed after its end finds no steps: without a stop it would go through
-            # empty epochs for ever.
+            # A run resumed after its end finds no steps and would run empty epochs for ever.
             dataset.state = state
             if dataset.planner().finished and self.trainer is not None:
                 self._stop(self.trainer, self.trainer.global_step)

@@ -1,9 +1,8 @@
 """The steps of one epoch from the run's position on, and how that position is kept.
 
-Every rank runs the same planner on the same lengths and so knows every step's plan. A
-:class:`StepDataset` makes this rank's tensors from it. It plans one step ahead, so that a batch
-carries the digest of the following plan: the step's last collective tells ranks that disagree,
-before they hang.
+Every rank runs the same planner on the same lengths, so it knows every plan. A :class:`StepDataset`
+makes this rank's tensors from it. It plans one step ahead, so that a batch carries the digest of
+the following plan: the step's last collective tells ranks that disagree, before they hang.
 
 Planning runs ahead of training in loader workers. With W workers each worker makes the tensors of
 every W-th step, in the order of the plans. It plans these steps and, for the digest, the steps
@@ -74,8 +73,7 @@ class StepDataset(IterableDataset[StepBatch]):
         work: forward and backward work of the model, for the packing. Keys beyond its window are
             not sent between ranks.
         rank: the place of this rank in the mesh.
-        sharding: how micro-batches are spread over the context-parallel group, such as
-            ``"adaptive"``.
+        sharding: of micro-batches over the context-parallel group, such as ``"adaptive"``.
         state: where to begin (after the step of the batch with this ``state``); None: the first
             step of the first epoch. Set it between iterations to begin elsewhere.
         predictor: predicts times for an adaptive sharding and for packings that compare plans;

@@ -56,8 +56,7 @@ class LanguageModule(LoadsCheckpoints):
         decay_tokens: tokens, warm-up included, after which a cosine decay ends; None: no decay.
         min_learning_rate_ratio: the cosine ends at this ratio of ``learning_rate``.
         loss_normalisation: divide a step's loss by its own target tokens (``"step"``), or by the
-            configured tokens of a global batch (``"nominal"``), which gives every token of the run
-            the same weight.
+            configured tokens of a global batch (``"nominal"``), which weights all tokens alike.
         activation_checkpointing: what backward recomputes instead of storing it, for all
             micro-batches: ``"none"``, ``"selective"`` (feed-forward halves) or ``"full"`` (layers).
             With ``"auto"`` and a device profile, plans choose for each micro-batch as little as
@@ -189,9 +188,8 @@ class LanguageModule(LoadsCheckpoints):
     def build_model(self) -> Decoder:
         """The whole model; :meth:`init_weights` fills its parameters, whatever their values are.
 
-        It is also called on the meta device: to compare sizes before values are made, and under
-        ``WLBStrategy``, which can thus split a model larger than a rank's memory. Override it for a
-        model of your own.
+        It is also called on the meta device: to compare sizes, and under ``WLBStrategy``, which can
+        thus split a model larger than a rank's memory. Override it for a model of your own.
         """
         return Transformer(self.config, attention_backend=self.attention_backend)
 

@@ -120,9 +120,8 @@ def embed_words(
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement]) -> None:
     """Replace every parameter of ``model`` with a DTensor on ``mesh``, in place.
 
-    Parameters with values must be the same on every rank: each rank keeps its part of its own copy,
-    and nothing is sent. Parameters on the meta device stay there. A parameter that two modules
-    share stays shared.
+    Parameters with values must be the same on every rank: each keeps its part, and nothing is sent.
+    Parameters on the meta device stay there. A parameter that two modules share stays shared.
 
     Args:
         mesh: the tensor axis, one-dimensional.

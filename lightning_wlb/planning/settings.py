@@ -39,8 +39,7 @@ class DataSettings:
             (``benchmarks/results/packing.md``).
         cap: most tokens of a micro-batch over its context-parallel group; None for the packing's
             default (C or 1.5·C, see its ``cap_percent``).
-        long_documents: what becomes of a document above C: cut into pieces of C tokens, cut off
-            at C, or an error.
+        long_documents: a document above C is cut into pieces of C tokens, cut off, or an error.
         seed: gives the order of documents, at least 0.
         shuffle: whether each epoch has a new order; else every epoch has the store's order.
         max_tokens: the run ends with the first step that brings it to at least so many tokens.

@@ -8,8 +8,7 @@ that are left:
 * a piece with more work than a pack starts in an empty pack and is cut where the target is reached
   ("slim"); its last slice leaves a gap;
 * a gap is filled with whole pieces, the largest that fits first ("mix", "pack");
-* only if no piece fits and more than 1/400 of the target is open, the smallest piece that does not
-  fit is cut;
+* only if no piece fits and more than 1/400 of the target is open, the smallest piece is cut;
 * with k packs left, a pack that must take at least half of its cap so that the others can hold the
   rest first gets every k-th short piece. Else short pieces with little work for their tokens would
   all be left for the last pack, and the cap would close it before it reaches the target.
@@ -300,10 +299,9 @@ def cut_apart(
 ) -> list[list[Slice]]:
     """The micro-batches of one replica; none has slices of two pieces that were cut.
 
-    The arguments are those of :func:`slice_pieces`. But no piece may be longer than ``cap``, the
-    least length of slices is kept only roughly, and only micro-batches without slices are tapered.
-    There are more than ``packs`` micro-batches if pieces do not fit into so many, and fewer if some
-    would be empty.
+    The arguments are as in :func:`slice_pieces`, but no piece may be longer than ``cap``, the least
+    length of slices is kept only roughly, and only micro-batches without slices are tapered. There
+    are more than ``packs`` micro-batches if pieces do not fit, and fewer if some would be empty.
 
     Returns:
         The slices of each micro-batch in forward order, every token once, none empty.

@@ -61,8 +61,7 @@ class CallTimer:
     def held(self) -> Iterator[Held]:
         """A context in which the host queues work before the device runs it.
 
-        On CUDA the device sleeps before the work, the next time longer if this was too short. On a
-        CPU nothing is queued.
+        On CUDA the device sleeps first, longer each time this was too short. A CPU queues nothing.
         """
         held = Held()
         if not self._cuda:

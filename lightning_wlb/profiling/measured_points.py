@@ -19,8 +19,7 @@ BUSY_TOKENS = 16384
 """Queries of a call on CUDA, if they fit."""
 
 BUSY_TILES = 128
-"""Least tiles of 128 queries, over all heads, in a call on CUDA: about as many as GPUs have
-processors."""
+"""Least tiles of 128 queries, over all heads, in a call on CUDA: about the processors of a GPU."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ class Pipeline(NamedTuple):
     #: forwards that the last rank runs before each backward, see
     #: :func:`~lightning_wlb.schedule.packflow.planned_warm_up`
     planned: Sequence[int]
-    #: for each shared micro-batch, the numbers of the replicas that share it; shared micro-batches
-    #: come first
+    #: for each shared micro-batch, the replicas that share it; shared micro-batches come first
     members: Sequence[tuple[int, ...]] = ()
     begins: Sequence[int] = ()  #: the time before which each rank runs nothing; empty: 0 for all
 

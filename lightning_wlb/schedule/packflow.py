@@ -22,8 +22,7 @@ Well-known schedules are special cases:
   With equal micro-batches and f, b the times of *one stage* a step takes
   (V·max(M, P) + min(M, P) - 1)·(f + b): from M = P on that is 1F1B with its bubble divided by V.
   The price is V times the messages and more open activations: at most
-  2·(P - 1 - p) + (V - 1)·R + 1 stage passes per rank, where R is the largest round; 1F1B has
-  V·(P - p).
+  2·(P - 1 - p) + (V - 1)·R + 1 stage passes per rank, with R the largest round (1F1B: V·(P - p)).
 
 Up to max(n_j - j) + P - 1 - p micro-batches are open on stage p, so a chain as long as the step
 opens all of them. The cost is linear in the number of actions. The tests prove, over

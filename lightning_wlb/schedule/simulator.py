@@ -44,8 +44,7 @@ class Simulation:
 
     #: each rank's actions with begin and end, in the order of its program
     spans: Sequence[Sequence[Span]]
-    #: for each of these actions the bytes that a forward allocates at its begin or a backward frees
-    #: at its end
+    #: the bytes that each action allocates at its begin (forward) or frees at its end (backward)
     changes: Sequence[Sequence[int]]
     constant_bytes: Sequence[int]  #: what each rank holds all the time
     compute_ns: int  #: when the last action of the step ends, on this or on another replica

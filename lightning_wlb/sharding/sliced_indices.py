@@ -69,8 +69,7 @@ class SlicedReplica:
     """The micro-batches of one replica, in forward order, for :meth:`indices`.
 
     Args:
-        layouts: each micro-batch's layout over the context-parallel ranks; its lengths are the
-            tokens of the slices.
+        layouts: of each micro-batch over the context-parallel ranks; its lengths are the slices'.
         members: each micro-batch's slices, in the order of the layout.
         sliding_window: most keys that a query sees, its own included; all if None.
     """

@@ -8,8 +8,7 @@ the ranks before it prepares data and builds the model. So the search does both 
 process groups of a mesh are made:
 
 1. The first rank of each node prepares the documents, and the others wait as long as it takes, as
-   they do when Lightning calls ``prepare_data``. When Lightning calls it later, everything is
-   there.
+   they do when Lightning calls ``prepare_data``. A later call finds everything there.
 2. Rank 0 takes the answer from the user's cache folder, or searches. The others wait for it as long
    as for a rank that starts late; if rank 0 fails, all end with its error. (Ranks with other
    documents or devices end in an error before the first step: they compare their plans.)

@@ -31,8 +31,7 @@ class Progress:
     """What the main thread of this process does, and how far it is."""
 
     def __init__(self) -> None:
-        # Replaced as a whole: another thread must not see the batch of one step and the action of
-        # another.
+        # Replaced as a whole: another thread must not see one step's batch and another's action.
         self._now: _Moment
         self.begin()
 

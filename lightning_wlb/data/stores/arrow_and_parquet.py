@@ -62,8 +62,7 @@ class ArrowDocuments(CheckedDocuments):
     Args:
         source: a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a folder
             of ``.arrow`` files (in order of their names), a file, or several files.
-        column: the column of tokens; None: ``input_ids``, ``tokens``, or the only column of lists
-            of integers.
+        column: of tokens; None: ``input_ids``, ``tokens``, or the only one with lists of integers.
         mask_column: the column of masks, lists of booleans or of 0 and 1, or ``labels`` (the token,
             or -100 if it may not be a target); ``"auto"``: whichever of ``loss_mask``,
             ``assistant_masks``, ``completion_mask`` and ``labels`` exists; None: no mask.

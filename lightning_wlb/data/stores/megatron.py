@@ -32,8 +32,7 @@ class MegatronDocuments(CheckedDocuments):
         vocab_size: tokens are in ``[0, vocab_size)``; None: not known.
 
     Raises:
-        ValueError: a file that is missing, truncated or not an index, or an index that contradicts
-            itself or the tokens.
+        ValueError: a missing or truncated file, or an index that contradicts itself or the tokens.
     """
 
     def __init__(self, source: str | Path, vocab_size: int | None = None) -> None:

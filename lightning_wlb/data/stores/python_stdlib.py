@@ -52,8 +52,7 @@ class StdlibDocuments(ArrowDocuments):
             ``site-packages`` below it is left out.
 
     Raises:
-        ValueError: an unknown tokenizer, a vocabulary size that it cannot have, or a directory
-            without documents.
+        ValueError: an unknown tokenizer or vocabulary size, or a directory without documents.
     """
 
     vocab_size: int

@@ -125,8 +125,7 @@ def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Pac
             proportion to its ranks.
 
     Raises:
-        ValueError: a piece is too long for every kind, or the packing makes micro-batches for all
-            pipelines at once.
+        ValueError: a piece is too long for every kind, or the packing plans all pipelines at once.
     """
     check_packing(packer)
     numbers = alike(schemes)

@@ -118,8 +118,7 @@ def attention(
         [1, rows, heads, value_dim], and None in place of attention weights.
 
     Raises:
-        ValueError: the kernels do not support an option of the module, or no decoder of this
-            package is running it.
+        ValueError: the kernels lack an option of the module, or no decoder of this package runs it.
     """
     run = RUNNING.get(None)
     if run is None:

@@ -61,8 +61,7 @@ class HuggingFaceDecoder(Decoder):
         config: a copy of the config.
 
     Raises:
-        ValueError: a config or family that cannot be trained exactly on packed rows, with the
-            reason and the remedy.
+        ValueError: a config or family that cannot be trained exactly on packed rows.
     """
 
     embed: FamilyEmbedding | None

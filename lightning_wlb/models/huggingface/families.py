@@ -83,8 +83,7 @@ phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaul
 CHECKED = frozenset(_CHECKED.split())
 """Exact on packed rows and under tensor parallelism; tests/models/huggingface checks each family.
 
-After a change run ``python -m tests.models.huggingface.families_page``, which makes
-docs/families.md."""
+After a change run ``python -m tests.models.huggingface.families_page``, for docs/families.md."""
 
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that the kernels compute
 _ROW_BY_ROW = {"mlp", "moe"}  # that compute nothing across rows

@@ -44,8 +44,7 @@ def without_memory_on_meta() -> Iterator[None]:
     """If the default device is meta, modules made inside have parameters without memory.
 
     Their buffers have values nevertheless, unless :func:`.without_values` is active. Parameters of
-    at most ``_FEW`` values have values too, as transformers' rules for initial values leave out
-    some of them.
+    at most ``_FEW`` values have them too, as transformers' rules for initial values leave out some.
     """
     if torch.get_default_device().type != "meta" or NO_TABLES.get():
         yield

@@ -7,8 +7,7 @@ that holds split parameters or attends. Within a block each rank holds all rows,
 or columns. So rows are gathered before a block. The backward of this gather sums the ranks'
 gradients while the gradients of weights are computed (:mod:`.late_gradients`). After a block:
 
-* if the block's output is a plain sum over ranks (:func:`output_is_sum`), it is reduced and
-  scattered by rows;
+* an output that is a plain sum over ranks (:func:`output_is_sum`) is reduced and scattered by rows;
 * else each row-wise module's output is summed on every rank, as transformers' plans require, each
   rank computes the rest of the block for all rows, and takes its own rows at the end.
 

@@ -48,8 +48,7 @@ class PackingChoice:
     def of(given: str | type[Packer] | Mapping[str, Any] | PackingChoice) -> PackingChoice:
         """The choice from a method's name, or from ``{"method": name, option: value, ...}``.
 
-        In place of a name, ``method`` may be a subclass of ``Packer`` that is not in
-        :data:`PACKINGS`.
+        In place of a name, ``method`` may be a subclass of ``Packer`` outside :data:`PACKINGS`.
 
         Raises:
             ValueError: an unknown method or option (the message lists the known), or a wrong value.

@@ -39,8 +39,7 @@ class WlbOptions(PackingOptions):
     """Options of ``wlb``.
 
     Args:
-        queues: number of outlier queues, whose thresholds are set from the length distribution;
-            0 for no delay.
+        queues: number of outlier queues, with thresholds from the length distribution; 0: no delay.
         max_age: steps after which a piece waits no longer, unless the step would then need more
             than 2·N micro-batches (which takes one document of many global batches).
     """
