@@ -1,10 +1,9 @@
 """Checks of a user's arguments: a plain Python value, or a ValueError with value and remedy.
 
-Each function returns what its docstring says, and raises ValueError for anything else.
-Numbers of numpy and torch are accepted and become Python's, because settings go into JSON,
-fingerprints and checkpoints, which hold plain types. True as a number and 32.0 as a whole number
-are refused: whoever passes them meant something else. ``name`` is always the name of the argument,
-``value`` the value that was passed.
+Each function returns what its docstring says, and raises ValueError for anything else. Numbers of
+numpy and torch are accepted and become Python's, because settings go into JSON, fingerprints and
+checkpoints, which hold plain types. True as a number and 32.0 as a whole number are refused:
+whoever passes them meant something else. ``name`` and ``value`` are those of the argument.
 """
 
 from __future__ import annotations

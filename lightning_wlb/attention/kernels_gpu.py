@@ -1,9 +1,8 @@
 """Variable-length attention on CUDA: FlashAttention, from its own packages or from inside torch.
 
-Each loader imports a library and returns its function as a :class:`.Kernel`, or raises
-ImportError with the reason. All libraries align the causal mask at the bottom right, compute
-grouped-query attention without repeating keys, support only float16 and bfloat16, and skip tiles
-of keys outside a sliding window.
+Each loader imports a library and returns its function as a :class:`.Kernel`, or raises ImportError
+with the reason. All libraries align the causal mask at the bottom right, group queries without
+repeating keys, support only float16 and bfloat16, and skip tiles of keys outside a sliding window.
 
 Options that a library lacks (:mod:`.backends` has a table) are refused, as are versions of 2.x
 before 2.7, some of which cap scores only in forward.
@@ -175,9 +174,8 @@ _attend_with_sinks: Callable[..., Tensor] = _AttentionWithSinks.apply
 def flash_library() -> tuple[Callable[..., Any], int]:
     """The library's own function and its generation: 2, 3 or 4.
 
-    On Hopper 3.x, which runs only there, goes first. 4.x goes last, because it declares itself
-    alpha; it has no backward before Hopper. An installed package that cannot be imported or called
-    is left out with a warning.
+    On Hopper 3.x, which runs only there, goes first. 4.x goes last: it is an alpha without a
+    backward before Hopper. A package that cannot be imported or called is left out with a warning.
 
     Raises:
         ImportError: there is no usable library; the message has the reasons.

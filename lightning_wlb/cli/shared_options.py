@@ -79,10 +79,9 @@ def given_model(text: str) -> GivenModel:
     """A model of any kind that ``plan --model`` takes.
 
     Args:
-        text: as for :func:`model_config`; or the path of a folder with a Hugging Face
-            ``config.json``, of that file, or of a LightningCLI YAML whose model has a config; or a
-            name on the hub, with a slash in it; any of them with changes, as in
-            ``run.yaml,vocab_size=50000``.
+        text: as for :func:`model_config`; or a folder with a Hugging Face ``config.json``, that
+            file, or a LightningCLI YAML whose model has a config; or a name on the hub, with a
+            slash in it; any with changes, as in ``run.yaml,vocab_size=50000``.
     """
     first, changes = _with_changes(text)
     path = Path(first)

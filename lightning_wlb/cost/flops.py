@@ -1,10 +1,9 @@
 """Analytic FLOPs of a decoder from its shape: the W_a and W_l of WLB-LLM Equation 2.
 
 A causal decoder does work of two kinds on a piece of d tokens: the matrix products, which are
-linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or
-under a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers,
-so that pieces compare alike on every rank and CPU. Layers may differ in both, see
-:mod:`~lightning_wlb.cost.shape`.
+linear in d, and attention, which grows with the number of (query, key) pairs: d·(d + 1)/2, or under
+a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact Python integers, so
+that pieces compare alike on every rank and CPU. Layers may differ in both (:mod:`.shape`).
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
 activations and the embedding look-up are bound by memory); masked pairs do not count, as

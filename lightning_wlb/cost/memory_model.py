@@ -115,8 +115,7 @@ class MemoryModel:
             saves the normalised rows; its loss head takes fewer rows at a time.
         reduce_dtype: dtype in which tensor- and context-parallel ranks send summands.
         overlap: whether layers keep only own rows for backward, and gather the others again.
-        kernel: the attention kernel, named as in :class:`.cost.profile.Profile`; unknown names
-            count as FlashAttention-2.
+        kernel: named as in :class:`.cost.profile.Profile`; unknown names count as FlashAttention-2.
     """
 
     shape: ModelShape

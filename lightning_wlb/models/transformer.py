@@ -1,8 +1,7 @@
 """The reference decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; no biases.
 
 It computes on packed rows, ``[rows, dim]``, as :class:`.Decoder` describes. Norm, rotation and
-SwiGLU are functions of :mod:`.compiled_functions`; the modules here hold the parameters and
-exchange rows between ranks.
+SwiGLU are functions of :mod:`.compiled_functions`; modules here hold parameters and exchange rows.
 
 Under tensor parallelism the residual stream is split by rows: each rank holds rows/TP of them. All
 rows are gathered before each half of a layer and reduce-scattered after it, and these messages

@@ -67,8 +67,7 @@ class Planner:
             sharding with the least predicted attention latency.
         targets: ``(document, start, stop)`` -> tokens of ``[start, stop)`` that have a
             next-token target; None: every token but the document's last.
-        kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
-            sharding is chosen.
+        kernel_cost: cost of attention segments, forward + backward, for adaptive sharding.
         scorer: compares plans for packings that try several for a step, such as a
             :class:`~lightning_wlb.planning.plan_scoring.ProfileScorer`; None: by exact work.
         activation_checkpointing: what all micro-batches recompute in backward; ``"auto"``: what the

@@ -38,8 +38,7 @@ def replica_plan(
     Args:
         packs: the slices of each of the replica's own micro-batches, in forward order.
         replica: number of the replica.
-        sharding: the sharding of every micro-batch, a name in ``lightning_wlb.sharding.SHARDINGS``
-            or ``"adaptive"``.
+        sharding: of every micro-batch; a name in :data:`.SHARDINGS`, or ``"adaptive"``.
         shared: micro-batches that replicas share, in order; this replica's run before its own.
     """
     slices: list[Slice] = []
@@ -62,8 +61,7 @@ def laid_out(
         mesh: its context and tensor ranks share each micro-batch.
         sharding: as for :func:`replica_plan`; ``"adaptive"`` becomes, for each micro-batch, the
             sharding with the least predicted attention latency.
-        kernel_cost: cost of attention segments, forward and backward together, by which an adaptive
-            sharding is chosen.
+        kernel_cost: cost of attention segments, forward + backward, for adaptive sharding.
     """
     asked = [
         [

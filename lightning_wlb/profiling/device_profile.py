@@ -57,8 +57,7 @@ def measure(
             GPU, the memory's bandwidth replaces it, and the profile says so.
 
     Raises:
-        ValueError: a backend that is missing, or layers that do not fit into memory even with the
-            fewest rows of the grid.
+        ValueError: a missing backend, or layers that exceed the memory even with the fewest rows.
     """
     cuda = device.type == "cuda"
     grid = grid or GRIDS[device.type]

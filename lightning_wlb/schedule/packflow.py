@@ -46,8 +46,7 @@ def packflow(
     Args:
         rank: 0-based pipeline rank.
         ranks: P, at least 1.
-        backward: the micro-batches, by their place in forward order, in the order in which their
-            backwards run.
+        backward: the micro-batches' places in forward order, in the order of their backwards.
         needs: for each backward, in the same order, how many forwards must have run on the last
             stage before it. It may be less than for an earlier backward.
         virtual_stages: V, at least 1; rank r of P owns stages r, r + P, r + 2P, ...

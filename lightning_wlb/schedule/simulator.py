@@ -120,8 +120,7 @@ def simulate_replicas(
         changed_bytes: bytes that a forward allocates at its begin, or a backward frees at its end.
         constant_bytes: bytes that each rank always holds, the same for all replicas; empty: 0.
         begins: the earliest begin of an action. Called only for the first forward of each stage.
-        reduced: when all gradients have arrived, given the last backward on each stage of each
-            replica that has one.
+        reduced: when all gradients have arrived, given each replica's last backward on each stage.
         synchronisation_ns: how long the step goes on after ``reduced`` and after the last action.
         sharers: for each replica :attr:`.ReplicaPlan.sharers`, the replicas that begin the actions
             of each micro-batch together (DP-Merge); empty: none is shared.

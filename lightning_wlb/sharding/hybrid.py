@@ -10,8 +10,7 @@ sides keep two tiles, and any other cut costs about one more tile. So
    tiles is cut into just enough shares to make each small; a share is a pair of chunks from both
    ends (early and late tiles together are average work), and is dealt like a whole piece;
 3. the shortest pieces are held back. They fill every rank until it misses only whole tiles. A piece
-   that does not fit is cut, so that token counts are equal to within one, at the price of one cheap
-   tile for a rank;
+   that does not fit is cut: token counts differ by at most one, which costs a rank one cheap tile;
 4. the longest pieces give every rank the tiles that it misses, in pairs from both ends. Taking a
    tile from the front instead of the back changes a rank's work, by the same amount for each tile,
    but not its rows. So the number of front tiles that brings a rank's work to the mean has a closed

@@ -70,9 +70,8 @@ class WLBStrategy(ParallelStrategy):
         schedule: order of the pipeline's actions: ``"1f1b"`` or ``"interleaved"``.
             ``"auto"`` is chosen with the mesh; if no mesh is searched for, it is ``"1f1b"``, or
             ``"interleaved"`` with several stages per rank.
-        virtual_pipeline_size: stages per pipeline rank. None is chosen with the mesh; if no mesh is
-            searched for, it means 2 for ``"interleaved"`` and 1 for ``"1f1b"``. (``"interleaved"``
-            with 1 is ``"1f1b"``.)
+        virtual_pipeline_size: stages per pipeline rank. None: chosen with the mesh; without a
+            search 2 for ``"interleaved"`` (1 would be ``"1f1b"``) and 1 for ``"1f1b"``.
         process_group_backend: ``"nccl"`` on CUDA and ``"gloo"`` on CPU by default.
         timeout: how long a collective may wait for a rank that has not ended; None: ten minutes.
         on_nonfinite: what to do in a step whose loss or gradients are NaN or infinite:
@@ -362,8 +361,7 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception on some ranks only, or one before training, nothing is written, and a
-        line on stderr says so.
+        After an exception before training, or on some ranks only, only a line is written to stderr.
         """
         if cause := self.processes.faults.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")

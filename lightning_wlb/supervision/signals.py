@@ -8,8 +8,7 @@ with the loss into the exchange that ends every step. Then all ranks, in the sam
   auto-requeue, while fitting) let Lightning save ``hpc_ckpt_N.ckpt`` in ``default_root_dir`` and
   requeue the job, and end the run. The requeued job resumes from there by itself. A signal that
   comes during a validation waits for the next training step;
-* on SIGTERM end the run by Lightning's ``SIGTERMException``: the process exits with code 0 unless
-  the exception is caught;
+* on SIGTERM end the run by Lightning's ``SIGTERMException`` (exit code 0 unless it is caught);
 * on SIGINT (Ctrl-C) raise KeyboardInterrupt, which Lightning turns into its shutdown and exit code
   1. A second one ends this process at once.
 

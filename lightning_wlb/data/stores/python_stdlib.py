@@ -1,7 +1,6 @@
 """The standard library of the running Python as documents.
 
-It is real text with a heavy-tailed length distribution on every machine with Python, for
-demonstrations and tests.
+It is real text with heavy-tailed lengths on every machine with Python, for demos and tests.
 
 The documents are tokenised once, into an Arrow file in the user's cache folder, which is mapped
 into memory. The folder's name includes the Python version, the settings and a fingerprint of the

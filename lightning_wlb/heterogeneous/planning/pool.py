@@ -61,8 +61,7 @@ class Pool:
             sharding: as for :class:`.PipelineKind`.
 
         Raises:
-            ValueError: a choice is the mesh's own, or has a pipeline that crosses nodes as no
-                pipeline of a mesh does.
+            ValueError: a choice is the mesh's own, or its pipelines cross nodes as no mesh's do.
         """
         made: dict[Schemes, Kinds] = {}
         for schemes in choices:

@@ -1,7 +1,6 @@
 """Hydraulis' two-stage assignment (its §6) for pipelines that are all alike: deal, then pack.
 
-First the pieces of a step are dealt to the replicas, by the paper's Algorithm 1
-(:mod:`~lightning_wlb.planning.dealing`).
+The paper's Algorithm 1 deals pieces to the replicas (:mod:`~lightning_wlb.planning.dealing`).
 
 Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as
 possible (Equation 1). V minimises (P - 1 + V) times the cost of the heaviest micro-batch
