@@ -1,9 +1,8 @@
 """Pictures of `lightning-wlb plan`: timelines of steps.
 
 A step has a row for each pipeline rank of each replica; its context and tensor ranks work side by
-side. Timelines are drawn on one time axis, and say for whom a rank waits: for the pipeline rank
-that sends what it needs next, for the replicas that share its next micro-batch, or at the end for
-the replica that is last.
+side. Timelines share one time axis and say for whom a rank waits: the pipeline rank that sends what
+it needs next, the replicas that share its next micro-batch, or at the end the last replica.
 
 Cost: linear in the number of actions.
 """

@@ -4,8 +4,7 @@ A profile is *measured* (``lightning-wlb profile`` ran the real kernels and laye
 or *analytic* (published figures, named in ``sources``), and every prediction from it says which.
 Rates are achieved, not peak.
 
-A profile knows nothing of contention: do not use it for ranks that share a core, nor for
-collectives that share a link.
+A profile leaves out contention: do not use it for ranks on one core or collectives on one link.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class LayerShape:
         value_dim: width of a value of one head; ``head_dim`` in most models.
         attention_parameters: elements of the matrices before and after attention.
         feed_forward_parameters: elements of the matrices that a token uses in the feed-forward
-            network: in a mixture of experts the router, the shared experts and its own ones.
+            network: in a mixture of experts the router, shared experts and the token's routed ones.
         idle_parameters: elements of the experts' matrices that a token does not use.
         vector_parameters: elements of norms and biases.
         sliding_window: most keys that a query sees, its own included; None for no bound.

@@ -70,7 +70,7 @@ class StepDataset(IterableDataset[StepBatch]):
     Args:
         store: the documents.
         data: the settings that decide which pieces enter a step.
-        work: forward and backward work, for the packing. Ranks send no keys beyond its window.
+        work: the model's, forward + backward, for the packing. Keys beyond its window are not sent.
         rank: the place of this rank in the mesh.
         sharding: of micro-batches over the context-parallel group, such as ``"adaptive"``.
         state: where to begin (after the step of the batch with this ``state``); None: the first

@@ -233,8 +233,7 @@ class MergedGroups:
     micro-batch could not make their group alone: with NCCL a new group is split off the default
     group, which waits for all its ranks.
 
-    ``alike`` has, for each set of replicas that are alike, int64 [replicas, stages, context,
-    tensor] global ranks.
+    ``alike``: each set of equal replicas as int64 [replicas, stages, context, tensor] global ranks.
     """
 
     def __init__(self, alike: Sequence[NDArray[np.int64]], global_rank: int) -> None:

@@ -126,10 +126,9 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Fill the parameters that this rank holds, which may be DTensors.
 
-        The values must depend only on the seed and on global parameter names, so that they are the
-        same on any mesh. By default vectors are zeros if their name ends in ``bias``, else ones
-        (norm weights). All other values are normal with mean 0 and the standard deviation
-        :meth:`initial_deviation`.
+        Values must depend only on the seed and global parameter names, so that every mesh has the
+        same. By default vectors named ``...bias`` are zeros, others ones (norm weights). All other
+        values are normal with mean 0 and the standard deviation :meth:`initial_deviation`.
 
         Raises:
             ValueError: a parameter on the meta device, which has no memory to fill.

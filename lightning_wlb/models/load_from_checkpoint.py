@@ -71,8 +71,7 @@ class LoadsCheckpoints(L.LightningModule):
         """A module with the weights of a checkpoint, in this one process.
 
         Args:
-            checkpoint_path: the folder that :class:`.WLBStrategy` wrote, of any mesh, or another
-                strategy's file.
+            checkpoint_path: a folder of ``WLBStrategy`` (any mesh), or another strategy's file.
             map_location: a device; None means the CPU.
             hparams_file: for a file only.
             strict: whether the weights must be exactly the module's; None: as the module says.

@@ -1,10 +1,9 @@
 """Plans as a file: JSON lines that another language can read, of a named and numbered format.
 
-The first line is the header: ``format``, ``version``, what the writer says of the plans, and the
-number of ``plans`` that follow, by which a truncated file is recognised. Each further line is one
-step with the fields of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes them.
-``docs/planner.md`` says what every field means. A change that old readers would misread gets a new
-``version``; an added field does not.
+The first line is the header: ``format``, ``version``, the writer's remarks, and the number of
+``plans``, which shows whether the file is truncated. Each further line is one step with the fields
+of :class:`.StepPlan`, as :meth:`.StepPlan.to_json` writes them. ``docs/planner.md`` explains every
+field. A change that old readers would misread gets a new ``version``; an added field does not.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ repeat, it ends when each has given as many documents as it holds (one pass of t
 A document may be drawn again while it still waits for its step, so it has another number in each
 pass: document d of D has the number ``d + D·pass``.
 
-Cost: O(stores) for a document, and a permutation of a store's documents for each pass. The state
-is five integers a store.
+Cost: O(stores) for a document, a permutation of a store per pass. State: five integers per store.
 """
 
 from __future__ import annotations

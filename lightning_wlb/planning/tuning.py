@@ -17,8 +17,8 @@ OPEN_GAPS = 400
 """A gap below 1/400 of a pack's target stays open: packs within 0.25 % of each other, few cuts."""
 
 TAPER = (6, 5)
-"""Ratio of a tapered pack's work to that of the pack after it. At N = 4 and 4·N packs of Generator
-A a step takes 1.163 times its work per rank, with equal packs 1.193; others gained hardly more."""
+"""Ratio of a tapered pack's work to the next pack's. At N = 4 and 4·N packs of Generator A a step
+takes 1.163 times its work per rank, with equal packs 1.193. Other tapers gained hardly more."""
 
 # Sharing of pieces by replicas (DP-Merge).
 

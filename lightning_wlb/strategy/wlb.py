@@ -80,10 +80,9 @@ class WLBStrategy(ParallelStrategy):
         async_save: write checkpoints in the background; training waits only while tensors are
             copied. Takes CPU memory for a copy of each rank's parameters and optimizer state, for
             two copies if two checkpoints are saved at the end of a step.
-        reduce_dtype: the dtype in which tensor- and context-parallel ranks send and add up values:
+        reduce_dtype: dtype in which tensor- and context-parallel ranks send and sum values:
             ``"float32"`` or, if the precision computes in it, ``"bfloat16"``, which halves the
-            bytes and rounds sums over ranks. None: float32 or wider, in which gradients of
-            parameters are always summed.
+            bytes and rounds sums. None: float32 or wider, always used for parameters' gradients.
         overlap: ``"auto"``: layers compute while tensor-parallel messages travel, in as many chunks
             as the device profile says, and keep less for backward (blocks of Hugging Face families
             overlap in backward only, see docs/families.md). ``"off"``: they wait for each message.
@@ -361,7 +360,7 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception before training, or on some ranks only, only a line is written to stderr.
+        After an exception before training, or on some ranks only, just a line is written to stderr.
         """
         if cause := self.processes.faults.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")

@@ -121,8 +121,7 @@ def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Pac
     """Deal the pieces of a step to kinds of pipelines, and pack the pieces of each kind.
 
     Args:
-        packer: the packing of the run; each kind uses such a packing, with micro-batches in
-            proportion to its ranks.
+        packer: of the run; each kind packs likewise, with micro-batches in proportion to its ranks.
 
     Raises:
         ValueError: a piece is too long for every kind, or the packing plans all pipelines at once.

@@ -3,11 +3,10 @@
 A turn (:mod:`.exchanges`) takes as long as its busiest rank. A forward waits only for the turns of
 its own stage, and a turn of gradients is sent as soon as it is complete.
 
-A rank receives the parameters that it needs, except its own shard of them, and sends others its
-shard of the parameters that they need. Shards are assumed to be equal on all ranks that hold a
-layer. Data within a node use the node's link; at the same time the rest crosses nodes, each device
-through its own network adapter. A tied weight is counted at both ends. The time to connect ranks
-for the first time is left out.
+A rank receives the parameters that it needs except its own shard, and sends others its shard of
+what they need. Shards are assumed to be equal on all ranks that hold a layer. Data within a node
+use the node's link; at the same time the rest crosses nodes, each device through its own network
+adapter. A tied weight is counted at both ends. The time of first connections is left out.
 
 Cost: O(ranks · buckets · tensor) array elements for each choice of pipelines, once: a tenth of a
 second of processor time for 32 layers on 1,024 ranks.

@@ -1,13 +1,11 @@
 """Whether it pays that steps leave the mesh, and for which pipelines: ``dynamic="auto"``.
 
-1. The *sample* is a number n of the run's first steps. Its first half and :data:`AHEAD` · n/2 steps
-   after the sample are sorted by the sum of their squared lengths and cut into n/2 parts. The step
-   at three quarters of each part is used to choose pipelines: steps with the longest documents gain
-   most, and may be rare.
-2. An estimate proposes choices of pipelines for these steps (:func:`.candidate_schemes`), and the
-   steps are planned on the mesh and on each choice. One after another, the choice that saves most
-   in addition to the pool enters the pool, as long as it saves :data:`WORTH_ADDING` of the time, up
-   to :data:`MOST` choices.
+1. The *sample* is the run's first n steps. Its first half and :data:`AHEAD` · n/2 steps after it
+   are sorted by the sum of their squared lengths and cut into n/2 parts. The step at three quarters
+   of each part is used to choose pipelines: steps with long documents gain most and may be rare.
+2. An estimate proposes choices of pipelines for these steps (:func:`.candidate_schemes`), which are
+   planned on the mesh and on each choice. One after another, the choice that saves most beyond the
+   pool enters it, as long as it saves :data:`WORTH_ADDING` of the time, up to :data:`MOST` choices.
 3. The second half of the sample measures the pool's gain, which must be above :data:`WORTH`.
 
 All times are simulated, and on other pipelines than the mesh's they include the exchange of

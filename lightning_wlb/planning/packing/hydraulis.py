@@ -1,6 +1,6 @@
 """Hydraulis' two-stage assignment (its §6) for pipelines that are all alike: deal, then pack.
 
-The paper's Algorithm 1 deals pieces to the replicas (:mod:`~lightning_wlb.planning.dealing`).
+First the paper's Algorithm 1 deals pieces to replicas (:mod:`~lightning_wlb.planning.dealing`).
 
 Then each replica's pieces are packed into V micro-batches so that the heaviest is as light as
 possible (Equation 1). V minimises (P - 1 + V) times the cost of the heaviest micro-batch
