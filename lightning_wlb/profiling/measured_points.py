@@ -19,7 +19,7 @@ BUSY_TOKENS = 16384
 """Queries of a call on CUDA, if they fit."""
 
 BUSY_TILES = 128
-"""Least tiles of 128 queries, over all heads, in a call on CUDA: about the processors of a GPU."""
+"""Least tiles of 128 queries, over all heads, in a CUDA call: about one per processor of a GPU."""
 
 
 @dataclass(frozen=True)
