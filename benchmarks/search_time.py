@@ -4,8 +4,8 @@
 64 and on 1,024 devices. *Regret*: in smaller settings all steps are simulated on every legal mesh
 that fits by the closed form, and the mesh that the search chooses is compared with the fastest. It
 may be 1 % slower, as of meshes so close the one with least communication is taken; so it is also
-compared with what that rule chooses among all meshes, and among the meshes of which it simulates a sample,
-as if it simulated all of these to the end.
+compared with what that rule chooses among all meshes, and among those of which it simulates a
+sample, as if it simulated all of these to the end.
 
 Documents are those of Generator A, the packing of the regret is ``auto``. The result is written
 after every setting and every mesh, and what is in the file is not made again.
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     cells = [
         [
             each, run["search"], *(f"{value:.2f}" for value in run["slower_percent"].values()),
-            f"{run['search_cpu']:.0f}", f"{run["sampled_cpu"]:.0f}",
+            f"{run['search_cpu']:.0f}", f"{run['sampled_cpu']:.0f}",
         ]
         for each, run in regrets.items() if "slower_percent" in run
     ]  # fmt: skip
