@@ -38,6 +38,7 @@ _SPLIT = re.compile(
     r"(?![a-z])"
 )
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_NO_USER = 65534  # as a user namespace shows all users whom it does not have
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -341,7 +342,7 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
     of a path behind a step that does not exist, or may not be inspected, is kept as it is.
     """
     found: dict[Path, os.stat_result] = {}
-    trusted, links = {my_user(), 0, Path("/").stat().st_uid}, 0
+    trusted, links = {my_user(), 0} | ({Path("/").stat().st_uid} - {_NO_USER}), 0
     at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
     with suppress(OSError):
         while names and links <= 40:

@@ -135,8 +135,16 @@ def hub_copy(name: str, *more: str, fetch: bool = True) -> Path:
         )
     wanted = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", *more]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=bool(closed)))
+        fetched = snapshot_download(
+            name,
+            allow_patterns=wanted,
+            ignore_patterns=["original/*", "metal/*", "onnx/*"],
+            local_files_only=bool(closed),
+        )
+        return Path(fetched)
     except Exception as error:  # many kinds: no such name, no permission
+        if kept := getattr(error, "snapshot_path", None):  # without some files, maybe not needed
+            return Path(kept)
         why = f"the hub does not give it: {error}"
         if closed and isinstance(error, OSError):
             why = f"the hub's cache on this machine does not have it: {closed}"

@@ -304,3 +304,20 @@ def test_ones_own_links_and_roots_are_followed(scratch: Path, monkeypatch: Any) 
     assert [*file_checks.follow(home / "scratch/in")[1]] == [scratch / "theirs"]
     os.lchown(scratch / "of root", 65533, 65533)
     assert [*file_checks.follow(scratch / "of root")[1]] == []
+
+
+def test_users_whom_a_namespace_does_not_have_are_strangers(
+    scratch: Path, monkeypatch: Any
+) -> None:
+    """All of them, and root, who has made ``/``, are the user 65534 there."""
+    stat = Path.stat
+
+    def seen(path: Path, **options: Any) -> Any:
+        found = stat(path, **options)
+        own = SimpleNamespace(st_uid=65534, st_mode=0o40755)
+        return own if path == Path("/") else found
+
+    monkeypatch.setattr(Path, "stat", seen)
+    assert next(iter(file_checks.follow(scratch / "leads/in")[1])) == scratch / "leads"
+    monkeypatch.setattr(file_checks, "my_user", lambda: 65534)
+    assert [*file_checks.follow(scratch / "leads/in")[1]] == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import IncompleteSnapshotError
 from transformers import PretrainedConfig
 
 from lightning_wlb import model_folder_checks
@@ -35,6 +36,16 @@ def test_a_name_on_the_hub_is_no_folder_that_another_user_has_put_here(scratch, 
         for name in ("theirs", "leads/in"):
             with pytest.raises(ValueError, match=said):
                 opens(name)
+
+
+def test_a_copy_of_the_hub_without_some_files_may_do(tmp_path, monkeypatch):
+    """As ``hf download --exclude`` leaves it; whoever reads it names what is missing."""
+
+    def fetch(*_: Any, **__: Any) -> str:
+        raise IncompleteSnapshotError("some files are missing", str(tmp_path))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert model_folder_checks.hub_copy("org/name") == tmp_path
 
 
 def test_no_stranger_adds_a_file_to_a_folder_of_ones_own(scratch):

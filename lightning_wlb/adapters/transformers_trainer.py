@@ -115,7 +115,7 @@ class _FromTrainer(BalancedBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         # If a callback ended an epoch early, this is less than the epoch that set_epoch has named.
-        if (epoch := int(self.trainer.state.epoch or 0)) > self.epoch:
+        if (epoch := int(self.trainer.state.epoch or 0)) >= self.epoch:
             self.set_epoch(epoch)
         return super().__iter__()
 

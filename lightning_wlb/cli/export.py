@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.file_checks import check_regular, printable, read_bytes, read_json
-from lightning_wlb.model_folder_checks import check_model, is_here
+from lightning_wlb.model_folder_checks import check_beside, check_model, is_here
 
 TEMPLATE = "chat_template.jinja"
 
@@ -203,6 +203,7 @@ def _beside(
     source = base if tokenizer is None else Path(tokenizer)
     copied: dict[str, Path] = {}
     if base is not None and (base / GENERATION).is_file():
+        check_beside(base / GENERATION, base)
         copied[GENERATION] = base / GENERATION
     if source is None:
         return copied, {}

@@ -23,6 +23,7 @@ workers. The state is plain Python, equal on every rank: ``{"planner": the plann
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import warnings
@@ -282,7 +283,8 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             super().__init__(
-                dataset,
+                # The position of one that other loaders train on is theirs.
+                dataset if begin_at is None else copy.copy(dataset),
                 batch_size=None,
                 num_workers=num_workers,
                 # No persistent workers: they would begin every epoch where they began the first.

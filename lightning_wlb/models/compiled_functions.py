@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_wlb.data.cache import cache_folder
+from lightning_wlb.data.loader_workers import safe_path
 from lightning_wlb.file_checks import check_owner, follow, own_folder
 from lightning_wlb.models.config import TransformerConfig
 from lightning_wlb.models.loss import (
@@ -131,6 +133,9 @@ class BlockFunctions:
 EAGER = BlockFunctions()
 """The eager functions."""
 
+_MEANWHILE = ExitStack()
+"""What is so while something is compiled."""
+
 
 class CompiledFunction:
     """A function that is compiled at its first call.
@@ -155,6 +160,11 @@ class CompiledFunction:
             torch._dynamo.mark_dynamic(each, 0)
         if _use_own_cache not in callback_handler.start_callbacks:  # torch.compiler.reset drops it
             callback_handler.register_start_callback(_use_own_cache)
+            # Inductor starts ``python -c``, which would import from the working folder.
+            callback_handler.register_start_callback(
+                lambda _: _MEANWHILE.enter_context(safe_path())
+            )
+            callback_handler.register_end_callback(lambda _: _MEANWHILE.close())
         if self._compiled is None:
             # Else Triton's kernels are chosen by time, which changes the order of sums.
             known = "deterministic" in torch._inductor.list_options()
@@ -182,8 +192,7 @@ def _use_own_cache(_: object = None) -> None:
     that the environment names is used if it is this user's or root's, and no stranger has made a
     folder that leads there. Called at each compilation.
     """
-    default = Path(default_cache_dir())
-    theirs = False
+    default, theirs = Path(default_cache_dir()), False
     try:
         own_folder(default)
     except (OSError, ValueError):

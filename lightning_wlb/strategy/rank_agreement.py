@@ -97,7 +97,8 @@ def settings_of(trainer: pl.Trainer) -> dict[str, str]:
         known = signature(LanguageModule.__init__).parameters
         facts |= {name: each for name, each in module.hparams.items() if name in known}
         facts["seed of initial values"] = module.initial_seed
-    if folder := getattr(module, "pretrained", None):
+    # The folder of a name on the hub is known when the weights have been opened.
+    if folder := getattr(module, "weights_folder", None) or getattr(module, "pretrained", None):
         facts["files of pretrained weights"] = _ends_of_files(Path(folder))
     if data is not None:
         facts |= {f"data {name}": each for name, each in vars(data.settings).items()}

@@ -127,15 +127,17 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
 
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself if it has none."""
-    files = [each for each in (path / REST, path / manifest.NAME) if each.exists()]
-    # In an open folder others may put files. A folder of mode 0777 and its files have one owner.
-    theirs = {each.stat().st_uid for each in atomic_folders.strangers(files, path)}
-    mixed = bool(theirs) and theirs != {path.stat().st_uid}
-    if not path.is_dir() or (is_checkpoint(path) and not mixed):
+    strange = atomic_folders.strangers([*path.iterdir()], path) if path.is_dir() else []
+    if not path.is_dir() or (is_checkpoint(path) and not strange):
         return [path]
     found = _usable(checkpoints_in(path), fitting)
-    if not found and mixed:
-        raise ValueError(f"{files[0]} is another user's. Remove it, or name a checkpoint in there.")
+    # A stranger may put files, or links to one's own, into an open folder, so that it looks like a
+    # checkpoint. A whole one that a stranger has saved with mode 0777 has one owner.
+    mixed = [each for each in strange if each.lstat().st_uid != path.stat().st_uid]
+    if mixed and not found and is_checkpoint(path):
+        raise ValueError(
+            f"{min(mixed)} is another user's. Remove it, or name a checkpoint in there."
+        )
     return found or [path]
 
 

@@ -40,7 +40,7 @@ def tiny_llama(attention: str) -> Any:
 
 
 def train(
-    rank: int, folder: str, kind: str, attention: str, steps: int, resume: bool
+    rank: int, folder: str, kind: str, attention: str, steps: int, resume: str | None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each step, and the parameters after the last."""
     import lightning_wlb.adapters.transformers_trainer as adapter
@@ -56,7 +56,7 @@ def train(
         "max_grad_norm": 0.0,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
-        "save_steps": 3,
+        "save_steps": 2 if resume else 1,
         "seed": SEED,
         "use_cpu": True,
         "ddp_backend": "gloo",
@@ -109,8 +109,9 @@ def train(
 def train_and_resume(
     rank: int, folder: str, kind: str, attention: str, steps: int
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """A run, and of transformers' Trainer one more from its checkpoint."""
-    runs = [False, True] if kind == "transformers" else [False]
+    """A run, and of transformers' Trainer one more from inside each of its two epochs."""
+    steps_of = (1, 3) if kind == "transformers" else ()
+    runs = [None, *(str(Path(folder) / f"checkpoint-{step}") for step in steps_of)]
     return [train(rank, folder, kind, attention, steps, resume) for resume in runs]
 
 

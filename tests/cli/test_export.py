@@ -1,6 +1,7 @@
 """``lightning-wlb export``: what comes out opens in transformers, with the weights that went in."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,12 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     assert copied == [folder / "generation_config.json", mine]
     for each, name in zip(copied, ("generation_config.json", "tokenizer.json"), strict=True):
         assert (tmp_path / "mine" / name).read_text() == each.read_text()
+    if os.geteuid() == 0:  # a stranger's is not
+        folder.chmod(0o1777)
+        os.chown(folder / "generation_config.json", 65534, 65534)
+        with pytest.raises(ValueError, match=r"generation_config\.json is another user's"):
+            export(checkpoint, tmp_path / "strangers", tokenizer=mine)
+        os.chown(folder / "generation_config.json", 0, 0)
     with pytest.raises(ValueError, match=r"notes\.md is no tokenizer\.json"):
         export(checkpoint, tmp_path / "mine", tokenizer=tokenizer / "notes.md", force=True)
     # Names of code in a stranger's folder do not travel on.

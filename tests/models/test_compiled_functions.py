@@ -220,6 +220,23 @@ def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch)
     assert callback_handler.start_callbacks.count(compiled_functions._use_own_cache) == 1
 
 
+@pytest.mark.parametrize("before", [None, "0"])
+def test_what_a_compilation_starts_imports_nothing_from_the_working_folder(before, monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONSAFEPATH", before)
+    torch.compiler.reset()
+    seen: list[str | None] = []
+    callback_handler.register_end_callback(lambda _: seen.append(os.environ.get("PYTHONSAFEPATH")))
+    value = CompiledFunction(compiled_functions.swiglu, 2)(*torch.ones(2, 4, 8, requires_grad=True))
+    assert seen == ["1"]
+    assert os.environ.get("PYTHONSAFEPATH") == before
+    value.sum().backward()  # some backwards are compiled when they begin
+    assert set(seen) == {"1"}
+    assert os.environ.get("PYTHONSAFEPATH") == before
+    torch.compiler.reset()
+
+
 @torch._inductor.config.patch(cpp_cache_precompile_headers=True)
 def test_a_cache_that_the_environment_names_is_this_users_too(tmp_path, monkeypatch):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"

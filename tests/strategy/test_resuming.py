@@ -370,3 +370,8 @@ def test_last_says_where_else_the_logger_has_checkpoints(tmp_path):
     assert paths == []
     assert "version_1/checkpoints has no checkpoint" in said
     assert "version_0/checkpoints)" in said
+
+
+def test_a_position_without_its_name_is_not_taken_for_the_beginning():
+    with pytest.raises(KeyError, match="planner"):
+        data(SMALL).load_state_dict({"planned": None})

@@ -53,6 +53,9 @@ from lightning_wlb.file_checks import parse_json
 
 Span = tuple[int, int]
 
+MOST_COMPARED, MOST_MARKED = 4_000, 40_000
+"""Most messages of a chat, without and with ``{% generation %}``: time grows by their square."""
+
 
 class ChatEncoder:
     """Makes documents from rows with chats, in any process; attributes as for ``TextEncoder``.
@@ -161,7 +164,13 @@ class ChatEncoder:
             check_nulls(messages, tools)
             # A tokenizer may have a separate template for chats with tools.
             template = self._tokenizer.get_chat_template(tools=tools)
-            if marks := marks_speech(template):
+            marks = marks_speech(template)
+            if len(messages) > (most := MOST_MARKED if marks else MOST_COMPARED):
+                raise ValueError(
+                    f"it has {len(messages):,} messages, of which more than {most:,} would take"
+                    " minutes. Divide it, or use a template with {% generation %}."
+                )
+            if marks:
                 text, spans = self._marked(messages, tools, template)
             else:
                 text, spans = self._render(messages, tools), []

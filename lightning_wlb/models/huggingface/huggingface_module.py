@@ -89,6 +89,7 @@ class HuggingFaceModule(LanguageModule):
                 " of adapters does not hold. Give pretrained=True, or the weights' folder or name."
             )
         self._weights: dict[str, Tiles] | None = None  # open files, until the model is filled
+        self.weights_folder: Path | None = None  # from which they are read
         self._base: str | None = None  # a digest of the frozen weights under the adapters
         self.save_hyperparameters({"pretrained": self.pretrained or False, "lora": self.lora})
 
@@ -123,7 +124,7 @@ class HuggingFaceModule(LanguageModule):
     def _open_pretrained(self) -> None:
         if self.pretrained is not None:
             folder = resolve(self.pretrained, fetch=STORED.get() is None)
-            self._weights = open_weights(self.config, folder)
+            self._weights, self.weights_folder = open_weights(self.config, folder), folder
             self._base = None if self.lora is None else digest_of(self._weights)
 
     def init_weights(self) -> None:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from lightning_wlb.data.tokenising import chats
 from lightning_wlb.data.tokenising.chats import ChatEncoder
 from lightning_wlb.data.tokenising.sources import Row
 from tests.data.tokenising.support import MARKED, PLAIN, messages_of, row, saved_chat_tokenizer
@@ -38,6 +39,17 @@ INSTEAD = PLAIN.replace(
 ANSWERS = PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")
 """Templates that write nothing of what is not there, no functions, the first call alone, a call in
 place of what is said beside it, and nothing that was thought."""
+
+
+@pytest.mark.parametrize(("template", "most"), [(PLAIN, "COMPARED"), (MARKED, "MARKED")])
+def test_a_chat_of_too_many_messages_is_refused(folder, monkeypatch, template, most) -> None:
+    """A kilobyte of compressed text may hold thousands, and take minutes."""
+    encoder = ChatEncoder(saved_chat_tokenizer(folder, template), "messages")
+    monkeypatch.setattr(chats, f"MOST_{most}", 4)
+    long = messages_of([("user", "a"), ("assistant", "the")] * 2)
+    assert encoder.documents([row(long)])[0] is not None
+    with pytest.raises(ValueError, match=r"it has 6 messages, of which more than 4 would take min"):
+        encoder.documents([row([*long, *long[:2]])])
 
 
 def called(arguments: Any) -> list[dict[str, Any]]:

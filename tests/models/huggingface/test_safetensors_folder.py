@@ -39,7 +39,7 @@ def test_rectangles_of_tensors(tmp_path):
 def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 
-    def fetch(name, allow_patterns, local_files_only):
+    def fetch(name, allow_patterns, ignore_patterns, local_files_only):
         asked[name] = allow_patterns
         return str(tmp_path)
 
@@ -50,7 +50,7 @@ def test_any_other_name_is_fetched_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_name_that_cannot_be_fetched_is_refused(monkeypatch):
-    def fetch(name, allow_patterns, local_files_only):
+    def fetch(name, allow_patterns, ignore_patterns, local_files_only):
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
