@@ -50,6 +50,9 @@ NOISE = 0.1
 """Relative difference by chance of the times of meshes over the tokens of one micro-batch, about;
 over n micro-batches it is this divided by √n. A mesh further behind is not simulated further."""
 
+PART = 0.05
+"""What is added to that where a part of the step on fewer replicas stands for all of it."""
+
 LARGEST = 1 << 16
 """Most devices that are tried if nothing fits on the given ones."""
 
@@ -192,9 +195,10 @@ def _raced(
             tell("simulating meshes", done, (steps + 1) * len(going_on))
             made.go_on(number)
         best = sorted(made.ps for made in going_on if made.fits)[:2] or [0]
-        simulated = number * micro_batches or min(micro_batches, SAMPLED)
+        chance = NOISE / math.sqrt(number * micro_batches or min(micro_batches, SAMPLED))
+        chance += PART if number == 0 and micro_batches >= 2 * SAMPLED else 0
         # The second best goes on too, to be named beside the best.
-        most = max(best[0] * (CLOSE + NOISE / math.sqrt(simulated)), best[-1])
+        most = max(best[0] * (CLOSE + chance), best[-1])
         ahead = [made for made in going_on if made.fits and (made.ps <= most or number == steps)]
         left += [made for made in going_on if made not in ahead]
         going_on = ahead
