@@ -127,17 +127,15 @@ def own_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> Iterator[None
 
 def candidates_in(path: Path, fitting: bool) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself if it has none."""
+    # A stranger may put files, or links to one's own, into an open folder, so that it looks like a
+    # checkpoint. A whole one that a stranger has saved with mode 0777 has one owner.
     strange = atomic_folders.strangers([*path.iterdir()], path) if path.is_dir() else []
     if not path.is_dir() or (is_checkpoint(path) and not strange):
         return [path]
     found = _usable(checkpoints_in(path), fitting)
-    # A stranger may put files, or links to one's own, into an open folder, so that it looks like a
-    # checkpoint. A whole one that a stranger has saved with mode 0777 has one owner.
     mixed = [each for each in strange if each.lstat().st_uid != path.stat().st_uid]
     if mixed and not found and is_checkpoint(path):
-        raise ValueError(
-            f"{min(mixed)} is another user's. Remove it, or name a checkpoint in there."
-        )
+        raise ValueError(f"{min(mixed)} is another user's. Remove it, or name a checkpoint there.")
     return found or [path]
 
 
@@ -169,8 +167,7 @@ def _usable(paths: Iterable[Path], fitting: bool) -> list[Path]:
     """The readable checkpoints, newest first; the unreadable ones if there are no others.
 
     In a fit only those with optimizer state count; if there are none, the newest alone is returned,
-    and refused by name later. A checkpoint of a newer version of this package raises ValueError: it
-    must not be passed over.
+    and refused by name later. A checkpoint of a newer version of this package raises ValueError.
     """
     saved: dict[Path, Manifest] = {}
     unreadable: dict[Path, Exception] = {}

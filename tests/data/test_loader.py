@@ -1,7 +1,7 @@
 import pickle
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,3 +204,14 @@ def test_the_loader_pins(workers: int) -> None:
     batches = list(StepLoader(dataset(), num_workers=workers, pin_memory=True))
     assert [content(batch) for batch in batches] == [content(batch) for batch in dataset()]
     assert all(each.positions.is_pinned() for batch in batches for each in batch.micro_batches)
+
+
+def test_a_loader_with_a_beginning_of_its_own_leaves_the_position_alone() -> None:
+    """An evaluation of the data set that is trained on, between its steps."""
+    for workers in (0, 1):
+        shared = dataset()
+        training = StepLoader(shared, num_workers=workers)
+        assert [batch.plan.step for batch in islice(training, 2)] == [0, 1]
+        evaluating = StepLoader(shared, begin_at=lambda: None, num_workers=workers)
+        assert [batch.plan.step for batch in islice(evaluating, 4)] == [0, 1, 2, 3]
+        assert next(iter(training)).plan.step == 2

@@ -7,6 +7,8 @@ import re
 import resource
 import shutil
 import sys
+from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -21,9 +23,10 @@ import lightning_wlb as wlb
 from lightning_wlb import model_folder_checks
 from lightning_wlb.models import decoder as decoders
 from lightning_wlb.models.decoder import without_values
-from lightning_wlb.models.huggingface import huggingface_module
+from lightning_wlb.models.huggingface import huggingface_module, safetensors_folder
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
 from lightning_wlb.models.huggingface.recurrent import FAMILIES as RECURRENT
+from lightning_wlb.strategy import split_model
 from lightning_wlb.strategy.wlb import WLBStrategy
 from tests.models.huggingface.configs import tiny
 from tests.models.huggingface.folders import write
@@ -94,6 +97,29 @@ def test_a_checkpoint_with_all_weights_needs_no_other(tmp_path):
     assert again.pretrained == module.pretrained
     for name, parameter in module.model.named_parameters():
         assert torch.equal(again.model.get_parameter(name), parameter), name
+
+
+def hub_facts(rank: int, folder: Path) -> list[str]:
+    """What a rank tells of the weights of each of two revisions in its cache."""
+    said = []
+    for revision in ("1", "2"):
+        write(folder / revision, tiny("llama", initializer_range=float(revision) / 10))
+        module = wlb.HuggingFaceModule(tiny("llama"), pretrained="org/name")
+        with (
+            mock.patch.object(safetensors_folder, "hub_copy", return_value=folder / revision),
+            mock.patch.object(split_model, "compare_ranks") as compared,
+        ):
+            runner = trainer("wlb", 1, precision="32-true", max_steps=1)
+            runner.fit(module, data(Run(FAMILY, (1, 1, 1, 1)).case))
+            said.append(compared.call_args.args[0]()["files of pretrained weights"])
+    return said
+
+
+def test_ranks_compare_the_weights_that_a_name_on_the_hub_means(tmp_path):
+    """Their caches may have different revisions."""
+    (said,) = run_ranks(hub_facts, 1, tmp_path, process_group=False)
+    assert said[0] != said[1]
+    assert all(each.startswith("1 files (") for each in said)
 
 
 class SavesSome(wlb.HuggingFaceModule):
