@@ -36,9 +36,8 @@ The plans are **simulated**, profile h100-fa2 (H100 SXM5 80GB, attention by torc
 FlashAttention-2; published figures, not measured): the fastest mesh (data, pipeline, context,
 tensor; ×v: v virtual stages) for documents of Generator A, a window of {context_window} tokens,
 {micro_batches} micro-batches' worth of tokens a step, packing `auto`, nodes of 8. *Gain* is
-tokens/s over `best_fit` on its own best mesh. Rows with \\* are older: by them a layer waits for
-all of its tensor-parallel messages, of which it hides one of four now. A run without sizes searches
-for its mesh by itself; the same search before it:
+tokens/s over `best_fit` on its own best mesh. A run without sizes searches for its mesh by itself;
+the same search before it:
 
 ```
 lightning-wlb plan --model examples/models/llama3_1_8b.yaml --mesh auto --devices 16 \\
@@ -90,7 +89,6 @@ def row(model: str, devices: int, found: dict[str, Any]) -> str:
     name = f"[{model}.yaml]({model}.yaml)"
     if "does_not_fit" in found:
         return f"| {name} | {devices} | does not fit | | | | |"
-    name += " \\*" if found.get("before_overlap") else ""
     sizes = [found["mesh"][axis] for axis in ("data", "pipeline", "context", "tensor")]
     virtual = found["mesh"]["virtual_stages"]
     mesh = ",".join(map(str, sizes)) + (f" ×{virtual}" if virtual > 1 else "")
@@ -102,7 +100,7 @@ def row(model: str, devices: int, found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plan what the result lacks or has from before overlap, and write page and result."""
+    """Plan what the result lacks, and write page and result."""
     models = sorted(path.stem for path in MODELS.glob("*.yaml"))
     made = report.parser("model_plans", __doc__)
     made.add_argument("--models", nargs="+", choices=models, default=models)
@@ -112,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     plans = json.loads(given.output.read_text())["plans"] if given.output.exists() else {}
     for model in given.models:
         for devices in given.devices:
-            known = plans.setdefault(model, {}).get(str(devices))
-            if known is None or known.get("before_overlap"):
+            if str(devices) not in plans.setdefault(model, {}):
                 plans[model][str(devices)] = plan(model, devices)
                 result = json.dumps({"script": "model_plans", "plans": plans})
                 given.output.write_text(result + "\n")
