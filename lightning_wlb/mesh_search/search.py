@@ -46,9 +46,10 @@ CLOSE = 1.01
 """Times of meshes within this factor count as equal, and the mesh with the least communication is
 taken: simulations have larger errors than that, and the largest ones for networks."""
 
-NOISE = 0.1
-"""Relative difference by chance of the times of meshes over the tokens of one micro-batch, about;
-over n micro-batches it is this divided by √n. A mesh further behind is not simulated further."""
+NOISE = 0.2
+"""Relative difference by chance of the times of meshes over the tokens of one micro-batch, about, of
+whole documents (half of it by ``auto``); over n micro-batches it is this divided by √n. A mesh
+further behind is not simulated further."""
 
 PART = 0.05
 """What is added to that where a part of the step on fewer replicas stands for all of it."""
