@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ _LEADS_ELSEWHERE = {
 _OPENED = {"vocab", "merges", "gguf_file", "vocab_file", "merges_file", "spm_file"}
 """Settings of a tokenizer that name a file anywhere if they are texts."""
 _TOKENS = re.compile(r".*_tokens?")
+SMALL_FILES = "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"
+"""Patterns of what a model or tokenizer on the hub has beside weights."""
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
@@ -111,15 +113,15 @@ def hub_is_out_of_reach() -> bool:
     return False
 
 
-def hub_copy(name: str, *more: str, fetch: bool = True) -> Path:
-    """The folder in the hub's cache with the small files, and ``more``, of what the hub has.
+def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True) -> Path:
+    """The folder in the hub's cache with the ``wanted`` files of what the hub has.
 
     transformers is given that folder in place of the name, since it would read a folder of that
     name that comes into the working folder meanwhile.
 
     Args:
         name: a model's or tokenizer's name on the hub.
-        more: patterns of the names of further files.
+        wanted: patterns of the files' names.
         fetch: whether to download what is missing; not if a checkpoint names it.
 
     Raises:
@@ -133,11 +135,10 @@ def hub_copy(name: str, *more: str, fetch: bool = True) -> Path:
             "nothing is fetched while a checkpoint is loaded, which may name anything (call"
             f" huggingface_hub.snapshot_download({name!r}) if you trust it)"
         )
-    wanted = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", *more]
     try:
         fetched = snapshot_download(
             name,
-            allow_patterns=wanted,
+            allow_patterns=[*wanted],
             ignore_patterns=["original/*", "metal/*", "onnx/*"],
             local_files_only=bool(closed),
         )

@@ -71,7 +71,9 @@ def _read(config: PretrainedConfig | Mapping[str, Any] | str | Path) -> Pretrain
         try:
             # If it is set, the name may come from a checkpoint that somebody else has made.
             fetch = STORED.get() is None
-            path = Path(config) if is_here(config) else hub_copy(str(config), fetch=fetch)
+            path = Path(config)
+            if not is_here(config):
+                path = hub_copy(str(config), ["config*.json"], fetch)
             check_model(path)
             # Reading a config makes some families build a list with an entry for each layer.
             _check_fields(PretrainedConfig.get_config_dict(path, local_files_only=True)[0])

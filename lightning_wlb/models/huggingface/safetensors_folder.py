@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 )
 
 from lightning_wlb.file_checks import read_json
-from lightning_wlb.model_folder_checks import check_model, hub_copy, is_here
+from lightning_wlb.model_folder_checks import SMALL_FILES, check_model, hub_copy, is_here
 
 Box = tuple[slice, ...]
 """A rectangle of a tensor: for each dim the first index and the end."""
@@ -56,7 +56,7 @@ def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
     folder = Path(name_or_folder)
     if is_here(name_or_folder) and folder.is_dir():
         return folder
-    return hub_copy(str(name_or_folder), "*.safetensors", fetch=fetch)
+    return hub_copy(str(name_or_folder), (*SMALL_FILES, "*.safetensors"), fetch)
 
 
 def beside_weights(config: str | Path) -> bool:
