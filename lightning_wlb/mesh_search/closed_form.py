@@ -109,8 +109,8 @@ class ClosedForm:
 
     def _sharers(self, mesh: Mesh) -> Integers:
         """How many replicas share each of all pieces; virtual stages cannot run shared pieces."""
-        work, can = Work.of(self.request.shape), self._slices and mesh.virtual_stages == 1
-        most = most_sharers(work, mesh) if can else 1
+        work, shares = Work.of(self.request.shape), self._slices and mesh.virtual_stages == 1
+        most = most_sharers(work, mesh) if shares else 1
         if (key := (mesh.data, most)) not in self._by_sharers:
             size = Dealing((), mesh.data, work.total, per_capacity=1, sharers=most).size
             works = list(map(work.total, self._all.tolist()))

@@ -166,9 +166,10 @@ class ChatEncoder:
             template = self._tokenizer.get_chat_template(tools=tools)
             marks = marks_speech(template)
             if len(messages) > (most := MOST_MARKED if marks else MOST_COMPARED):
+                remedy = "it" if marks else "it, or use a template with {% generation %}"
                 raise ValueError(
                     f"it has {len(messages):,} messages, of which more than {most:,} would take"
-                    " minutes. Divide it, or use a template with {% generation %}."
+                    f" minutes. Divide {remedy}."
                 )
             if marks:
                 text, spans = self._marked(messages, tools, template)
