@@ -15,9 +15,9 @@ between replicas. M is 1, 2, 4 and 8 times the least number that the cap allows.
 recompute as little as fits in memory, with as many open as 1F1B opens.
 
 The closed form does not know how even planned micro-batches are: on the settings of
-``benchmarks/results/meshes.json`` the best known mesh is among its first seven, but seldom the
-first. Without the larger M, the longest piece or f, it would not be among the first eleven. Without
-the keys of shared pieces that of 7B on 1,024 GPUs (128K) would be the thirty-first, not the sixth.
+``benchmarks/results/meshes.json`` the best known mesh is among its first thirteen, in most among
+the first six. Without the larger M, the longest piece or f, it is further behind. Without the keys
+of shared pieces that of 7B on 1,024 GPUs (128K) would be the thirty-first, not the sixth.
 
 Cost: about 2 ms for a mesh.
 """
