@@ -1,11 +1,10 @@
 """Checks of files and folders that somebody else may have made or may exchange.
 
-Whoever opens a FIFO, a device, or a link to one may wait for ever or read without end. So every
-reader of a cache, a manifest, a store, a profile, a tokenizer's or a model's folder checks files
-here first (SECURITY.md lists the readers). Nobody else can write into a folder that passes
-:func:`own_folder`, or exchange it, and no link in it is followed. If a library opens a file by its
-name, the name is checked just before: whoever may write to the folder can still exchange the file
-in between.
+Whoever opens a FIFO, a device, or a link to one may wait or read for ever. So every reader of a
+cache, a manifest, a store, a profile, a tokenizer's or a model's folder checks files here first
+(SECURITY.md lists the readers). Nobody else can write into a folder that passes :func:`own_folder`,
+or exchange it, and no link in it is followed. If a library opens a file by its name, the name is
+checked just before: whoever may write to the folder can still exchange the file in between.
 
 Cost: two system calls a file. Owners are not checked on systems without them, such as Windows.
 """
@@ -143,10 +142,7 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_once(path: str | Path, seen: dict[str, str]) -> None:
-    """Refuse a file or folder that was checked before: its documents would come twice.
-
-    ``seen`` maps the resolved paths of those checked before to the paths given; it is extended.
-    """
+    """Add a path to ``seen`` (resolved path -> path given); ValueError if it is there already."""
     real = os.path.realpath(path)
     if real in seen:
         raise ValueError(

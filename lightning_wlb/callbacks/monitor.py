@@ -231,8 +231,7 @@ class ImbalanceMonitor(L.Callback):
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known, from
               the sums over the timed steps;
-            * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: the medians over
-              the timed steps;
+            * ``seconds_per_million_tokens_median``, ``tflops_per_device_median``: over timed steps;
             * ``loader_wait_seconds``, ``loader_wait_seconds_p99`` per timed step, and
               ``loader_wait_share``, its share of wait and step time together;
             * ``seconds_per_step_predicted``, not a number without a profile;

@@ -13,10 +13,9 @@ families the bytes are an estimate: layers count as those of a plain decoder wit
 feed-forward parameters, recurrent layers as kernels that keep their inputs and results. The states
 that slices leave for later slices are counted exactly.
 
-*Transient* bytes exist only inside one pass: the gradients of one layer, its recomputation, fetched
-keys, the loss head's logits of one chunk and the gradient of its matrix, and the kernel's sums of
-gradients. Only the largest are counted, once. Kernels under ``torch.use_deterministic_algorithms``
-take more than is counted.
+*Transient* bytes exist only inside one pass: one layer's gradients and recomputation, fetched keys,
+the loss head's logits of one chunk and its matrix's gradient, and the kernel's sums of gradients.
+Only the largest are counted, once. Kernels under ``torch.use_deterministic_algorithms`` take more.
 
 tests/cost/test_memory_model.py compares the activations with the bytes that autograd saves, and
 tests/benchmarks/test_activation_count.py compares whole steps with the executor's count.

@@ -96,8 +96,7 @@ class MicroBatch:
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge an
             aligned power-of-two range of replicas, which all list it. If a step has schemes, only
             pipelines of the same shape count for the range.
-        recompute: the part of every layer that its backward recomputes instead of storing it
-            (activation checkpointing).
+        recompute: the part of every layer that backward recomputes (activation checkpointing).
     """
 
     slices: tuple[int, ...]

@@ -86,8 +86,7 @@ class StepPrediction:
     def context_ns(self) -> tuple[float, float]:
         """Attention time if every rank took as long as the slowest, and the actual attention time.
 
-        Both are of one layer, forward and backward, summed over micro-batches and over the ranks
-        that hold that layer.
+        Both are of one layer forward and backward, summed over micro-batches and the layer's ranks.
         """
         every = [
             (ranks, cost)

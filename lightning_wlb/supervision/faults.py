@@ -8,9 +8,8 @@ they have agreed on, data that all refuse), they save, and print nothing beside 
 rank reports its exception, and takes part in no further collective. Nothing is saved, the last
 checkpoint stands, and the exception ends the process; as its connections close, other ranks end.
 
-After an exception inside the optimizer's step, some parameters are updated and others are not. No
-run may resume from that, so nothing is saved, even if all ranks have the exception. The same holds
-after :class:`.StateLost`.
+An exception inside the optimizer's step leaves only some parameters updated. No run may resume from
+that, so nothing is saved, even if all ranks raise it. The same holds after :class:`.StateLost`.
 
 Cost: nothing without an exception; with one at most ``heartbeat.PATIENCE`` seconds, or
 ``heartbeat.AGREED_PATIENCE`` if all ranks have agreed to end.

@@ -41,8 +41,7 @@ class StepParameters(ABC):
     """Gathers a step's parameters and reduces their gradients.
 
     Args:
-        waiting: each module whose forward waits for parameters -> the numbers of their buckets, in
-            the order of first use.
+        waiting: module whose forward waits for parameters -> their buckets' numbers, by first use.
         sum_dtype: dtype in which gradients are summed and reduced.
     """
 

@@ -31,8 +31,7 @@ from lightning_wlb.schedule.programs import program_of
 class PipelineRank:
     """A rank's place in its pipeline: stages, schedule, and the process groups of its messages.
 
-    Stage s runs on place ``s % P`` of the pipeline's P ranks, so that with V·P stages each rank has
-    V virtual stages.
+    Stage s runs on place ``s % P`` of the P ranks; with V·P stages each rank has V virtual stages.
     """
 
     rank: Rank

@@ -253,8 +253,7 @@ def _tokenised(
         for number, parts in shards.items():
             yield number, _tokenise_shard(parts, encoder, folders.shard_path(out, number))
         return
-    # Forked, since a new interpreter would take seconds to import everything. Other systems send
-    # the encoder.
+    # Forked: a new interpreter takes seconds to import all. Other systems send the encoder.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     with loader_workers.safe_path():
         pool = ProcessPoolExecutor(workers, context, _begin_worker, (encoder, out))

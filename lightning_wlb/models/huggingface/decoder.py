@@ -4,10 +4,9 @@ A forward runs the base model's own ``forward`` on packed rows as a batch of one
 positions; attention goes to this package's kernels, and the head sums token losses. Parameters have
 this package's names; :meth:`HuggingFaceDecoder.family_name` gives the family's names.
 
-Cost compared with :class:`.Transformer`: queries are computed before attention is called, so they
-do not hide the exchange of keys, and a layer's parts are transformers' eager code. Families whose
-layers carry a state from row to row run piece by piece if :mod:`.recurrent` knows their functions,
-and are refused otherwise.
+Cost against :class:`.Transformer`: queries are computed before attention, so they do not hide the
+exchange of keys, and a layer's parts are transformers' eager code. Families whose layers carry a
+state from row to row run piece by piece if :mod:`.recurrent` knows their functions, or are refused.
 """
 
 from __future__ import annotations
