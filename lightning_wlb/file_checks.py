@@ -61,8 +61,7 @@ def check_regular(path: str | Path, most: int | None = None, *, links: bool = Tr
 
     Raises:
         OSError: the file does not exist, or may not be inspected.
-        ValueError: it is not a regular file, has more bytes, or reports none and has some; the
-            message has the remedy.
+        ValueError: it is not a regular file, has more bytes, or reports none and has some.
     """
     size = _checked(os.stat(path, follow_symlinks=links), path, most)
     if size == 0 and os.access(path, os.R_OK):
@@ -155,9 +154,8 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
 def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
     """Raise ValueError for documents that come twice: from copies of a file, or by a link.
 
-    Copies are recognised by name: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the
-    original, shards of two totals, cache files of ``datasets``' ``map``. ``links=False``: the
-    caller has checked links already.
+    Known by name are: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the original,
+    shards of two totals, cache files of ``datasets``. ``links=False``: links are checked.
     """
     seen: dict[str, str] = {}
     for path in files if links else ():

@@ -9,8 +9,7 @@ about it. Colours differ in lightness, so that they can be read without colour v
 
 A row is a rank, whatever its pipeline: a step may leave the mesh for pipelines of different sizes.
 
-Figures are drawn with matplotlib's objects and not with pyplot, so that they need no display and
-leave no global state behind.
+Figures need no display and leave no global state: they use matplotlib's objects, not pyplot.
 
 Cost: ranks × micro-batches numbers for each of the last steps.
 """

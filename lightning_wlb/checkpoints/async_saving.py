@@ -133,8 +133,7 @@ class BackgroundSaves:
         """Wait for the oldest jobs, until the others hold at most ``copies``; 0 waits for all jobs.
 
         Returns:
-            The path and the error of each job that failed: TimeoutError if it has not ended within
-            ``seconds`` of this call.
+            Path and error of each failed job: TimeoutError if it has not ended within ``seconds``.
         """
         end = None if seconds is None else time.monotonic() + seconds
         failures: list[tuple[Path, BaseException]] = []

@@ -69,9 +69,8 @@ def write(
 ) -> None:
     """Write a checkpoint; collective over the ranks of ``group`` (None: the default one).
 
-    It may run in a thread, if the thread has a process group of its own and nobody changes what
-    ``content`` holds meanwhile. A checkpoint at ``path`` is replaced; ``run`` is the run that
-    saves, if it saves more than once.
+    It may run in a thread with a process group of its own if nobody changes what ``content`` holds
+    meanwhile. A checkpoint at ``path`` is replaced; ``run``: the run, if it saves more than once.
 
     Raises:
         ValueError: there is something else at ``path``, or state could not be read again.

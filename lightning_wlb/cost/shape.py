@@ -107,9 +107,8 @@ class ModelShape:
     """The sizes of a decoder on which its FLOPs depend.
 
     The first eight describe a plain decoder: equal layers with a gated feed-forward network.
-    :meth:`of_layers` describes any other decoder by its layers: if their windows, heads or
-    parameters differ, in a mixture of experts, or if values are narrower than keys. The first eight
-    are then the largest over the layers.
+    :meth:`of_layers` describes others by their layers: different windows, heads or parameters,
+    mixtures of experts, values narrower than keys. The first eight are then the layers' largest.
 
     Args:
         dim: width of the residual stream.

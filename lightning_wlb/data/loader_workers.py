@@ -104,8 +104,7 @@ def make_endable(batches: Any) -> None:
     """Let torch, and Python at exit, kill an iterator's workers, which ignore SIGTERM."""
     for worker in getattr(batches, "_workers", ()):
         popen = weakref.proxy(worker._popen)
-        # Not a bound method, by which the object would hold itself, and its pipes would stay open
-        # until garbage collection.
+        # A bound method would hold the object, with open pipes, until garbage collection.
         worker._popen.terminate = partial(type(worker._popen).kill, popen)
 
 

@@ -229,9 +229,8 @@ class MergedGroups:
     alike. Equal heterogeneous pipelines share micro-batches in the same way.
 
     All ranks make the groups over sets of one size at the start of the first step in which any
-    replica needs one; they agree on that step, since all hold the whole plan. The ranks of one
-    micro-batch could not make their group alone: with NCCL a new group is split off the default
-    group, which waits for all its ranks.
+    replica needs one; the plan tells all of them which. The ranks of one micro-batch cannot make it
+    alone: with NCCL a new group is split off the default group, which waits for all its ranks.
 
     ``alike``: each set of equal replicas as int64 [replicas, stages, context, tensor] global ranks.
     """

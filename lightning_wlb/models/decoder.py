@@ -73,8 +73,7 @@ class Decoder(nn.Module):
         ``micro_batch.attention.for_layer(number)``.
 
         Args:
-            micro_batch: the embedding reads its tokens, the head its labels. The label of a row
-                without a target is -100.
+            micro_batch: the embedding reads its tokens, the head its labels (-100: no target).
             hidden: [P/TP, dim], the output of the stage before; None in the first stage.
             layers: global numbers of the stage's layers; all layers of the module if None.
             groups: the process groups that share the rows and the parameters.

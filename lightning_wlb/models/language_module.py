@@ -73,8 +73,7 @@ class LanguageModule(LoadsCheckpoints):
         tokens_seen: tokens trained on so far, over all replicas; saved in the checkpoint.
 
     Raises:
-        ValueError: a value of another type, an option that is not listed above, or numbers out of
-            range or in the wrong order.
+        ValueError: a value of another type, an unlisted option, or numbers out of range or order.
     """
 
     model: Decoder | None

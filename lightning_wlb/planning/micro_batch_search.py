@@ -165,9 +165,8 @@ class MicroBatchSearch:
     def _walk(self, kind: Kind, at: int) -> int:
         """From an index in ``HALVES``, move to the best neighbour until none is better.
 
-        All candidates on the way are of the given kind. A neighbour is the next number with other
-        micro-batches: with few long pieces, several numbers give the same ones. Returns the index
-        where the walk ends.
+        All candidates are of the given kind. A neighbour is the next number with other
+        micro-batches: with few long pieces, several give the same. Returns the walk's last index.
         """
         while True:
             near = [at, *self._beside(kind, at, 1), *self._beside(kind, at, -1)]

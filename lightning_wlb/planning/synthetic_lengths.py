@@ -2,8 +2,7 @@
 
 Lengths are log-normal, but one in a hundred is drawn from a Pareto tail; all are bounded by the
 context window. The imbalance degree of the original packing on them is that of WLB-LLM's Table 2
-(``benchmarks/results/packing.md``). Use it for planning before the real corpus is at hand; it does
-not replace the corpus's lengths.
+(``benchmarks/results/packing.md``). Plan with them until the corpus's own lengths are at hand.
 
 Cost: 20 ms for 300,000 documents.
 """

@@ -10,8 +10,7 @@ ideal (whole pieces on equally loaded ranks) ends the search: no prediction is b
 Only the cutting is done micro-batch by micro-batch; the rest is array arithmetic over the chunks of
 all of them (:func:`choose_each`).
 
-Cost: about 50 µs for each candidate tried. A run whose micro-batches must all have the same
-sharding should name it instead.
+Cost: about 50 µs per candidate. For the same sharding in all micro-batches, name it instead.
 """
 
 from __future__ import annotations

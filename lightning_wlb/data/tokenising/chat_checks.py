@@ -192,9 +192,8 @@ def with_words(
 ) -> tuple[list[dict[str, Any]], Any, dict[str, str]]:
     """A chat with a unique word after each of its texts, to see which texts a template writes.
 
-    Thoughts before the last question get no word if the template knows thoughts, since many
-    templates leave these out by design. A tool's name gets none if its call's id, which contains
-    the name, is in ``text``.
+    Thoughts before the last question get no word if the template knows them, since many omit these.
+    A tool's name gets none if ``text`` has its call's id, which contains the name.
 
     Returns:
         The messages and tools with the words, and for each word a description of its text.

@@ -137,9 +137,8 @@ def tokenised_once(request: TokeniseRequest) -> Path:
 
     The folder's name is a fingerprint of the source (path, files, sizes, times of change), the
     tokenizer and the options: if any of these changes, there is a new folder. One rank on a node
-    does the work, and the others wait for it. Old folders stay until they are removed. For a corpus
-    that takes hours, ``lightning-wlb tokenize`` writes the same into a folder of your choice, with
-    visible progress.
+    does the work while the others wait. Old folders stay until removed. For a corpus that takes
+    hours, ``lightning-wlb tokenize`` writes the same into any folder, with visible progress.
 
     Raises:
         ValueError: as :func:`tokenise`.

@@ -4,11 +4,10 @@ A complete folder has ``data-00000-of-00003.arrow`` and so on (Arrow streams; co
 list of int32, and for chats ``loss_mask``, list of bool), and ``lightning_wlb.json`` with the
 figures of the documents, the vocabulary and the request, which is written last. Until then there is
 ``lightning_wlb.partial.json`` with the request and the figures of every finished shard, and shards
-have other names, so that no reader takes an incomplete folder for a complete one. Both files have
-the ``checksum`` of each shard's source, which tells files with new times from changed files, and
-the checksum of the shard as ``written``; shards with another checksum are made again. Before a
-complete folder is used for a request, the sizes of ``files`` are compared, and in folders of at
-most 256 MB also their checksums.
+have other names, so no reader takes an incomplete folder for a complete one. Both files have the
+``checksum`` of each shard's source, which tells files with new times from changed files, and that
+of the shard as ``written``; shards with another are made again. Before a complete folder is used
+for a request, sizes of ``files`` are compared, and below 256 MB also checksums.
 
 The figures are plain values: the numbers of ``documents``, ``tokens``, ``targets`` (tokens that may
 be targets) and ``skipped`` rows, the ``longest`` document's tokens, and ``by_length``: entry k

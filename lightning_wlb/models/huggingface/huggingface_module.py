@@ -35,9 +35,8 @@ class HuggingFaceModule(LanguageModule):
     """Next-token training of a Hugging Face decoder, by transformers' own modules.
 
     Args:
-        config: the model: a folder with a ``config.json``, a name on the hub, a transformers
-            ``PretrainedConfig``, or a mapping of a config's fields with ``model_type`` among them
-            (as LightningCLI gives it).
+        config: a folder with a ``config.json``, a name on the hub, a transformers
+            ``PretrainedConfig``, or a mapping of its fields, ``model_type`` among them.
         pretrained: start from weights: True reads them from the folder or name given as ``config``,
             a string from that folder or name. False: random values by the family's rules. None:
             random values, which is an error if ``config`` names weights. A checkpoint from which
