@@ -154,8 +154,8 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
 def check_no_copies(files: Sequence[Path], links: bool = True) -> None:
     """Raise ValueError for documents that come twice: from copies of a file, or by a link.
 
-    Known by name are: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the original,
-    shards of two totals, cache files of ``datasets``. ``links=False``: links are checked.
+    Names show copies: ``a (1).parquet``, ``a copy.jsonl`` or ``a.jsonl.gz`` beside the original,
+    shards of two totals, cache files of ``datasets``. ``links=False``: links are checked already.
     """
     seen: dict[str, str] = {}
     for path in files if links else ():

@@ -117,8 +117,7 @@ class VarlenAttention:
             collective runs between its ``start`` and ``stop``. It may be set and unset at any time.
 
     Raises:
-        ValueError: if the backend is unknown or missing; the message has its name, the reason, the
-            available backends and the remedy.
+        ValueError: the backend is unknown or missing; the message has the reason and a remedy.
     """
 
     timer: Timer | None = None
@@ -162,9 +161,8 @@ class VarlenAttention:
         Arguments and result are those of :class:`.Kernel`.
 
         Raises:
-            ValueError: if shapes or dtypes do not fit each other or the metadata, or the backend
-                has no kernel for the device, the dtype or an option, or the metadata lacks keys
-                that are in the options' window.
+            ValueError: shapes or dtypes do not fit each other or the metadata, no kernel of the
+                backend fits device, dtype or option, or the metadata lacks keys in the window.
         """
         _check_shapes(q, k, v, metadata)
         _check_options(options, q, metadata)

@@ -255,9 +255,8 @@ class ImbalanceMonitor(L.Callback):
         """The strategies that steps have taken, in plain data that is the same on every rank.
 
         Returns:
-            For each strategy: its number ``strategy`` in ``WLBStrategy.dynamic``, from 1 on, or 0
-            for the mesh, and the figures of :meth:`summary` over its steps alone. The list is empty
-            in a run without ``dynamic``.
+            For each strategy: its number ``strategy`` in ``WLBStrategy.dynamic``, from 1, or 0 for
+            the mesh, and the figures of :meth:`summary` over its steps. Empty without ``dynamic``.
 
         Raises:
             RuntimeError: before the first fit.

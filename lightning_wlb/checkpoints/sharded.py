@@ -102,8 +102,7 @@ def load(
     state: dict[str, Any] = {WEIGHTS: weights}
     optimizer_states: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
-        # An earlier fit may have left gradients. If there are any, torch makes no optimizer state
-        # to read into, and reads none.
+        # With an earlier fit's gradients torch makes no optimizer state, and reads none.
         optimizer.zero_grad()
         values = _optimizer_values(model, optimizer)
         optimizer_states.append({_rename(name, renamed): each for name, each in values.items()})

@@ -1,7 +1,7 @@
 """The speed of a device as one JSON file: rates, bandwidths, latencies, and their sources.
 
 A profile is *measured* (``lightning-wlb profile`` ran the real kernels and layers) or *analytic*
-(published figures, of ``sources``), as its predictions say. Rates are achieved, not peak.
+(published figures from ``sources``), and its predictions say which. Rates are achieved, not peak.
 
 A profile leaves out contention: do not use it for ranks on one core or collectives on one link.
 """

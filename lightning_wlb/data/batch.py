@@ -128,8 +128,7 @@ class StepBatch:
     def to(self, device: torch.device | str, non_blocking: bool | None = None) -> StepBatch:
         """A copy whose tensors are on ``device``.
 
-        With ``non_blocking`` the host continues while copies from page-locked memory run. The
-        default is True for a CUDA device.
+        ``non_blocking`` (default on CUDA): the host continues while page-locked memory is copied.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type == "cuda"

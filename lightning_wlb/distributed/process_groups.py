@@ -229,7 +229,7 @@ class MergedGroups:
     alike. Equal heterogeneous pipelines share micro-batches in the same way.
 
     All ranks make the groups over sets of one size at the start of the first step in which any
-    replica needs one; the plan tells all of them which. The ranks of one micro-batch cannot make it
+    replica needs one; the plan tells them which. The ranks of one micro-batch cannot make theirs
     alone: with NCCL a new group is split off the default group, which waits for all its ranks.
 
     ``alike``: each set of equal replicas as int64 [replicas, stages, context, tensor] global ranks.

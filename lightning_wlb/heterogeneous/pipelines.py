@@ -7,8 +7,7 @@ the parameters that each module waits for.
 Pipelines of equal shape may share micro-batches (DP-Merge): their context ranks at the same stage
 and tensor place then exchange keys as one group.
 
-Cost: process groups for each choice of pipelines, made and connected once in a process,
-collectively over all ranks. Not run on CUDA.
+Cost: process groups for each choice of pipelines, connected once by all ranks. Not run on CUDA.
 """
 
 from __future__ import annotations

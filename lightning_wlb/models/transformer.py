@@ -307,6 +307,5 @@ class Head(nn.Module):
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
     """``function(*kept)`` under activation checkpointing: only ``kept`` is held for backward."""
-    # The random state is kept for a user's own modules, whose gradients would be wrong with other
-    # random numbers in backward.
+    # A user's own modules need the same random numbers in backward for right gradients.
     return checkpoint(function, *kept, use_reentrant=False)

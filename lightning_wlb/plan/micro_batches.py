@@ -89,10 +89,8 @@ class MicroBatch:
     Args:
         slices: indices into the replica's ``slices``, in the order in which their tokens are
             laid out. Empty for a micro-batch without tokens.
-        sharding: name of the sharding that spreads the tokens over the context-parallel ranks
-            (``lightning_wlb.sharding.SHARDINGS``).
-        rows: rows per context-parallel rank after padding, so that every rank knows the size
-            of every message without asking.
+        sharding: how context ranks share tokens: a name in ``lightning_wlb.sharding.SHARDINGS``.
+        rows: rows per context-parallel rank after padding, so ranks know every message's size.
         replicas: the data-parallel replicas that share the micro-batch: one, or for DP-Merge an
             aligned power-of-two range of replicas, which all list it. If a step has schemes, only
             pipelines of the same shape count for the range.

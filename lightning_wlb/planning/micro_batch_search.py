@@ -20,10 +20,9 @@ tried as ``best_fit`` packs them: full micro-batches, and the rest in a last one
 pipeline little. If these are best, whole pieces and pieces cut apart are tried in more numbers.
 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
-micro-batches and in fewer, which waste less time. If these need recomputation, whole pieces and
-pieces cut apart are also tried in more micro-batches, which need less recomputation. Among steps
-within 0.3 % of the shortest the one with the fewest micro-batches is taken, because predictions
-leave out some of the overhead of a micro-batch.
+micro-batches and fewer, which waste less time. If these need recomputation, whole pieces and pieces
+cut apart are also tried in more micro-batches, which need less. Among steps within 0.3 % of the
+shortest the one with the fewest micro-batches is taken, as predictions leave out some overhead.
 
 Cost: 4 to 9 candidates, each O(P·log P + M·stages) for P pieces; on one stage 4, and about ten more
 where memory is short. If the step time has several minima over M, the search finds a local one;

@@ -11,9 +11,8 @@ axis. Bytes come from :mod:`~lightning_wlb.prediction.step_memory`.
 The predictor simulates the list of actions that the executor runs, so both can be compared action
 by action. Products hide messages of a layer's rows and keys (:mod:`~lightning_wlb.cost.overlap`).
 
-Cost: about 0.1 ms per micro-batch and context rank for the layout, and 1 µs per action for the
-simulation. If only the end of a step and its peak are needed,
-:mod:`~lightning_wlb.prediction.step_totals` takes a tenth of that.
+Cost: about 0.1 ms per micro-batch and context rank for the layout, 1 µs per action for the
+simulation. :mod:`~lightning_wlb.prediction.step_totals`, for a step's end and peak, takes a tenth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The measurements behind a profile: kernel, layers, head, and how well predictions fit.
 
-Arrays of two are (forward, backward) throughout. Times are medians of repeated calls; the first
-call warms up and does not count.
+Arrays of two are (forward, backward). Times are medians of repeated calls after one to warm up.
 
 *Kernel*: the device's own time, without the host's (:mod:`.call_timer`), since in a long step the
 host queues kernels while earlier ones run. *Stages*: the longer of the device's own time and the

@@ -3,8 +3,8 @@
 With one stage per rank, PackFlow lets rank p run min(M, n_j + P - 1 - p) forwards before backward j
 (:mod:`~lightning_wlb.schedule.packflow`). Once each rank in turn has run these, backward j has all
 that it needs, so one pass over backwards and ranks gives every time. Replicas that share
-micro-batches (DP-Merge) advance through these together: they come first on each replica, with one
-warm-up (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
+micro-batches (DP-Merge) advance through these together: they come first on each replica, with a
+warm-up planned together (:func:`~lightning_wlb.schedule.packflow.backward_orders`).
 
 The times equal those of :mod:`~lightning_wlb.schedule.simulator` exactly (a test holds this), in a
 tenth of the time. Use the simulator for several stages per rank, for programs other than

@@ -13,8 +13,7 @@ steps:
 
 With a sliding window a segment leaves out the keys that none of its queries sees.
 
-Pure numpy, in the data loader. Cost: linear in the keys that are read, which for a piece cut into n
-slices is n/2 times the piece.
+Pure numpy, in the data loader. Cost: linear in the keys read: n/2 times a piece cut into n slices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The model of a run, split over the ranks: how it is split, described in the log, and run.
 
-The model holds its :class:`SplitModel`, so that the split outlives the Trainer that made it.
-Another Trainer goes on with the same shards; model and split are freed together. A
-:class:`StepRunner` runs the steps of one run on it.
+The model holds its :class:`SplitModel`, so the split outlives its Trainer. Another goes on with the
+same shards; model and split are freed together. A :class:`StepRunner` runs one run's steps on it.
 
 Cost: that of :func:`.parallelize`.
 """

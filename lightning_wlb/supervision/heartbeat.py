@@ -9,9 +9,8 @@ it ends, so rank 0 notices a killed rank within milliseconds, under any backend.
 Rank 0 tells all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
-* ``alone``, with the cause, as soon as that is impossible: a rank has died, ranks failed at
-  different places, or not all have failed within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No
-  rank may wait for another from then on;
+* ``alone``, with the cause, once that is impossible: a rank died, ranks failed at different places,
+  or not all within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. Then no rank may wait for another;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
 When no rank makes progress for a while, rank 0 names the rank that is furthest behind, and asks for

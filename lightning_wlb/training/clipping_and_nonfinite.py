@@ -181,10 +181,9 @@ def gradient_norm(
 ) -> Tensor:
     """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
-    Each rank sums the squares of its own shards. If n tensor-parallel ranks hold the same shard,
-    each adds 1/n of its square. The sums are added over all ranks. Gradients have been reduced
-    already, and another stage counts those of ``copies``. The norm is 0-dim float64, and not finite
-    if a gradient of any rank is not.
+    Each rank sums the squares of its shards. If n tensor-parallel ranks hold the same shard, each
+    adds 1/n of its square. The sums are added over all ranks. Gradients are reduced, another stage
+    counts those of ``copies``. The norm is 0-dim float64, and not finite if any gradient is not.
     """
     left_out = {id(parameter) for parameter in copies}
     # Number of ranks that hold the same part -> gradients; each rank adds its share of the square.

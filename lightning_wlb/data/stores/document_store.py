@@ -175,8 +175,7 @@ Array = npt.NDArray[Any]
 class CheckedDocuments(ABC):
     """Documents whose tokens and masks are checked as they are read.
 
-    A subclass finds the files and the lengths, and calls this constructor. Rows without tokens are
-    left out, and counted in the log.
+    A subclass finds files and lengths, and calls this. Rows without tokens are left out and logged.
 
     Args:
         name: the store's name in errors.

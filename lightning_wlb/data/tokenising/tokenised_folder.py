@@ -6,8 +6,8 @@ figures of the documents, the vocabulary and the request, which is written last.
 ``lightning_wlb.partial.json`` with the request and the figures of every finished shard, and shards
 have other names, so no reader takes an incomplete folder for a complete one. Both files have the
 ``checksum`` of each shard's source, which tells files with new times from changed files, and that
-of the shard as ``written``; shards with another are made again. Before a complete folder is used
-for a request, sizes of ``files`` are compared, and below 256 MB also checksums.
+of the shard as ``written``; shards that differ are made again. Before a complete folder is used
+for a request, sizes of ``files`` are compared, and up to 256 MB also checksums.
 
 The figures are plain values: the numbers of ``documents``, ``tokens``, ``targets`` (tokens that may
 be targets) and ``skipped`` rows, the ``longest`` document's tokens, and ``by_length``: entry k

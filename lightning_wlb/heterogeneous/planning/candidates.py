@@ -15,8 +15,7 @@ Among choices of the same kinds only the best is kept for a step.
 The estimate leaves out imbalance, the exchange of parameters, and the memory of several open
 micro-batches. So it only prunes; simulations choose.
 
-Cost: about thirty predictions of a micro-batch for each legal kind, and for each step some tens of
-milliseconds in compiled loops.
+Cost: about 30 micro-batch predictions per legal kind, and tens of milliseconds a step.
 """
 
 from __future__ import annotations

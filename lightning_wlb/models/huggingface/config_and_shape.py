@@ -104,9 +104,8 @@ def _from_fields(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretra
     """A config of a family, with a warning about unknown fields, which change nothing.
 
     Raises:
-        ValueError: a field of another type, sizes that contradict each other, or an unknown field
-            whose name is similar to a known one. A mapping that transformers has written (with its
-            version) may have such fields.
+        ValueError: a field of another type, contradictory sizes, or an unknown field whose name is
+            similar to a known one, unless transformers wrote the mapping (with its version).
     """
     known = {*kind().to_dict(), *kind.attribute_map, *dir(kind)}
     unknown = sorted(set(fields) - known)

@@ -30,9 +30,8 @@ _LATE = "_late_gradients"  # key in a linear layer's __dict__, for its forward
 def gather_late(x: Tensor, group: ProcessGroup, layers: Sequence[nn.Linear]) -> Tensor:
     """The rows of all ranks, [group size · rows, dim], for a block of linear layers.
 
-    It gathers like :func:`.gather_rows`. Its backward posts the sum of the rows' gradients, and
-    then also computes the gradients of the layers' trained weights. The layers' class must have
-    :func:`late_linear` as its forward.
+    It gathers like :func:`.gather_rows`. Its backward posts the sum of the rows' gradients, then
+    computes those of the layers' trained weights. The layers' forward must be :func:`late_linear`.
     """
     trained = [each for each in layers if each.weight.requires_grad]
     kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in trained]
