@@ -75,7 +75,7 @@ class Forecast:
     def summary(self, baseline: Forecast) -> dict[str, Any]:
         """Plain numbers; speed-ups are over ``baseline``, per token and per model FLOP.
 
-        The two differ with the packings' cuts: a document cut at a window costs less attention.
+        The two differ if packings cut differently: a document cut at a window costs less attention.
         """
         row, base, profile = self.row, baseline.row, self.steps[0].latency.profile
         plans = [step.plan for step in self.steps]

@@ -307,5 +307,5 @@ class Head(nn.Module):
 
 def _recomputed(function: Callable[..., Tensor], *kept: Tensor) -> Tensor:
     """``function(*kept)`` under activation checkpointing: only ``kept`` is held for backward."""
-    # A user's own modules need the same random numbers in backward for right gradients.
+    # It keeps the random state: a user's own modules need the same numbers in backward.
     return checkpoint(function, *kept, use_reentrant=False)

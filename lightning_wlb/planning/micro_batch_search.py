@@ -22,7 +22,7 @@ pipeline little. If these are best, whole pieces and pieces cut apart are tried 
 On one stage with a device profile, whole pieces are tried in about the nominal number of
 micro-batches and fewer, which waste less time. If these need recomputation, whole pieces and pieces
 cut apart are also tried in more micro-batches, which need less. Among steps within 0.3 % of the
-shortest the one with the fewest micro-batches is taken, as predictions leave out some overhead.
+shortest the one with the fewest micro-batches is taken, as predictions omit some overhead of each.
 
 Cost: 4 to 9 candidates, each O(P·log P + M·stages) for P pieces; on one stage 4, and about ten more
 where memory is short. If the step time has several minima over M, the search finds a local one;

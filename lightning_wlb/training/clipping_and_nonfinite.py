@@ -181,8 +181,8 @@ def gradient_norm(
 ) -> Tensor:
     """The 2-norm of the gradients of all parameters of all stages; collective over all ranks.
 
-    Each rank sums the squares of its shards. If n tensor-parallel ranks hold the same shard, each
-    adds 1/n of its square. The sums are added over all ranks. Gradients are reduced, another stage
+    Each rank sums the squares of its shards. If n tensor-parallel ranks hold a shard, each adds 1/n
+    of its square. The sums are added over all ranks. Gradients are reduced already; another stage
     counts those of ``copies``. The norm is 0-dim float64, and not finite if any gradient is not.
     """
     left_out = {id(parameter) for parameter in copies}

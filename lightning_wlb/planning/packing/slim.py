@@ -5,7 +5,7 @@ replica's are cut into MicroPacks (:mod:`~lightning_wlb.planning.slicing`), ``mi
 over all replicas. A piece with more work than a replica's capacity is shared by several
 (:mod:`~lightning_wlb.planning.dp_merge`). Its simulated steps on pipelines are much shorter than
 those of ``wlb`` and ``original`` (``benchmarks/results/packing.md``). Price: keys and values of cut
-pieces are kept until their last slice has run backward, and small micro-batches run slower.
+pieces are kept until their last slice has run backward, and smaller micro-batches may be slower.
 
 The paper also cuts backward into MicroPacks of its own (§4.1.2). Here forward and backward run the
 same ones: plans of unlike packs were slower in every simulation (docs/design.md).
