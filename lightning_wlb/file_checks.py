@@ -37,7 +37,7 @@ _SPLIT = re.compile(
     r"(?![a-z])"
 )
 _NOWAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-_NO_USER = 65534  # as a user namespace shows all users whom it does not have
+NO_USER = 65534  # as a user namespace shows all users whom it does not have
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -295,6 +295,11 @@ def check_folder(path: Path, mode: int = 0o755) -> Path:
     return path
 
 
+def _trusted() -> set[int]:
+    # In a user namespace root may have another number; whoever owns "/" can do anything.
+    return {my_user(), 0} | ({Path("/").stat().st_uid} - {NO_USER})
+
+
 def check_parents(path: Path) -> None:
     """Refuse a path, which has no links, if somebody else could put another in its place.
 
@@ -302,8 +307,7 @@ def check_parents(path: Path) -> None:
     the group nor others may write to one, unless it is sticky. (Access lists show in the group's
     rights. OpenSSH asks the same for its keys.)
     """
-    # In a user namespace root may have another number; whoever owns "/" can do anything.
-    trusted = {my_user(), 0, Path("/").stat().st_uid}
+    trusted = _trusted()
     for parent in path.parents if hasattr(os, "geteuid") else ():
         status = parent.stat()
         shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
@@ -336,7 +340,7 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
     of a path behind a step that does not exist, or may not be inspected, is kept as it is.
     """
     found: dict[Path, os.stat_result] = {}
-    trusted, links = {my_user(), 0} | ({Path("/").stat().st_uid} - {_NO_USER}), 0
+    trusted, links = _trusted(), 0
     at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
     with suppress(OSError):
         while names and links <= 40:

@@ -144,20 +144,24 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
         )
         return Path(fetched)
     except Exception as error:  # many kinds: no such name, no permission
-        if kept := getattr(error, "snapshot_path", None):  # without some files, maybe not needed
-            return Path(kept)
         why = f"the hub does not give it: {error}"
-        if closed and isinstance(error, OSError):
+        if kept := getattr(error, "snapshot_path", None):
+            # A download that broke off leaves out an end token, or a newer template.
+            why = (
+                f"the hub's cache has only a part of it: fetch the rest, or name that part, {kept}"
+            )
+        elif closed and isinstance(error, OSError):
             why = f"the hub's cache on this machine does not have it: {closed}"
         raise ValueError(f"There is no folder {name!r} here, and {why}") from error
 
 
 def check_beside(path: Path, trusted: Path) -> None:
-    """Refuse what another user has put beside, or into, what no other user has made."""
-    if follow(path)[1] and not follow(trusted)[1]:
+    """Refuse what a stranger, who is not the owner either, has put beside or into ``trusted``."""
+    strange = {each.st_uid for each in follow(path)[1].values()}
+    if strange and not follow(trusted)[1] and strange != {trusted.stat().st_uid}:
         raise ValueError(
             f"{path} is another user's, where others may put files. Remove it, or move your own to"
-            " a folder of yours."
+            " a folder of yours. (Documents may also be named file by file.)"
         )
 
 

@@ -38,14 +38,15 @@ def test_a_name_on_the_hub_is_no_folder_that_another_user_has_put_here(scratch, 
                 opens(name)
 
 
-def test_a_copy_of_the_hub_without_some_files_may_do(tmp_path, monkeypatch):
-    """As ``hf download --exclude`` leaves it; whoever reads it names what is missing."""
+def test_a_copy_of_the_hub_without_some_files_is_refused(tmp_path, monkeypatch):
+    """As a download that broke off leaves it, without the end token or the newer template."""
 
     def fetch(*_: Any, **__: Any) -> str:
         raise IncompleteSnapshotError("some files are missing", str(tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert model_folder_checks.hub_copy("org/name") == tmp_path
+    with pytest.raises(ValueError, match=f"only a part of it: fetch the rest, or .*{tmp_path}"):
+        model_folder_checks.hub_copy("org/name")
 
 
 def test_no_stranger_adds_a_file_to_a_folder_of_ones_own(scratch):

@@ -39,7 +39,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import check_links, follow, is_open, left_behind, my_user
+from lightning_wlb.file_checks import (
+    NO_USER,
+    check_links,
+    follow,
+    is_open,
+    left_behind,
+    my_user,
+)
 
 POINTS = (
     "begun",  # the partial folder is made
@@ -263,7 +270,7 @@ def _refuse_strangers(aside: PartialFolder) -> None:
     """Refuse another user's ``.partial`` and ``.old`` in a sticky folder."""
     parent = aside.path.parent.stat()
     # A file server may give this process's files another owner.
-    trusted = {parent.st_uid, aside.folder.lstat().st_uid}
+    trusted = ({parent.st_uid} - {NO_USER}) | {aside.folder.lstat().st_uid}
     for folder in (aside.path.parent / _ASIDE, aside.path.parent / _REPLACED):
         strange = folder.exists() and folder.lstat().st_uid not in trusted
         if strange and parent.st_mode & stat.S_ISVTX:

@@ -35,7 +35,9 @@ from lightning_wlb.data.trainer_guards import (
     refuse_other_namespace,
     refuse_prediction,
     refuse_repeats,
+    refuse_two_runs,
     refuse_without_position,
+    saving_trainer,
 )
 from lightning_wlb.planning import DataSettings
 from lightning_wlb.prediction.predictor import mean_context_of
@@ -142,6 +144,7 @@ class WLBDataModule(L.LightningDataModule):
         if home.startswith("pytorch_lightning."):
             refuse_other_namespace(f"WLBDataModule was given to a Trainer of {home}.")
         if trainer is not None:  # Lightning sets it at each run
+            refuse_two_runs(self._trainer, trainer)
             if self._positions is None:
                 self._positions = WeakKeyDictionary()
             self._consumed = self._positions.setdefault(trainer, ConsumedState())
@@ -260,13 +263,16 @@ class WLBDataModule(L.LightningDataModule):
         It is never an empty dictionary, which Lightning would not restore: a run that goes back to
         its beginning, as after a search for a learning rate, would then keep its position.
         """
-        at = self._consumed
-        if (trainer := self.trainer) is not None:
+        trainer, at = self.trainer, self._consumed
+        if (saving := saving_trainer()) is not None and self._positions is not None:
+            # Another Trainer may have run with this data module since.
+            trainer, at = saving, self._positions.get(saving, ConsumedState())
+        if trainer is not None:
             planned = isinstance(trainer.strategy, PlanningStrategy)
             steps = trainer.global_step - at.since
             refuse_half_states(trainer, steps, at.begun, at.anew, planned)
         mixed = {name: True for name in ("evaluated", "anew") if getattr(at, name)}
-        return {"planner": self._state(), **mixed}
+        return {"planner": at.current(trainer.global_step if trainer else 0), **mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, on this or another mesh."""

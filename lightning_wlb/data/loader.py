@@ -263,7 +263,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
     Lightning that a checkpoint inside an epoch resumes exactly.
 
     Args:
-        dataset: the steps. Its ``state`` is the loader's position.
+        dataset: the steps. Its ``state`` is the loader's position, except with ``begin_at``.
         begin_at: returns the state at which an iteration begins, or None for the run's beginning.
             Without this function the loader keeps its position itself.
         num_workers: processes that plan and read ahead; 0: the caller waits for each batch.

@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
 from lightning_wlb.file_checks import check_no_copies, check_none_left_out, refuse_closed
+from lightning_wlb.model_folder_checks import check_beside
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
 
@@ -277,6 +279,10 @@ def _with_paths(name: str, source: Any) -> Any:
         found = sorted(set(map(Path, glob.glob(source, recursive=True))))
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
+        whole = Path(source).parts
+        above = Path(*takewhile(lambda part: not glob.has_magic(part), whole))
+        for each in found:
+            check_beside(each, above)
         check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":

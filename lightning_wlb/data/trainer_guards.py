@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_wlb.data.batch import StepBatch
@@ -49,8 +51,19 @@ def _behind(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 
 def called_by(name: str) -> bool:
     """Whether a function of Lightning with this name is running."""
+    return _running(name) is not None
+
+
+def saving_trainer() -> L.Trainer | None:
+    """The Trainer that is making a checkpoint, if any."""
+    frame = _running("dump_checkpoint")
+    return None if frame is None else frame.f_locals["self"].trainer
+
+
+def _running(name: str) -> FrameType | None:
     frames = (each for each, _ in walk_stack(sys._getframe()) if each.f_code.co_name == name)
-    return any(each.f_globals["__name__"].startswith("lightning.pytorch.") for each in frames)
+    ours = (each for each in frames if each.f_globals["__name__"].startswith("lightning.pytorch."))
+    return next(ours, None)
 
 
 def refuse_other_loaders(in_worker: bool = False) -> None:
@@ -138,6 +151,17 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
+def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException where a data module would change Trainers during a fit."""
+    if before is None or before is trainer:
+        return
+    if (before.state.fn, before.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING):
+        raise MisconfigurationException(
+            "A Trainer was given the WLBDataModule with which another Trainer is in the middle of a"
+            " fit, whose position it would take. Give it a WLBDataModule of its own."
+        )
+
+
 def refuse_half_states(
     trainer: L.Trainer, steps: int, begun: bool, anew: bool, planned: bool
 ) -> None:
@@ -167,6 +191,11 @@ def refuse_half_states(
         )
     elif planned:
         return
+    elif failed is not None and _has_broken_step_off(trainer, failed):
+        reason = (
+            "No checkpoint is saved on the exception: it has broken off an optimizer step, after"
+            " which some parameters may have moved and others not."
+        )
     elif failed is not None and not begun:
         reason = "No checkpoint is saved on the exception, since training had not begun."
     elif trainer._checkpoint_connector._loaded_checkpoint:
@@ -187,6 +216,18 @@ def refuse_half_states(
         logger.finalize("failed")
     trainer._teardown()
     raise failed
+
+
+def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
+    """Whether an exception was raised in an optimizer step, but not in forward or backward."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        steps = loop.automatic_optimization.optim_progress.optimizer.step.current
+    else:
+        steps = loop.manual_optimization.optim_step_progress.current
+    # Lightning's steps call forward, backward and the hooks before the step in a closure.
+    names = {frame.f_code.co_name for frame, _ in walk_tb(failed.__traceback__)}
+    return steps.ready > steps.completed and not names & {"closure", "_wrap_closure"}
 
 
 def refuse_evaluated() -> NoReturn:

@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
 from lightning_wlb.data.stores.document_store import DocumentSubset
 from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
+from lightning_wlb.data.tokenising.sources import Source
 from tests.data.stores.corpora import TOKENS, write_arrow
 from tests.data.test_datamodule import Recorder
 
@@ -171,3 +173,31 @@ def test_a_link_does_not_bring_documents_twice(tmp_path: Path) -> None:
     (tmp_path / "v1/b.arrow").symlink_to("a.arrow")
     with pytest.raises(ValueError, match="are the same by a link"):
         documents(tmp_path / "v1")
+
+
+def test_no_stranger_adds_documents_to_a_folder_of_ones_own(scratch: Path) -> None:
+    """In an open folder his files, and his links to this user's own, were read like the others."""
+    (scratch / "leads").unlink()
+    for each in (scratch, scratch / "../home"):
+        write_arrow(each / "mine.arrow", pa.table({"input_ids": TOKENS}))
+        (each / "mine.txt").write_text("a text")
+    reads = (
+        lambda: documents(scratch),
+        lambda: documents(f"{scratch}/*.arrow"),
+        lambda: Source.open(scratch),
+    )
+    for read in reads:
+        read()
+    for put in (shutil.copy, os.symlink):
+        for end in ("arrow", "txt"):
+            put(scratch.parent / "home" / f"mine.{end}", scratch / f"theirs.{end}")
+            os.lchown(scratch / f"theirs.{end}", 65534, 65534)
+        for read in reads:
+            with pytest.raises(ValueError, match=r"theirs\.(arrow|txt) is another user's, where"):
+                read()
+        assert len(documents(scratch / "theirs.arrow").lengths) == len(TOKENS), "which was named"
+        for end in ("arrow", "txt"):
+            (scratch / f"theirs.{end}").unlink()
+    os.chown(scratch, 65534, 65534)  # whoever has made the folder may put files there
+    os.chown(scratch / "mine.arrow", 65534, 65534)
+    assert len(documents(scratch).lengths) == len(TOKENS)

@@ -44,6 +44,7 @@ from lightning_wlb.data.stores.list_columns import (
     lengths_of,
     mapped_batches,
 )
+from lightning_wlb.model_folder_checks import check_beside
 
 FACTS = "lightning_wlb.json"
 """The file that ``lightning-wlb tokenize`` writes last: ``vocab_size``, ``documents``, ..."""
@@ -176,6 +177,8 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
+    for each in files:
+        check_beside(each, folder)
     file_checks.check_no_copies(files)
     found = [match for path in files if (match := file_checks.SHARD.match(path.name))]
     series = sorted({str(file_checks.shards_of(folder / each.string)) for each in found})

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from lightning_wlb import file_checks
 from lightning_wlb.data.cache import fingerprint
+from lightning_wlb.model_folder_checks import check_beside
 
 LINES = (".jsonl", ".jsonl.gz")
 TEXTS = (".txt", ".md")
@@ -91,6 +92,8 @@ class Source:
             raise ValueError(
                 f"{path} holds {len(found)} files and none that can be read. Give {known}."
             )
+        for each in chosen:
+            check_beside(each, path)
         file_checks.check_no_copies(chosen, links=False)
         file_checks.check_one_split(chosen, path)
         left = sorted(set(found) - set(chosen))
