@@ -141,7 +141,10 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_once(path: str | Path, seen: dict[str, str]) -> None:
-    """Add a path to ``seen`` (resolved path -> path given); ValueError if it is there already."""
+    """Add a path to ``seen`` (resolved path -> path given); ValueError if it is there already.
+
+    Its documents would come twice.
+    """
     real = os.path.realpath(path)
     if real in seen:
         raise ValueError(
@@ -295,11 +298,6 @@ def check_folder(path: Path, mode: int = 0o755) -> Path:
     return path
 
 
-def _trusted() -> set[int]:
-    # In a user namespace root may have another number; whoever owns "/" can do anything.
-    return {my_user(), 0} | ({Path("/").stat().st_uid} - {NO_USER})
-
-
 def check_parents(path: Path) -> None:
     """Refuse a path, which has no links, if somebody else could put another in its place.
 
@@ -307,11 +305,12 @@ def check_parents(path: Path) -> None:
     the group nor others may write to one, unless it is sticky. (Access lists show in the group's
     rights. OpenSSH asks the same for its keys.)
     """
-    trusted = _trusted()
+    # In a user namespace root may have another number; whoever owns "/" can do anything.
+    trusted, strange = {my_user(), 0, Path("/").stat().st_uid}, follow(path)[1]
     for parent in path.parents if hasattr(os, "geteuid") else ():
         status = parent.stat()
         shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-        if shared or status.st_uid not in trusted:
+        if shared or status.st_uid not in trusted or parent in strange:
             mine = status.st_uid == my_user()
             use = f"Take that from them (chmod go-w {parent}), or use" if mine else "Use"
             raise ValueError(
@@ -340,7 +339,8 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
     of a path behind a step that does not exist, or may not be inspected, is kept as it is.
     """
     found: dict[Path, os.stat_result] = {}
-    trusted, links = _trusted(), 0
+    # If root has the number of all whom a user namespace lacks, strangers may have it too.
+    trusted, links = {my_user(), 0} | ({Path("/").stat().st_uid} - {NO_USER}), 0
     at, names = Path("/"), [*reversed(Path(path).absolute().parts)]
     with suppress(OSError):
         while names and links <= 40:

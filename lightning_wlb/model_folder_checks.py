@@ -147,21 +147,26 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
         why = f"the hub does not give it: {error}"
         if kept := getattr(error, "snapshot_path", None):
             # A download that broke off leaves out an end token, or a newer template.
-            why = (
-                f"the hub's cache has only a part of it: fetch the rest, or name that part, {kept}"
-            )
+            part = f"its cache has only a part: fetch the rest, or name that part, {kept}"
+            why = f"{part} ({closed or error})"
         elif closed and isinstance(error, OSError):
             why = f"the hub's cache on this machine does not have it: {closed}"
         raise ValueError(f"There is no folder {name!r} here, and {why}") from error
 
 
 def check_beside(path: Path, trusted: Path) -> None:
-    """Refuse what a stranger, who is not the owner either, has put beside or into ``trusted``."""
-    strange = {each.st_uid for each in follow(path)[1].values()}
-    if strange and not follow(trusted)[1] and strange != {trusted.stat().st_uid}:
+    """Refuse ``path`` if a stranger has put it, or a link that leads to it, into a trusted folder.
+
+    ``trusted`` is that folder, or a file in it. Its owner is no stranger, and if strangers have
+    made what leads to it, whoever has named it trusts them. Links of this user's may lead anywhere.
+    """
+    folder, made = follow(trusted if trusted.is_dir() else trusted.parent)
+    steps = {} if made else follow(path)[1]
+    strange = {each.st_uid for at, each in steps.items() if folder in at.parents}
+    if strange and strange != {folder.stat().st_uid}:
         raise ValueError(
             f"{path} is another user's, where others may put files. Remove it, or move your own to"
-            " a folder of yours. (Documents may also be named file by file.)"
+            " a folder of yours. (Documents may also be named one by one.)"
         )
 
 

@@ -318,6 +318,9 @@ def test_users_whom_a_namespace_does_not_have_are_strangers(
         return own if path == Path("/") else found
 
     monkeypatch.setattr(Path, "stat", seen)
+    assert file_checks.own_folder(scratch.parent / "mine").is_dir()
+    with pytest.raises(ValueError, match=f"^{scratch / 'theirs'} may be written to by others"):
+        file_checks.own_folder(scratch / "theirs/own")
     assert next(iter(file_checks.follow(scratch / "leads/in")[1])) == scratch / "leads"
     monkeypatch.setattr(file_checks, "my_user", lambda: 65534)
     assert [*file_checks.follow(scratch / "leads/in")[1]] == []

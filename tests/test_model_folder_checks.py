@@ -45,7 +45,7 @@ def test_a_copy_of_the_hub_without_some_files_is_refused(tmp_path, monkeypatch):
         raise IncompleteSnapshotError("some files are missing", str(tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    with pytest.raises(ValueError, match=f"only a part of it: fetch the rest, or .*{tmp_path}"):
+    with pytest.raises(ValueError, match=f"only a part: fetch the rest, or .*{tmp_path}"):
         model_folder_checks.hub_copy("org/name")
 
 

@@ -283,7 +283,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             super().__init__(
-                # The position of one that other loaders train on is theirs.
+                # An evaluation of a data set that is trained on leaves its position alone.
                 dataset if begin_at is None else copy.copy(dataset),
                 batch_size=None,
                 num_workers=num_workers,

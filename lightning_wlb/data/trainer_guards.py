@@ -219,7 +219,10 @@ def refuse_half_states(
 
 
 def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
-    """Whether an exception was raised in an optimizer step, but not in forward or backward."""
+    """Whether an exception was raised in an optimizer step, but not in its closure.
+
+    The optimizers of torch that step once for a closure move parameters after it alone.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         steps = loop.automatic_optimization.optim_progress.optimizer.step.current

@@ -150,10 +150,11 @@ class ClosedForm:
         sent = self._all * (sharers * mesh.context - 1)
         own = int(sent[(sharers == 1) & (self._all > rows)].sum()) // ranks
         shared = int(sent[sharers > 1].sum()) // ranks
+        part = min(int(self._all[sharers > 1].sum()) // ranks, rows)  # of the rows, of such pieces
         read = rows + own if mesh.context > 1 else 0
-        exchange = exchange_ns(latency, [rows], [own], [[read]], [1])
+        exchange = exchange_ns(latency, [rows - part], [own], [[read]], [1])
         if shared:
-            exchange += exchange_ns(latency, [rows], [shared], [[shared]], [int(sharers.max())])
+            exchange += exchange_ns(latency, [part], [shared], [[shared]], [int(sharers.max())])
         return _stage_ns(predictor, rows, attention, exchange, mode)
 
     def _longest_ns(self, predictor: Predictor) -> list[int]:

@@ -133,6 +133,7 @@ def candidates_in(path: Path, fitting: bool) -> list[Path]:
     if not path.is_dir() or (is_checkpoint(path) and not strange):
         return [path]
     found = _usable(checkpoints_in(path), fitting)
+    strange = [each for each in strange if os.path.lexists(each)]  # not those that have vanished
     mixed = [each for each in strange if each.lstat().st_uid != path.stat().st_uid]
     if mixed and not found and is_checkpoint(path):
         raise ValueError(f"{min(mixed)} is another user's. Remove it, or name a checkpoint there.")

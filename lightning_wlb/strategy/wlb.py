@@ -360,7 +360,7 @@ class WLBStrategy(ParallelStrategy):
     ) -> None:
         """Write a sharded checkpoint folder; collective over all ranks.
 
-        After an exception before training, or on some ranks only, just a line is written to stderr.
+        After an exception before training, or on some ranks only, nothing is saved, as stderr says.
         """
         if cause := self.processes.faults.alone or self.checkpoints.refusal:
             say(self.global_rank, f"{filepath} is not saved, since {cause}")

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 from pathlib import Path
@@ -198,6 +199,23 @@ def test_no_stranger_adds_documents_to_a_folder_of_ones_own(scratch: Path) -> No
         assert len(documents(scratch / "theirs.arrow").lengths) == len(TOKENS), "which was named"
         for end in ("arrow", "txt"):
             (scratch / f"theirs.{end}").unlink()
+    away = (scratch / "mine.arrow").rename(scratch / "../away.arrow")
+    (scratch / "state.json").write_text(json.dumps({"_data_files": [{"filename": "other"}]}))
+    write_arrow(scratch / "other", pa.table({"input_ids": TOKENS}))
+    assert len(documents(scratch).lengths) == len(TOKENS)
+    os.chown(scratch / "state.json", 65534, 65534)
+    with pytest.raises(ValueError, match=r"state\.json is another user's, where"):
+        documents(scratch)
+    for name in ("state.json", "other"):
+        (scratch / name).unlink()
+    write_arrow(scratch / "theirs/far.arrow", pa.table({"input_ids": TOKENS}))
+    os.chown(scratch / "theirs/far.arrow", 65534, 65534)
+    private = scratch / "../private"
+    private.mkdir()
+    (private / "link.arrow").symlink_to(scratch / "theirs/far.arrow")
+    assert len(documents(private).lengths) == len(TOKENS), "this user's own link"
+    (scratch / "theirs/far.arrow").unlink()
+    away.rename(scratch / "mine.arrow")
     os.chown(scratch, 65534, 65534)  # whoever has made the folder may put files there
     os.chown(scratch / "mine.arrow", 65534, 65534)
     assert len(documents(scratch).lengths) == len(TOKENS)

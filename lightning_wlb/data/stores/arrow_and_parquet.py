@@ -177,8 +177,6 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))
     if not files:
         raise ValueError(f"{name} has no {suffix} files. Check the folder.")
-    for each in files:
-        check_beside(each, folder)
     file_checks.check_no_copies(files)
     found = [match for path in files if (match := file_checks.SHARD.match(path.name))]
     series = sorted({str(file_checks.shards_of(folder / each.string)) for each in found})
@@ -199,6 +197,8 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
     """The files in order, and the facts in their folder: ``vocab_size``, ``documents``, ..."""
     if isinstance(path, list) or not path.is_dir():
         return path if isinstance(path, list) else [path], {}
+    for each in (each for each in path.iterdir() if not each.is_dir()):
+        check_beside(each, path)
     facts = read_json(path / FACTS)
     if not facts and (path / PARTIAL).exists():
         raise ValueError(

@@ -54,7 +54,8 @@ from lightning_wlb.file_checks import parse_json
 Span = tuple[int, int]
 
 MOST_COMPARED, MOST_MARKED = 4_000, 40_000
-"""Most messages of a chat, without and with ``{% generation %}``: time grows by their square."""
+"""Most messages of a chat under a template without and with ``{% generation %}``: the time in which
+the assistant's parts are found grows by their square."""
 
 
 class ChatEncoder:

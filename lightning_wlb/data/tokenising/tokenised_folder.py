@@ -5,9 +5,9 @@ list of int32, and for chats ``loss_mask``, list of bool), and ``lightning_wlb.j
 figures of the documents, the vocabulary and the request, which is written last. Until then there is
 ``lightning_wlb.partial.json`` with the request and the figures of every finished shard, and shards
 have other names, so no reader takes an incomplete folder for a complete one. Both files have the
-``checksum`` of each shard's source, which tells files with new times from changed files, and that
-of the shard as ``written``; shards that differ are made again. Before a complete folder is used
-for a request, sizes of ``files`` are compared, and up to 256 MB also checksums.
+``checksum`` of each shard's source, which tells files with new times from changed files, and the
+checksum of the shard as ``written``; shards that differ are made again. Before a complete folder
+is used for a request, sizes of ``files`` are compared, and up to 256 MB also checksums.
 
 The figures are plain values: the numbers of ``documents``, ``tokens``, ``targets`` (tokens that may
 be targets) and ``skipped`` rows, the ``longest`` document's tokens, and ``by_length``: entry k
