@@ -147,7 +147,7 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
         why = f"the hub does not give it: {error}"
         if kept := getattr(error, "snapshot_path", None):
             # A download that broke off leaves out an end token, or a newer template.
-            part = f"its cache has only a part: fetch the rest, or name that part, {kept}"
+            part = f"the hub's cache has only a part: fetch the rest, or name that part, {kept}"
             why = f"{part} ({closed or error})"
         elif closed and isinstance(error, OSError):
             why = f"the hub's cache on this machine does not have it: {closed}"

@@ -47,9 +47,9 @@ CLOSE = 1.01
 taken: simulations have larger errors than that, and the largest ones for networks."""
 
 NOISE = 0.2
-"""Relative difference by chance of two meshes' times over the tokens of one micro-batch, of whole
-documents (by ``auto`` half of it); over n micro-batches it is this divided by √n. A mesh further
-behind is not simulated further."""
+"""Relative difference that chance may make between two meshes' times over the tokens of one
+micro-batch: twice what was measured for ``auto``, since whole documents differ more. Over n
+micro-batches it is this divided by √n. A mesh further behind is not simulated further."""
 
 PART = 0.05
 """What is added to that where a part of the step on fewer replicas stands for all of it."""

@@ -134,7 +134,7 @@ EAGER = BlockFunctions()
 """The eager functions."""
 
 _MEANWHILE = ExitStack()
-"""What is so while something is compiled."""
+"""Undoes :func:`.safe_path`, which is entered when a compilation begins, when it has ended."""
 
 
 class CompiledFunction:
