@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options."""
     add_model(parser)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--name", help="name of the profile (default: the file's)")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     profile = measure(
         config,
-        name=arguments.name or arguments.output.stem,
+        name=arguments.output.stem,
         device=torch.device(arguments.device),
         dtype=getattr(torch, dtype),
         links=not arguments.no_links,
