@@ -282,12 +282,11 @@ def left_behind(mine: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def check_folder(path: Path, mode: int = 0o755) -> Path:
-    """Refuse a folder that is not this user's alone; changes nothing.
+    """Refuse a folder that is not this user's, or gives others more rights than ``mode``.
 
     Raises:
         OSError: it cannot be inspected.
-        ValueError: it is not a folder (a link is none), is another user's, or gives others more
-            rights than ``mode``.
+        ValueError: it is no folder (a link is none), another user's, or gives others more rights.
     """
     status = path.lstat()
     check_owner(status, path)

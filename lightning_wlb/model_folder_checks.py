@@ -139,7 +139,7 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
         fetched = snapshot_download(
             name,
             allow_patterns=[*wanted],
-            ignore_patterns=["original/*", "metal/*", "onnx/*"],
+            ignore_patterns=["original/*", "metal/*", "onnx/*", "consolidated*", "LICENSE*"],
             local_files_only=bool(closed),
         )
         return Path(fetched)
@@ -148,26 +148,28 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
         if kept := getattr(error, "snapshot_path", None):
             # A download that broke off leaves out an end token, or a newer template.
             part = f"the hub's cache has only a part: fetch the rest, or name that part, {kept}"
-            why = f"{part} ({closed or error})"
+            why = f"{part} ({closed}: {error})" if closed else f"{part} ({error})"
         elif closed and isinstance(error, OSError):
             why = f"the hub's cache on this machine does not have it: {closed}"
         raise ValueError(f"There is no folder {name!r} here, and {why}") from error
 
 
-def check_beside(path: Path, trusted: Path) -> None:
-    """Refuse ``path`` if a stranger has put it, or a link that leads to it, into a trusted folder.
+def check_beside(trusted: Path, *paths: Path) -> None:
+    """Refuse a path if a stranger has put it, or a link that leads to it, into a trusted folder.
 
-    ``trusted`` is that folder, or a file in it. Its owner is no stranger, and if strangers have
-    made what leads to it, whoever has named it trusts them. Links of this user's may lead anywhere.
+    ``trusted`` is that folder, or a file in it. The owners of both are no strangers, and if
+    strangers have made what leads to the folder, whoever has named it trusts them. Links of this
+    user's may lead anywhere.
     """
     folder, made = follow(trusted if trusted.is_dir() else trusted.parent)
-    steps = {} if made else follow(path)[1]
-    strange = {each.st_uid for at, each in steps.items() if folder in at.parents}
-    if strange and strange != {folder.stat().st_uid}:
-        raise ValueError(
-            f"{path} is another user's, where others may put files. Remove it, or move your own to"
-            " a folder of yours. (Documents may also be named one by one.)"
-        )
+    owners = {each.stat().st_uid for each in (folder, trusted) if each.exists()}
+    for path in () if made else paths:
+        steps = follow(path)[1]
+        if {each.st_uid for at, each in steps.items() if folder in at.parents} - owners:
+            raise ValueError(
+                f"{path} is another user's, where others may put files. Remove it, or move your own"
+                " to a folder of yours. (Documents may also be named one by one.)"
+            )
 
 
 def check_model(path: str | Path) -> None:
@@ -178,9 +180,9 @@ def check_model(path: str | Path) -> None:
     """
     path = Path(path)
     templates = path / "additional_chat_templates"
-    files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
-    for each in sorted(files):
-        check_beside(each, path)
+    files = sorted([*path.iterdir(), *templates.glob("*")]) if path.is_dir() else [path]
+    check_beside(path, *files)
+    for each in files:
         if not each.is_dir():
             check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
     config = path / "config.json" if path.is_dir() else path

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from lightning_wlb import model_folder_checks
 from lightning_wlb.data.tokenising.texts import TextEncoder, hugging_face_tokenizer, tokenizer_file
-from lightning_wlb.model_folder_checks import check_model, is_here
+from lightning_wlb.model_folder_checks import check_beside, check_model, is_here
 from lightning_wlb.models.huggingface.config_and_shape import read_config
 from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from lightning_wlb.models.huggingface.safetensors_folder import resolve
@@ -53,13 +53,18 @@ def test_no_stranger_adds_a_file_to_a_folder_of_ones_own(scratch):
     (scratch / "leads").unlink()
     (scratch / "theirs").rename(scratch / "../theirs")
     check_model(scratch)
-    (scratch / "chat_template.jinja").touch()
+    for name in ("chat_template.jinja", "other.json", "mine.json"):
+        (scratch / name).touch()
+    os.chown(scratch / "other.json", 65534, 65534)
     os.chown(scratch / "chat_template.jinja", 65534, 65534)
     with pytest.raises(ValueError, match=r"template\.jinja is another user's, where others may"):
         check_model(scratch)
     (scratch / "../theirs/chat_template.jinja").touch()
     os.chown(scratch / "../theirs/chat_template.jinja", 65534, 65534)
     check_model(scratch / "../theirs")  # a colleague's folder
+    check_model(scratch / "chat_template.jinja")  # which was named
+    with pytest.raises(ValueError, match=r"other\.json is another user's"):
+        check_beside(scratch / "mine.json", scratch / "other.json")
 
 
 def test_a_folder_that_comes_while_a_name_is_opened_is_not_taken(scratch, monkeypatch):

@@ -57,7 +57,7 @@ def packed_attention(
         project: a function of attention's output, [rows, heads, v_dim] with zeros in padding rows.
             It is called once, and its result is returned; its backward hides the exchange of keys.
             None returns the output itself, and backward waits for that exchange.
-        metadata: of the micro-batch for the layer (``metadata.for_layer``), on the same device.
+        metadata: the micro-batch's for the layer (``metadata.for_layer``), on the same device.
         groups: has the group of the ranks that share the micro-batch's rows.
         options: the layer's, the same on every rank of the group.
 

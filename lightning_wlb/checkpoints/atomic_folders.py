@@ -269,7 +269,7 @@ def _refuse_links(path: Path) -> None:
 def _refuse_strangers(aside: PartialFolder) -> None:
     """Refuse another user's ``.partial`` and ``.old`` in a sticky folder."""
     parent = aside.path.parent.stat()
-    # A file server may give this process's files another owner.
+    # A file server may give this process's files another owner, and NO_USER may be anybody.
     trusted = ({parent.st_uid} - {NO_USER}) | {aside.folder.lstat().st_uid}
     for folder in (aside.path.parent / _ASIDE, aside.path.parent / _REPLACED):
         strange = folder.exists() and folder.lstat().st_uid not in trusted

@@ -8,7 +8,7 @@ keeps its name, and its later saves are newer. Clocks decide between runs that d
 other, for example because a folder was copied in, or there are two launchers (the order of ``git
 log --date-order``). A checkpoint of a version that did not name the run is a run of its own.
 
-Cost: the first save reads one small file per checkpoint. Sorting n of r runs takes O(n r + r²).
+Cost: the first save reads a small file per checkpoint. Sorting n of them by r runs: O(n r + r²).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def write(
     """Write a checkpoint; collective over the ranks of ``group`` (None: the default one).
 
     It may run in a thread with a process group of its own if nobody changes what ``content`` holds
-    meanwhile. A checkpoint at ``path`` is replaced; ``run``: the run, if it saves more than once.
+    meanwhile. A checkpoint at ``path`` is replaced. ``run`` names a run that saves repeatedly.
 
     Raises:
         ValueError: there is something else at ``path``, or state could not be read again.

@@ -203,7 +203,7 @@ def _beside(
     source = base if tokenizer is None else Path(tokenizer)
     copied: dict[str, Path] = {}
     if base is not None and (base / GENERATION).is_file():
-        check_beside(base / GENERATION, base)
+        check_beside(base, base / GENERATION)
         copied[GENERATION] = base / GENERATION
     if source is None:
         return copied, {}

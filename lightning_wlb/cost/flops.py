@@ -6,7 +6,7 @@ a sliding window of W tokens W·d - W·(W - 1)/2 from d = W on. Both are exact P
 that pieces compare alike on every rank and CPU. Layers may differ in both (:mod:`.shape`).
 
 Conventions: one multiply-add is 2 FLOPs; only matrix products count (norms, rotary embedding,
-activations and the embedding look-up are bound by memory); masked pairs do not count, as
+activation functions and the embedding look-up are bound by memory); masked pairs do not count, as
 variable-length attention kernels skip them; in a mixture only the experts count to which a token is
 sent. The backward of a matrix product is two products (×2); the backward of attention recomputes
 the scores and does four more products, the forward two (×2.5 if values are as wide as keys).

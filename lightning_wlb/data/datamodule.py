@@ -144,7 +144,7 @@ class WLBDataModule(L.LightningDataModule):
         if home.startswith("pytorch_lightning."):
             refuse_other_namespace(f"WLBDataModule was given to a Trainer of {home}.")
         if trainer is not None:  # Lightning sets it at each run
-            refuse_two_runs(self._trainer, trainer)
+            refuse_two_runs(self._trainer, trainer, self)
             if self._positions is None:
                 self._positions = WeakKeyDictionary()
             self._consumed = self._positions.setdefault(trainer, ConsumedState())
@@ -236,7 +236,10 @@ class WLBDataModule(L.LightningDataModule):
         if self.trainer is not None and self.trainer.training:
             refuse_without_position(batch)
             self._consumed.begin(batch, self.trainer.global_step)
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            loop = self.trainer.fit_loop.epoch_loop
+            # Lightning would count a step that an exception broke off in later batches, too.
+            loop.manual_optimization.optim_step_progress.reset_on_restart()
+            progress = loop.batch_progress
             if batch.state["epoch"] != batch.plan.epoch:
                 # With limit_train_batches Lightning does not check whether a batch follows.
                 progress.is_last_batch = True
@@ -264,7 +267,7 @@ class WLBDataModule(L.LightningDataModule):
         its beginning, as after a search for a learning rate, would then keep its position.
         """
         trainer, at = self.trainer, self._consumed
-        if (saving := saving_trainer()) is not None and self._positions is not None:
+        if (saving := saving_trainer()) not in (None, trainer) and self._positions is not None:
             # Another Trainer may have run with this data module since.
             trainer, at = saving, self._positions.get(saving, ConsumedState())
         if trainer is not None:
@@ -288,11 +291,8 @@ class WLBDataModule(L.LightningDataModule):
             # Else the loop may skip the rest of the current epoch, with its end.
             loop.epoch_loop.val_loop._has_run = False
 
-    def _state(self) -> dict[str, Any] | None:
-        return self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
-
     def _begin_at(self, dataset: StepDataset) -> dict[str, Any] | None:
-        state = self._state()
+        state = self._consumed.current(0 if self.trainer is None else self.trainer.global_step)
         if self.settings.max_tokens is not None and state is not None:
             # A run resumed after its end finds no steps and would run empty epochs for ever.
             dataset.state = state

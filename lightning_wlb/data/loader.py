@@ -71,9 +71,9 @@ class StepDataset(IterableDataset[StepBatch]):
     Args:
         store: the documents.
         data: the settings that decide which pieces enter a step.
-        work: the model's, forward + backward, for the packing. Keys beyond its window are not sent.
+        work: the model's work, forward + backward. Keys beyond its window are not sent.
         rank: the place of this rank in the mesh.
-        sharding: of micro-batches over the context-parallel group, such as ``"adaptive"``.
+        sharding: how context-parallel ranks share a micro-batch, such as ``"adaptive"``.
         state: where to begin (after the step of the batch with this ``state``); None: the first
             step of the first epoch. Set it between iterations to begin elsewhere.
         predictor: predicts times for an adaptive sharding and for packings that compare plans;
@@ -283,7 +283,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             super().__init__(
-                # An evaluation of a data set that is trained on leaves its position alone.
+                # A loader with a ``begin_at`` leaves the position of the given data set alone.
                 dataset if begin_at is None else copy.copy(dataset),
                 batch_size=None,
                 num_workers=num_workers,

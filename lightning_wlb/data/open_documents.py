@@ -281,8 +281,7 @@ def _with_paths(name: str, source: Any) -> Any:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         whole = Path(source).parts
         above = Path(*takewhile(lambda part: not glob.has_magic(part), whole))
-        for each in found:
-            check_beside(each, above)
+        check_beside(above, *found)
         check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":

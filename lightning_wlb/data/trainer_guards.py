@@ -151,14 +151,17 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer) -> None:
+def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, data: object) -> None:
     """Raise MisconfigurationException where a data module would change Trainers during a fit."""
-    if before is None or before is trainer:
+    if before in (None, trainer) or getattr(before, "datamodule", None) is not data:
         return
-    if (before.state.fn, before.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING):
+    fits = (before.state.fn, before.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+    ending = _running("on_run_end")  # it calls on_train_end, after the last batch
+    if fits and (ending is None or ending.f_locals["self"] is not before.fit_loop):
         raise MisconfigurationException(
             "A Trainer was given the WLBDataModule with which another Trainer is in the middle of a"
-            " fit, whose position it would take. Give it a WLBDataModule of its own."
+            " fit, whose position it would take. Give it a WLBDataModule of its own, or evaluate in"
+            " on_train_end or after the fit."
         )
 
 
@@ -221,16 +224,16 @@ def refuse_half_states(
 def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
     """Whether an exception was raised in an optimizer step, but not in its closure.
 
-    The optimizers of torch that step once for a closure move parameters after it alone.
+    Optimizers that call their closure once move parameters only after it.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         steps = loop.automatic_optimization.optim_progress.optimizer.step.current
     else:
         steps = loop.manual_optimization.optim_step_progress.current
-    # Lightning's steps call forward, backward and the hooks before the step in a closure.
+    # Lightning calls forward and backward in a closure, and then hooks in _after_closure.
     names = {frame.f_code.co_name for frame, _ in walk_tb(failed.__traceback__)}
-    return steps.ready > steps.completed and not names & {"closure", "_wrap_closure"}
+    return steps.ready > steps.completed and names.isdisjoint({"closure", "_after_closure"})
 
 
 def refuse_evaluated() -> NoReturn:

@@ -150,7 +150,7 @@ class ClosedForm:
         sent = self._all * (sharers * mesh.context - 1)
         own = int(sent[(sharers == 1) & (self._all > rows)].sum()) // ranks
         shared = int(sent[sharers > 1].sum()) // ranks
-        part = min(int(self._all[sharers > 1].sum()) // ranks, rows)  # of the rows, of such pieces
+        part = min(int(self._all[sharers > 1].sum()) // ranks, rows)  # rows of shared pieces
         read = rows + own if mesh.context > 1 else 0
         exchange = exchange_ns(latency, [rows - part], [own], [[read]], [1])
         if shared:

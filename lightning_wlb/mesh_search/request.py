@@ -3,8 +3,7 @@
 Everything that decides the answer is in a :class:`MeshRequest` and in its digest: two ranks, or two
 runs, with the same digest and the same code get the same answer.
 
-Cost: the digest is one pass over the lengths. The stages of the model are split once for each
-number of stages.
+Cost: the digest is one pass over the lengths. A model is split once for each number of stages.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ def choose_mesh(request: MeshRequest, *, progress: Progress = silent) -> MeshCho
     """The fastest mesh for a request, and the next best ones.
 
     Raises:
-        ValueError: no mesh is legal, or none fits in memory; the message says why, and how many
-            devices would be enough.
+        ValueError: no mesh is legal, or none fits in memory: why, and how many devices would do.
     """
     found = _search(request, progress)
     if found.rows:

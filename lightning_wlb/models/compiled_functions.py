@@ -83,8 +83,7 @@ def rotary_frequencies(positions: Tensor, config: TransformerConfig, dtype: torc
 def rotate(heads: Tensor, table: Tensor) -> Tensor:
     """Rotate neighbouring pairs of queries or keys, by one complex product.
 
-    Eager products of cosines and sines are five times slower on a CPU, and have no less memory
-    traffic on any device.
+    Eager products of cosines and sines are five times slower on a CPU, and save no memory traffic.
 
     Args:
         heads: [rows, heads, head_dim] of any floating-point type; the result has the same type.
@@ -134,7 +133,7 @@ EAGER = BlockFunctions()
 """The eager functions."""
 
 _MEANWHILE = ExitStack()
-"""Undoes :func:`.safe_path`, which is entered when a compilation begins, when it has ended."""
+"""Holds :func:`.safe_path` from the beginning of a compilation to its end."""
 
 
 class CompiledFunction:

@@ -17,7 +17,7 @@ by part in a fixed order, so repeated steps give the same bits.
 Cost: a third more bytes gathered, and rows · dim elements more memory in the backward of a half
 layer; it saves (1 - 1/TP) · rows · dim elements from forward to backward. For few rows, whose
 products take less time than a message's latency, use one part, or ``RowTravel.chunks`` of 0, which
-waits for every message. It has run only over gloo; NCCL queues the same on a stream of each group.
+waits for every message. It has run only over gloo; NCCL would queue it on each group's stream.
 """
 
 from __future__ import annotations

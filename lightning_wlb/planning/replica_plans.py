@@ -39,7 +39,7 @@ def replica_plan(
     Args:
         packs: the slices of each of the replica's own micro-batches, in forward order.
         replica: number of the replica.
-        sharding: of every micro-batch; a name in :data:`.SHARDINGS`, or ``"adaptive"``.
+        sharding: how ranks share each micro-batch; a name in :data:`.SHARDINGS`, or ``"adaptive"``.
         shared: micro-batches that replicas share, in order; this replica's run before its own.
     """
     slices: list[Slice] = []

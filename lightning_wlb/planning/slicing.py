@@ -90,7 +90,7 @@ def slice_pieces(
         work: work of a piece or slice, forward and backward together.
         tile: pieces are cut at multiples of so many tokens from their origins.
         least: tokens of the shortest slice; whole pieces may be shorter.
-        taper: how many of the last MicroPacks have 5/6 of the one before's work; at most a quarter.
+        taper: how many last MicroPacks have 5/6 of the previous one's work; at most a quarter.
 
     Returns:
         The slices of each MicroPack in forward order, every token once, no pack empty. Slices of

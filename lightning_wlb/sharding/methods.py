@@ -36,7 +36,7 @@ be adjacent: :func:`.layout` merges them. A micro-batch has at least one piece.
 """
 
 MOST_REMEMBERED = 1 << 12
-"""Micro-batches whose chunks a sharding remembers, kilobytes each: enough for a thousand ranks."""
+"""Micro-batches whose chunks are remembered, kilobytes each: enough for some thousand ranks."""
 
 
 def one_by_one(chunks_of: Callable[[Integers, int], Integers]) -> Sharding:

@@ -68,7 +68,7 @@ class SlicedReplica:
     """The micro-batches of one replica, in forward order, for :meth:`indices`.
 
     Args:
-        layouts: of each micro-batch over the context-parallel ranks; its lengths are the slices'.
+        layouts: how context ranks share each micro-batch; the lengths in it are the slices'.
         members: each micro-batch's slices, in the order of the layout.
         sliding_window: most keys that a query sees, its own included; all if None.
     """

@@ -145,7 +145,7 @@ class BucketInStep(ABC):
     """One bucket in one step.
 
     Args:
-        parameters: the places of each; those with gradients to reduce are ``trained``, by number.
+        parameters: the places of each; ``trained`` numbers those with gradients to reduce.
         stages: the pipeline stages whose actions use them.
         names: names of the bucket's modules, for errors.
 

@@ -182,6 +182,8 @@ def test_no_stranger_adds_documents_to_a_folder_of_ones_own(scratch: Path) -> No
     for each in (scratch, scratch / "../home"):
         write_arrow(each / "mine.arrow", pa.table({"input_ids": TOKENS}))
         (each / "mine.txt").write_text("a text")
+    (scratch / "notes.log").touch()
+    os.chown(scratch / "notes.log", 65534, 65534)  # which nobody reads
     reads = (
         lambda: documents(scratch),
         lambda: documents(f"{scratch}/*.arrow"),

@@ -58,7 +58,7 @@ def test_replicas_that_share_a_long_document_exchange_its_keys(mesh: Mesh) -> No
     assert 0.98 < ClosedForm(asked).step_ns(mesh) / evaluate(asked, mesh).steps_ns < 1.02
 
 
-@pytest.mark.parametrize("mesh", [Mesh(8), Mesh(4, context=2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(8), Mesh(4, context=2), Mesh(2, 1, 2, 2)], ids=str)
 def test_recurrent_layers_exchange_the_rows_of_shared_pieces_among_sharers_alone(mesh) -> None:
     """Where all rows were counted as theirs, the step took 1.06 times as long."""
     recurrence = Recurrence(heads=32, flops=2**19, moved=6144, state=2**17, last_rows=3072)

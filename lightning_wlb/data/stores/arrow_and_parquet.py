@@ -63,7 +63,7 @@ class ArrowDocuments(CheckedDocuments):
     Args:
         source: a folder that ``Dataset.save_to_disk`` or ``lightning-wlb tokenize`` wrote, a folder
             of ``.arrow`` files (in order of their names), a file, or several files.
-        column: of tokens; None: ``input_ids``, ``tokens``, or the only one with lists of integers.
+        column: the tokens' column; None: ``input_ids``, ``tokens``, or the only lists of integers.
         mask_column: the column of masks, lists of booleans or of 0 and 1, or ``labels`` (the token,
             or -100 if it may not be a target); ``"auto"``: whichever of ``loss_mask``,
             ``assistant_masks``, ``completion_mask`` and ``labels`` exists; None: no mask.
@@ -197,8 +197,7 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
     """The files in order, and the facts in their folder: ``vocab_size``, ``documents``, ..."""
     if isinstance(path, list) or not path.is_dir():
         return path if isinstance(path, list) else [path], {}
-    for each in (each for each in path.iterdir() if not each.is_dir()):
-        check_beside(each, path)
+    check_beside(path, *(path / name for name in (FACTS, "dataset_dict.json", "state.json")))
     facts = read_json(path / FACTS)
     if not facts and (path / PARTIAL).exists():
         raise ValueError(
@@ -222,7 +221,9 @@ def _files(path: Path | list[Path], name: str, suffix: str) -> tuple[list[Path],
     if outside := [str(each) for each in listed if each.parent != path or each.name == ".."]:
         raise ValueError(f"{name} names {outside[0]}, which is not in it. Make the folder again.")
     file_checks.check_no_copies(listed)
-    return listed or _shards(path, suffix, name), facts
+    files = listed or _shards(path, suffix, name)
+    check_beside(path, *files)
+    return files, facts
 
 
 def read_json(path: Path) -> dict[str, Any]:

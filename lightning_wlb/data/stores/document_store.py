@@ -175,7 +175,7 @@ Array = npt.NDArray[Any]
 class CheckedDocuments(ABC):
     """Documents whose tokens and masks are checked as they are read.
 
-    A subclass gives files and lengths to the constructor. Empty rows are left out and logged.
+    A subclass finds the lengths for this constructor. Empty rows are left out and logged.
 
     Args:
         name: the store's name in errors.

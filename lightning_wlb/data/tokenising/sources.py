@@ -10,8 +10,7 @@ Shards are about equal byte ranges of the concatenated files. They depend only o
 never on the number of processes that read them. A line belongs to the shard in which it begins;
 text files and compressed files are not divided.
 
-Cost: one look at every file's size and times of change; a shard is read twice, once for its rows
-and once for its checksum.
+Cost: every file's size and times of change; a shard is read twice, for its rows and its checksum.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class Source:
             raise ValueError(
                 f"{path} holds {len(found)} files and none that can be read. Give {known}."
             )
-        for each in chosen:
-            check_beside(each, path)
+        check_beside(path, *chosen)
         file_checks.check_no_copies(chosen, links=False)
         file_checks.check_one_split(chosen, path)
         left = sorted(set(found) - set(chosen))

@@ -347,7 +347,7 @@ def _eos_beside(file: Path, tokenizer: Tokenizer) -> str | None:
     without the other file exactly one of its special tokens must be in ``USUAL_ENDS``.
     """
     neighbour = file.with_name("tokenizer_config.json")
-    check_beside(neighbour, file)
+    check_beside(file, neighbour)
     if not neighbour.is_file():
         added = tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]

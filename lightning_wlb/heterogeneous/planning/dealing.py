@@ -121,7 +121,7 @@ def arrange(pieces: Sequence[Piece], schemes: Schemes, kinds: Kinds, packer: Pac
     """Deal the pieces of a step to kinds of pipelines, and pack the pieces of each kind.
 
     Args:
-        packer: of the run; each kind packs likewise, with micro-batches in proportion to its ranks.
+        packer: the run's; each kind packs by it, with micro-batches in proportion to its ranks.
 
     Raises:
         ValueError: a piece is too long for every kind, or the packing plans all pipelines at once.

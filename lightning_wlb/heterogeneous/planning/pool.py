@@ -119,7 +119,7 @@ def _check(schemes: Schemes, base: Predictor) -> None:
             " may take anyway. Leave it out."
         )
     for scheme in schemes:
-        # Which ranks share a node is predicted for begins at multiples of the size, or with a node.
+        # Predicted nodes hold for pipelines that begin at a multiple of their size, or with a node.
         begins = scheme.first % scheme.size and scheme.first % per_node
         if begins and scheme.first // per_node != (scheme.ranks.stop - 1) // per_node:
             raise ValueError(
