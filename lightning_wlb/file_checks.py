@@ -322,8 +322,7 @@ def check_parents(path: Path) -> None:
 def is_open(status: os.stat_result) -> bool:
     """Whether strangers may put their own files into a folder.
 
-    Either everybody may write to it, or a group may and it is sticky: the members of that group do
-    not trust each other with their files.
+    Everybody may write to it, or a group whose members do not trust each other (it is sticky).
     """
     sticky_group = stat.S_IWGRP | stat.S_ISVTX
     return bool(status.st_mode & stat.S_IWOTH) or status.st_mode & sticky_group == sticky_group

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_wlb.file_checks import check_regular, follow, read_json
+from lightning_wlb.file_checks import check_regular, follow, is_open, read_json
 
 _MODEL_TEXTS, _MODEL_TEXT_BYTES = {".json", ".jinja", ".txt", ".model"}, 1 << 28
 MOST_LAYERS, MOST_PARTS = 2_000, 100_000
@@ -157,18 +157,20 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
 def check_beside(trusted: Path, *paths: Path) -> None:
     """Refuse a path if a stranger has put it, or a link that leads to it, into a trusted folder.
 
-    ``trusted`` is that folder, or a file in it. The owners of both are no strangers, and if
-    strangers have made what leads to the folder, whoever has named it trusts them. Links of this
-    user's may lead anywhere.
+    ``trusted`` is that folder, or a file in it. The owners of both, and of folders that lead there,
+    are no strangers to whoever has named it. Links of this user's may lead anywhere.
     """
     folder, made = follow(trusted if trusted.is_dir() else trusted.parent)
-    owners = {each.stat().st_uid for each in (folder, trusted) if each.exists()}
-    for path in () if made else paths:
-        steps = follow(path)[1]
-        if {each.st_uid for at, each in steps.items() if folder in at.parents} - owners:
+    known = [*made.values(), *(each.stat() for each in (folder, trusted) if each.exists())]
+    owners = {each.st_uid for each in known}
+    for path in paths:
+        found = follow(path)[1].items()
+        below = [(at, each) for at, each in found if folder in at.parents]
+        # Behind a stranger's folder all steps are in ``found``, whether or not he may write there.
+        if any(each.st_uid not in owners and is_open(at.parent.stat()) for at, each in below):
             raise ValueError(
-                f"{path} is another user's, where others may put files. Remove it, or move your own"
-                " to a folder of yours. (Documents may also be named one by one.)"
+                f"{path} is another user's, where others may put files. Remove it, or take a folder"
+                " of your own, with links to files that you trust."
             )
 
 
@@ -180,11 +182,11 @@ def check_model(path: str | Path) -> None:
     """
     path = Path(path)
     templates = path / "additional_chat_templates"
-    files = sorted([*path.iterdir(), *templates.glob("*")]) if path.is_dir() else [path]
+    files = [*path.iterdir(), *templates.glob("*")] if path.is_dir() else [path]
+    files = sorted(each for each in files if not each.is_dir())
     check_beside(path, *files)
     for each in files:
-        if not each.is_dir():
-            check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
+        check_regular(each, _MODEL_TEXT_BYTES if each.suffix in _MODEL_TEXTS else None)
     config = path / "config.json" if path.is_dir() else path
     if config.name == "config.json" and config.exists():
         fields = read_json(config)

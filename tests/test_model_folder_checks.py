@@ -52,6 +52,8 @@ def test_a_copy_of_the_hub_without_some_files_is_refused(tmp_path, monkeypatch):
 def test_no_stranger_adds_a_file_to_a_folder_of_ones_own(scratch):
     (scratch / "leads").unlink()
     (scratch / "theirs").rename(scratch / "../theirs")
+    (scratch / "empty").mkdir()
+    os.chown(scratch / "empty", 65534, 65534)  # which nobody reads
     check_model(scratch)
     for name in ("chat_template.jinja", "other.json", "mine.json"):
         (scratch / name).touch()
@@ -101,6 +103,15 @@ def test_a_colleagues_folder_to_work_in_is_nobodys_attack(scratch, monkeypatch):
     (scratch / "theirs/tokenizer.json").touch()
     monkeypatch.chdir(scratch / "theirs")
     assert is_here("tokenizer.json")
+
+
+def test_no_stranger_exchanges_the_tokenizer_of_a_folder(scratch):
+    file = Path(saved(scratch)).rename(scratch / "tokenizer.json")
+    TextEncoder(str(scratch), "text", False)
+    os.chown(file, 65534, 65534)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is another user's, where others may"):
+        TextEncoder(str(scratch), "text", False)
+    TextEncoder(str(file), "text", False)  # which was named
 
 
 def test_no_stranger_names_the_token_that_ends_documents(scratch):

@@ -10,8 +10,7 @@ restarts with every piece, but goes on if a slice continues a piece:
   part of the heads (for a convolution: of the channels) of all rows (:func:`to_all_rows`); a second
   all-to-all brings the results back (:func:`to_own_rows`).
 
-Cost: if ranks share rows, two all-to-alls of inputs and outputs in forward and two in backward; one
-state for each sliced piece and layer.
+Cost: two all-to-alls in each pass if ranks share rows; a state for each sliced piece and layer.
 """
 
 from __future__ import annotations

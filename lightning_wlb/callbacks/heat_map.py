@@ -91,8 +91,7 @@ class HeatMap:
     ) -> None:
         """Take in a step, with timings as :mod:`lightning_wlb.callbacks.imbalance` defines them.
 
-        ``counts`` are the micro-batches of each pipeline, ``strategy`` is the step's own pipelines,
-        empty on the mesh.
+        ``counts`` are each pipeline's micro-batches; ``strategy`` is empty on the mesh's pipelines.
         """
         if not any(each.any() for each in timings):
             return

@@ -99,9 +99,9 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     def is_strange(path: Path) -> bool:
         with suppress(OSError):
             linked = any(stat.S_ISLNK(each.st_mode) for each in steps.get(path.parent, ()))
-            return linked or {path.stat().st_uid, path.lstat().st_uid} != {mine}
+            return linked or not {path.stat().st_uid, path.lstat().st_uid} <= {mine, 0}
         # It cannot be inspected, or has vanished.
-        return not os.path.lexists(path) or path.lstat().st_uid != mine
+        return not os.path.lexists(path) or path.lstat().st_uid not in (mine, 0)
 
     return [each for each in paths if is_strange(each)]
 

@@ -1,9 +1,8 @@
 """Write a checkpoint of a Hugging Face model as a folder that from_pretrained opens.
 
 Reads the folder that WLBStrategy wrote, of any mesh, or the single file of another strategy, and
-writes safetensors under the family's own names with config and tokenizer beside them. One process,
-no GPU; a layer and a file of weights in memory. For a run with LoRA only the adapters are written,
-as peft reads them.
+writes safetensors under the family's own names with config and tokenizer beside them; for LoRA only
+the adapters, as peft reads them. One process, no GPU; a layer and a file of weights in memory.
 
   lightning-wlb export runs/last.ckpt exported
 """

@@ -2,8 +2,7 @@
 
 Runs the attention kernels and decoder layers of a model on the device, fits the latency model to
 them, judges it by windows of documents like those of long-context pretraining, which the fit has
-not seen, and writes one JSON file for `lightning-wlb plan --profile`. One to two minutes on a CPU;
-leave the machine alone meanwhile.
+not seen, and writes a JSON file for `plan --profile`. One to two minutes on an idle CPU.
 
   lightning-wlb profile --model tiny --output mine.json
 """

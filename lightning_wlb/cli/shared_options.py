@@ -193,7 +193,7 @@ def load_lengths(
     if source == GENERATOR_A:
         return _generated(context_window, micro_batches, steps, seed)
     path = Path(source)
-    if path.name.endswith(STORE_FILES) or not path.is_file():
+    if source == "stdlib" or path.name.endswith(STORE_FILES) or not path.is_file():
         return _lengths_of_documents(source, vocab_size)
     return _lengths_in_file(path)
 

@@ -90,8 +90,7 @@ def padded_pairs(
     """(query, key) pairs of segments whose queries a kernel pads to its tile.
 
     Padding rows see no keys after the last query's. The other arguments are those of
-    :func:`reference_kernel_cost`. Returns the pairs, the padded queries and the keys that they see,
-    int64 [segments] each.
+    :func:`reference_kernel_cost`. Returns int64 [segments]: pairs, padded queries, their keys.
     """
     tiles = -(-queries // tile)
     padded = tiles * tile

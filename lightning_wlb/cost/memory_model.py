@@ -17,9 +17,6 @@ that slices leave for later slices are counted exactly.
 the loss head's logits of one chunk and its matrix's gradient, and the kernel's sums of gradients.
 Only the largest are counted, once. Kernels under ``torch.use_deterministic_algorithms`` take more.
 
-tests/cost/test_memory_model.py compares the activations with the bytes that autograd saves, and
-tests/benchmarks/test_activation_count.py compares whole steps with the executor's count.
-
 The caching allocator's fragmentation, the CUDA context and communication buffers are not counted:
 plan with :func:`usable_bytes` of a device. Every call is O(1).
 """

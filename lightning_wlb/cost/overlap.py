@@ -110,8 +110,7 @@ def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
 def exposed_halves(latency: LatencyModel, rows: int, chunks: int = 0) -> tuple[Exposed, Exposed]:
     """Time that the attention and the feed-forward half of a layer wait for their messages.
 
-    ``rows`` are the micro-batch's rows on the rank, ``chunks`` the parts in which they are sent; 0
-    means :func:`chunks_of`.
+    ``rows`` are the rank's rows, sent in so many ``chunks``; 0: as :func:`chunks_of` says.
     """
     gather, scatter = latency.messages_ns(rows)
     if latency.overlap == "off" or latency.mesh.tensor == 1:

@@ -69,8 +69,7 @@ class LayerShape:
         recurrence: the layer's computation in place of attention; None if it attends.
 
     Raises:
-        ValueError: a size is not a whole number, or below 1 (parameters: 0), or ``heads`` is not a
-            multiple of ``kv_heads``.
+        ValueError: a size is no whole number from 1 (parameters: 0) on, or heads % kv_heads != 0.
     """
 
     heads: int

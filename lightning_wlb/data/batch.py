@@ -3,9 +3,8 @@
 :func:`make_step_batch` spreads each micro-batch of this rank's replica over the context-parallel
 group by the sharding that the plan names, and reads from the store only the tokens of this rank's
 own rows: as tokens on the first pipeline stage, as labels on the last. All index arithmetic of
-attention happens here, in the data loader, off the training path. The loader passes the result, a
-:class:`StepBatch`, to ``training_step``: it is sent by value from a loader worker, pinned and moved
-to the device as a whole.
+attention happens here, in the data loader, off the training path. The result, a
+:class:`StepBatch`, is sent by value from a worker, pinned and moved to the device as a whole.
 
 The label of a row is the next token of the same *store document*, even at the end of a piece, so
 that the number of targets does not depend on how documents were cut. Padding rows, masked targets

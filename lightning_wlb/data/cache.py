@@ -102,10 +102,9 @@ def remove(path: Path) -> None:
 
 def _places() -> Iterator[Path]:
     """Yield the folders in which to look and to build; only this user can access them."""
-    folder = Path(user_cache_dir("lightning_wlb"))
     try:
-        folder = file_checks.own_folder(folder)
-    except (OSError, ValueError) as error:
+        folder = file_checks.own_folder(Path(user_cache_dir("lightning_wlb")))
+    except (OSError, ValueError, RuntimeError) as error:  # a user without a home
         problem = str(error)
     else:
         yield folder

@@ -9,8 +9,7 @@ A worker is a fork of its rank, and inherits its signal handlers and its connect
   (from a hung network disk). So a worker closes the rank's sockets: if they stayed open, the other
   ranks would wait for the dead rank.
 
-A store must not open a network connection before the workers start and then use it in them, which
-would be wrong after a fork anyway.
+A store must not use in workers a network connection that it has opened before they start.
 
 :data:`WAIT` says that the main thread waits for its loader; a signal may end that wait
 (``supervision/signals.py``).

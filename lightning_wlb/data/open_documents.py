@@ -24,7 +24,7 @@ from lightning_wlb.data.stores.in_memory import InMemoryDocuments
 from lightning_wlb.data.stores.megatron import MegatronDocuments, has_index
 from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
-from lightning_wlb.data.tokenising.sources import LINES, TEXTS
+from lightning_wlb.data.tokenising.sources import LINES, TEXTS, folders_below
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
 from lightning_wlb.file_checks import check_no_copies, check_none_left_out, refuse_closed
 from lightning_wlb.model_folder_checks import check_beside
@@ -274,14 +274,16 @@ def _resolved(name: str, source: Any, options: dict[str, Any]) -> tuple[Kind, An
 
 def _with_paths(name: str, source: Any) -> Any:
     """The source with strings turned into paths, and a glob pattern into the list of its files."""
-    if isinstance(source, str) and glob.has_magic(source) and not Path(source).exists():
+    if isinstance(source, str) and glob.has_magic(source):
+        plain = takewhile(lambda part: not glob.has_magic(part), Path(source).parts)
+        if Path(source).exists():  # a file of that very name
+            check_beside(Path(*plain), Path(source))
+            return Path(source)
         _check_open(source)
         found = sorted(set(map(Path, glob.glob(source, recursive=True))))
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
-        whole = Path(source).parts
-        above = Path(*takewhile(lambda part: not glob.has_magic(part), whole))
-        check_beside(above, *found)
+        check_beside(Path(*plain), *found)
         check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":
@@ -292,7 +294,15 @@ def _with_paths(name: str, source: Any) -> Any:
 
 
 def _check_open(pattern: str) -> None:
-    """Raise ValueError for a pattern with an unreadable folder, which glob would skip."""
+    """Raise ValueError for an unreadable folder, which glob would skip, or one that comes twice.
+
+    By links that lead upwards glob would find 2 to the power of 40 paths.
+    """
+    seen: dict[str, str] = {}
+    above, recursive, _ = pattern.partition("**")
+    for folder in glob.glob(os.path.dirname(above) or ".") if recursive else ():
+        for _ in folders_below(folder, seen):
+            pass
     while glob.has_magic(pattern):
         pattern, name = os.path.split(pattern)
         for folder in filter(os.path.isdir, glob.glob(pattern or ".", recursive=True)):

@@ -147,8 +147,7 @@ def checked_digests(
     """The digest of a store, or of each store of a mixture.
 
     Raises:
-        ValueError: the digests differ from those in ``state``, the position to resume from; or a
-            read of the store fails its checks.
+        ValueError: the digests differ from those in ``state``, or a read fails the store's checks.
     """
     stores = store.stores if isinstance(store, MixedDocuments) else (store,)
     found = tuple(CorpusDigest(repr(each), _digest(each)) for each in stores)

@@ -69,12 +69,10 @@ def _running(name: str) -> FrameType | None:
 def refuse_other_loaders(in_worker: bool = False) -> None:
     """Raise MisconfigurationException in a worker, or if a Trainer or Accelerate reads ahead.
 
-    Lightning does not tell a loader to which Trainer it was given, whether alone, in a dictionary
-    or inside a user's iterable. But if a Trainer trains on it, one of Lightning's fetchers is on
-    the stack, called by the training loop. (In a user's own loop within a hook, no fetcher is
-    nearer than that loop.) A worker of another loader begins every epoch at the run's beginning,
-    and the position that a Trainer saves stays there. Accelerate replaces a loader that it prepares
-    by its own, which requests one batch ahead.
+    Lightning does not tell a loader to which Trainer it was given. But if a Trainer trains on it,
+    one of Lightning's fetchers is on the stack, called by the training loop. (In a user's own loop
+    within a hook, no fetcher is nearer than that loop.) A worker of another loader begins every
+    epoch at the run's beginning. Accelerate's own loader requests one batch ahead.
     """
     if in_worker:
         raise MisconfigurationException(

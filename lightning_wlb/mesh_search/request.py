@@ -65,8 +65,7 @@ class MeshRequest:
         steps: how many steps are planned and simulated on each mesh.
 
     Raises:
-        ValueError: a value out of range, sizes that do not divide ``devices``, or a schedule that
-            cannot run so many stages.
+        ValueError: a value out of range, or sizes that ``devices`` or the schedule cannot have.
     """
 
     lengths: NDArray[np.int64]

@@ -80,9 +80,8 @@ class TransformerConfig:
 
         ``tiny`` is for the demo on a CPU. ``550m``, ``7b``, ``30b`` and ``70b`` are the models of
         WLB-LLM's Table 1. The paper only says that they are "LLaMA-like" and that 7B is LLaMA2-7B.
-        Here ``7b`` and ``70b`` have the sizes of LLaMA2, ``30b`` those of LLaMA's 33B, and ``550m``
-        the proportions of 7B with 12 heads of 128 and 16 layers, 551 million parameters.
-        ``llama3-8b`` has those of Llama 3.
+        Here ``7b`` and ``70b`` have the sizes of LLaMA2, ``30b`` those of LLaMA's 33B,
+        ``llama3-8b`` those of Llama 3; ``550m`` is 7B with 12 heads of 128 and 16 layers.
 
         Raises:
             ValueError: an unknown preset or field; the message lists the known ones.

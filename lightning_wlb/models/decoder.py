@@ -49,8 +49,7 @@ class Decoder(nn.Module):
             attention sets its ``timer``. None in a model with attention of its own.
         activation_checkpointing: ``"auto"`` if the layers recompute in backward what
             ``micro_batch.recompute`` says; else the mode that they always have.
-        overlaps: which messages overlap the layers' products if ``groups.chunks`` is given
-            (:mod:`.tensor_parallel_overlap`).
+        overlaps: which messages overlap products, if ``groups.chunks`` is given.
     """
 
     embed: nn.Module | None

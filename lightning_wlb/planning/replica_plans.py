@@ -8,8 +8,7 @@ equal lengths after equally many tokens are laid out once, whatever documents th
 
 Cost: :func:`replica_plan` is linear in slices. :func:`laid_out` takes about 0.1 ms for a
 micro-batch with context parallelism and an adaptive sharding, else a tenth of that. Plans that are
-only compared need no :func:`laid_out`: :mod:`lightning_wlb.prediction.estimate` predicts their
-times without it.
+only compared do without it (:mod:`lightning_wlb.prediction.estimate`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ program, and largest in one of its backwards. So nothing is simulated. The searc
 2. Every mode is lowered again as far as the step still fits, the most expensive first, because
    later raises may have made earlier ones unnecessary.
 3. Step 2 is repeated from ``"none"``, ``"selective"`` and ``"full"`` for all micro-batches. Among
-   the four results the one with the shortest estimated step is taken: the sum of its actions, and
-   the bubble of the longest of them.
+   the four results the one with the shortest estimated step is taken: its actions and bubble.
 
 Replicas that share a micro-batch raise it together.
 
@@ -23,8 +22,7 @@ micro-batch adds to its own backward what it frees in others. The search may the
 fit, but only if the excess is less than a micro-batch's hidden states, and never if one mode for
 all micro-batches fits. If nothing fits, the least bytes on the fullest rank decide.
 
-Cost: some tenths of a millisecond per raised micro-batch, besides the preparation of a simulation;
-a part of that if nothing is raised.
+Cost: some tenths of a millisecond per raised micro-batch, and the preparation of a simulation.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ class CallTimer:
     def times(self, seconds: float) -> int:
         """The number of calls, of so many seconds each, that make a sample.
 
-        On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU, whose clock is
-        read in less than a microsecond, one.
+        On CUDA as many as fill :data:`INTERVAL`, up to :data:`MOST_CALLS`; on a CPU one.
         """
         if not self._cuda:
             return 1

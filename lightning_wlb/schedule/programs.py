@@ -1,8 +1,7 @@
 """The pipeline schedules by name, and the programs of a step.
 
 Every schedule is a case of PackFlow (:mod:`~lightning_wlb.schedule.packflow`); one line of
-:data:`SCHEDULES` registers another, and the tests prove that none of them deadlocks
-(``tests/schedule/proof.py``).
+:data:`SCHEDULES` registers another, and ``tests/schedule/proof.py`` proves that none deadlocks.
 
 Cost: linear in a rank's actions; with shared micro-batches, in the actions of all replicas.
 """

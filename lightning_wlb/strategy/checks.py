@@ -209,8 +209,7 @@ def check_tasks() -> None:
     tasks would then wait for each other, or all be rank 0.
 
     Raises:
-        MisconfigurationException: in such a task without NODE_RANK, which marks processes that the
-            user starts on several nodes.
+        MisconfigurationException: no NODE_RANK, which marks processes that the user starts himself.
     """
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1 and "NODE_RANK" not in os.environ:

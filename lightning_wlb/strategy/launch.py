@@ -185,8 +185,7 @@ class Processes:
         timeout: how long a collective may wait for a rank; None: ``TIMEOUT``.
 
     Raises:
-        MisconfigurationException: for a backend that torch does not know, or a timeout that is no
-            ``timedelta`` above zero.
+        MisconfigurationException: torch does not know the backend, or a timeout is not above zero.
     """
 
     def __init__(self, *, process_group_backend: str | None, timeout: timedelta | None) -> None:

@@ -311,8 +311,7 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a folder that was written as a checkpoint, damaged or not.
 
-    A folder that cannot be read, for example with a stale file handle, is judged by its name, so
-    that no run begins anew beside it.
+    A folder that cannot be read is judged by its name, so that no run begins anew beside it.
     """
     if os.path.isfile(path / REST):  # no read permission on the folder is needed
         return True

@@ -10,8 +10,7 @@ Rank 0 tells all ranks
 
 * ``together`` once every rank has an exception at the same place: they can still save together;
 * ``alone``, with the cause, once that is impossible: a rank died, ranks failed at different places,
-  or not all have failed within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. No rank may wait for
-  another then;
+  or not all failed within ``PATIENCE`` (``AGREED_PATIENCE``) seconds. None may wait for another;
 * ``ended`` when its own run is over, after which nothing is watched any more.
 
 When no rank makes progress for a while, rank 0 names the rank that is furthest behind, and asks for

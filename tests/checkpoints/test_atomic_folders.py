@@ -129,6 +129,22 @@ def test_nothing_is_written_where_somebody_else_could_exchange_it(name, tmp_path
 
 
 @needs_root
+def test_root_is_no_stranger(tmp_path, monkeypatch):
+    """As where a container of root's has saved into a user's folder."""
+
+    def refused(dir):
+        raise OSError
+
+    monkeypatch.setattr(atomic_folders, "TemporaryFile", refused)
+    monkeypatch.setattr(atomic_folders, "my_user", lambda: 1234)
+    tmp_path.chmod(0o1777)
+    for name, owner in (("mine", 1234), ("roots", 0), ("theirs", NOBODY)):
+        (tmp_path / name).mkdir()
+        os.chown(tmp_path / name, owner, owner)
+    assert atomic_folders.strangers([*tmp_path.iterdir()], tmp_path) == [tmp_path / "theirs"]
+
+
+@needs_root
 def test_nothing_is_written_to_where_a_strangers_link_leads(tmp_path):
     """One in a sticky folder, where this user's run is to save: to another run of this user's."""
     (tmp_path / "run").mkdir()

@@ -162,6 +162,12 @@ def test_counts_that_are_none_are_refused(name: str, value: object) -> None:
         load_lengths("generator-a", **(SETTINGS | {name: value}))
 
 
+def test_stdlib_is_no_file_of_the_working_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").write_text("1 2 3")
+    assert len(load_lengths("stdlib", **SETTINGS)) > 500
+
+
 def test_text_may_have_words_or_lines_and_arrays_are_numpy_s(tmp_path) -> None:
     text, array = tmp_path / "lengths", tmp_path / "lengths.npy"
     text.write_text("3 1\n4\n\n1 5\n")

@@ -194,6 +194,15 @@ def test_where_the_folder_cannot_be_used_a_process_has_its_own(root, tmp_path, m
     assert not made.parent.exists()
 
 
+def test_a_user_without_a_home_has_a_folder_for_the_process(root, tmp_path, monkeypatch) -> None:
+    def nowhere(_: str) -> str:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("lightning_wlb.data.cache.user_cache_dir", nowhere)
+    with pytest.warns(match="cannot be used: Could not determine home"):
+        assert built_once("key", build).parent.parent == tmp_path / "temporary"
+
+
 def test_the_users_cache_folder_is_asked_the_same(root: Path, tmp_path: Path) -> None:
     root.parent.mkdir()
     root.parent.chmod(0o777)

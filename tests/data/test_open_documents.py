@@ -221,3 +221,48 @@ def test_no_stranger_adds_documents_to_a_folder_of_ones_own(scratch: Path) -> No
     os.chown(scratch, 65534, 65534)  # whoever has made the folder may put files there
     os.chown(scratch / "mine.arrow", 65534, 65534)
     assert len(documents(scratch).lengths) == len(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["*.arrow", "**/*.arrow"])
+def test_no_stranger_takes_the_place_of_a_pattern(scratch: Path, name: str) -> None:
+    """A file of the pattern's very name was read in place of those that fit."""
+    write_arrow(scratch / "mine.arrow", pa.table({"input_ids": TOKENS}))
+    plain = scratch / name
+    plain.parent.mkdir(exist_ok=True)
+    write_arrow(plain, pa.table({"input_ids": TOKENS[:1]}))
+    assert len(documents(str(plain)).lengths) == 1, "this user's own"
+    os.chown(plain, 65534, 65534)
+    os.chown(plain.parent, 0 if plain.parent == scratch else 65534, 0)
+    with pytest.raises(ValueError, match=r"\*\.arrow is another user's, where others may put"):
+        documents(str(plain))
+
+
+def test_links_that_lead_upwards_end_a_pattern(tmp_path: Path, corpus: Path) -> None:
+    """Glob would follow two of them for ever."""
+    shutil.copy(corpus, tmp_path / "deep.arrow")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep.arrow").rename(tmp_path / "deep/b.arrow")
+    assert len(documents(f"{tmp_path}/**/*.arrow").lengths) == 2 * len(TOKENS)
+    for name in "xy":
+        (tmp_path / name).symlink_to(".")
+    for pattern in ("**/*.arrow", "*/**"):
+        with pytest.raises(ValueError, match="are the same by a link, or named twice"):
+            documents(f"{tmp_path}/{pattern}")
+
+
+def test_a_third_user_adds_nothing_to_ones_own_folder_in_a_colleagues(scratch: Path) -> None:
+    """In a colleague's folder, where only his group writes, whatever they made is read."""
+    mine = scratch / "theirs/mine"
+    mine.mkdir()
+    for folder in (mine, scratch / "theirs"):
+        write_arrow(folder / "a.arrow", pa.table({"input_ids": TOKENS}))
+        os.chown(folder / "a.arrow", 1234, 1234)
+    (scratch / "theirs").chmod(0o2775)
+    assert len(documents(f"{scratch}/theirs/*.arrow").lengths) == len(TOKENS)
+    assert len(documents(mine).lengths) == len(TOKENS)
+    mine.chmod(0o1777)
+    for source in (mine, f"{mine}/*.arrow"):
+        with pytest.raises(ValueError, match=r"a\.arrow is another user's, where others may"):
+            documents(source)
+    os.chown(mine / "a.arrow", 65534, 65534)  # whose folder leads there
+    assert len(documents(mine).lengths) == len(TOKENS)

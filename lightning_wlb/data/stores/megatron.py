@@ -18,6 +18,7 @@ import numpy as np
 
 from lightning_wlb.data.stores.document_store import Array, CheckedDocuments
 from lightning_wlb.file_checks import check_regular
+from lightning_wlb.model_folder_checks import check_beside
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -38,6 +39,7 @@ class MegatronDocuments(CheckedDocuments):
     def __init__(self, source: str | Path, vocab_size: int | None = None) -> None:
         stem = _stem(Path(source))
         tokens, index = Path(f"{stem}.bin"), Path(f"{stem}.idx")
+        check_beside(index, tokens)
         name = f"MegatronDocuments({stem})"
         self._index = _index(index)
         self._array = _mapped(tokens, self._index.dtype)
@@ -61,9 +63,8 @@ class _Index(NamedTuple):
 
 def has_index(path: Path) -> bool:
     """Whether a path names a pair of ``.bin`` and ``.idx`` files, or a folder with one."""
-    if path.is_dir():
-        return any(path.glob("*.idx"))
-    return Path(f"{_stem(path)}.idx").exists()
+    stem = path if path.is_dir() else _stem(path)
+    return Path(f"{stem}.idx").exists() or any(path.glob("*.idx"))
 
 
 def _stem(path: Path) -> Path:
@@ -74,6 +75,9 @@ def _stem(path: Path) -> Path:
                 f"{path} has {len(found)} .idx files. Give the path of one pair, such as"
                 f" {found[0] if found else path / 'NAME'} (several can be a mixture)."
             )
+        if Path(f"{path}.idx").exists():
+            raise ValueError(f"{path} may mean {path}.idx or {found[0]}. Give one of these two.")
+        check_beside(path, found[0])
         path = found[0]
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 

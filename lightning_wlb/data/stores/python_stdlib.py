@@ -47,8 +47,7 @@ class StdlibDocuments(ArrowDocuments):
         tokenizer: ``"bytes"`` (each byte is a token, 256 tokens) or ``"bpe"`` (byte-level byte-pair
             encoding, trained on a sample of the same documents).
         vocab_size: tokens of the byte-pair vocabulary, at least 256; None: 4096.
-        directory: the directory with sources, of which ``site-packages`` is left out; None: this
-            Python's standard library.
+        directory: of sources, without its ``site-packages``; None: this Python's standard library.
 
     Raises:
         ValueError: an unknown tokenizer or vocabulary size, or a directory without documents.

@@ -192,12 +192,23 @@ def rows(part: Part) -> Iterator[Row]:
         raise ValueError(f"{part.path} cannot be unpacked: {error}. Compress it again.") from error
 
 
+def folders_below(folder: str | Path, seen: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Walk a folder and those below it, links too, with their files' names; not hidden folders.
+
+    Raises:
+        ValueError: a folder cannot be read, or comes twice, as by a link (:func:`.check_once`).
+    """
+    for at, below, names in os.walk(folder, onerror=file_checks.refuse_closed, followlinks=True):
+        file_checks.check_once(at, seen)
+        # A file system's own lost+found is root's alone.
+        below[:] = [name for name in below if name[0] != "." and name != "lost+found"]
+        yield at, names
+
+
 def _files_below(folder: Path) -> list[Path]:
     found: list[Path] = []
     seen: dict[str, str] = {}
-    for at, below, names in os.walk(folder, onerror=file_checks.refuse_closed, followlinks=True):
-        file_checks.check_once(at, seen)
-        below[:] = [name for name in below if not name.startswith(".")]
+    for at, names in folders_below(folder, seen):
         found += [Path(at, name) for name in names if not name.startswith(".")]
     links = [path for path in found if path.is_symlink()]
     for path in links:

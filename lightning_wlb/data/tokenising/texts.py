@@ -58,8 +58,7 @@ class TextEncoder:
     Args:
         name: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
         column: the rows' column that holds the text.
-        eos: the end-of-document token: True for the tokenizer's own, if it has one; a token's text;
-            or False for none.
+        eos: the end-of-document token: True for the tokenizer's own, if any; a token's text; False.
 
     Attributes:
         vocab_size: tokens are in ``[0, vocab_size)``.
@@ -194,6 +193,7 @@ def tokenizer_file(name: str) -> Path | None:
     path = Path(name)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
+        check_beside(path.parent, path)
     return path if is_here(name) and path.is_file() else None
 
 
@@ -201,8 +201,7 @@ def hugging_face_tokenizer(name: str) -> Any:
     """A tokenizer of transformers, by folder or name.
 
     Raises:
-        ValueError: transformers is missing, there is no such tokenizer, or it does not use the
-            tokenizers library.
+        ValueError: no transformers, no such tokenizer, or one without the tokenizers library.
     """
     if name.endswith(".json"):
         raise ValueError(f"There is no tokenizers file {name!r}. Check the path.")
@@ -288,14 +287,16 @@ def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_classes(*names: Any) -> None:
-    """Refuse names that are no tokenizer's class, which AutoTokenizer would let read the folder.
+    """Refuse names of classes that AutoTokenizer should not let read the folder.
 
-    It accepts any name in transformers, and does not pass its setting for untrusted code on: a
-    model's class would build the model, and import code that adapters beside it name.
+    It takes a name in transformers, and does not pass its setting for untrusted code on: a
+    model's class would build the model, and import code that adapters beside it name. A tokenizer
+    in Python would open what its settings name: a file without end, or a library.
     """
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+    settled = False
     for name in filter(None, names):
         found = tokenizer_class_from_name(name) or tokenizer_class_from_name(f"{name}Fast")
         # If transformers does not know the class, the family's own class is used.
@@ -303,6 +304,11 @@ def _check_classes(*names: Any) -> None:
             raise ValueError(
                 f"{name}, by its tokenizer_class or a config's model_type, is no tokenizer's class"
             )
+        bases = "PythonBackend", "MistralCommonBackend"  # for which it takes the library's
+        fast = not found or issubclass(found, PreTrainedTokenizerFast) or found.__name__ in bases
+        if not fast and not settled:
+            raise ValueError(f"{name} does not use the tokenizers library: convert it first")
+        settled |= bool(found) and name == names[0]  # then no other is taken
 
 
 def reason(error: BaseException) -> str:

@@ -10,8 +10,7 @@ the others by turns. Gradients are *pushed* the other way, to *all* ranks that h
 copies would drift apart; each adds up what it receives in the order of ranks. So a rank receives
 exactly the elements that it needs and does not hold.
 
-Cost: once a few array operations over ranks for each parameter, and some hundred bytes for each
-piece that the rank sends or receives.
+Cost: once a few array operations over ranks for each parameter; some hundred bytes a message.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+import os
 import struct
 from itertools import chain, pairwise
 from pathlib import Path
@@ -112,3 +113,24 @@ def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
     Path(f"{stem}.bin").unlink()
     with pytest.raises(ValueError, match=r"a\.bin cannot be read"):
         documents(stem)
+
+
+def test_no_stranger_adds_a_pair_or_takes_its_place(scratch: Path) -> None:
+    ours, theirs = (scratch / name for name in ("ours", "other"))
+    for stem in (ours, theirs):
+        write_megatron(stem, TOKENS, [*range(len(TOKENS) + 1)], "int32")
+    os.chown(f"{theirs}.bin", 65534, 65534)
+    with pytest.raises(ValueError, match=r"other\.bin is another user's, where others may put"):
+        documents(theirs)
+    os.chown(f"{theirs}.idx", 65534, 65534)
+    assert len(documents(theirs).lengths) == len(TOKENS), "which was named"
+    Path(f"{ours}.idx").rename(scratch / "kept")
+    with pytest.raises(ValueError, match=r"other\.idx is another user's, where others may put"):
+        documents(scratch)
+    (scratch / "kept").rename(f"{ours}.idx")
+    ours.mkdir()
+    assert len(documents(f"{ours}.idx").lengths) == len(TOKENS)
+    for end in ("idx", "bin"):
+        Path(f"{theirs}.{end}").rename(ours / f"other.{end}")
+    with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or .*/ours/other\.idx"):
+        documents(ours)

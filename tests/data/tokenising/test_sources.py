@@ -144,11 +144,14 @@ def test_a_folder_that_cannot_be_looked_into_is_not_left_out(folder, monkeypatch
     list_folder = os.scandir
 
     def closed(path):
-        if Path(path).name == "closed":
+        if Path(path).name in ("closed", "lost+found"):
             raise PermissionError(13, "Permission denied", str(path))
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", closed)
+    (folder / "closed").rename(folder / "lost+found")
+    assert len(Source.open(folder).files) == 1
+    (folder / "lost+found").rename(folder / "closed")
     with pytest.raises(ValueError, match=r"closed cannot be looked into \(Permission denied\)"):
         Source.open(folder)
 

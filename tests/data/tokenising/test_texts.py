@@ -275,6 +275,24 @@ def test_no_file_elsewhere_is_a_folder_s_vocabulary(tmp_path, field, value) -> N
             TextEncoder(str(tmp_path), "text")
 
 
+@pytest.mark.parametrize("family", [None, "canine"])
+def test_no_class_of_python_opens_what_its_settings_name(tmp_path, family) -> None:
+    """A FIFO or device would never end, and a library that a setting names would run."""
+    pytest.importorskip("transformers")
+    name = Path(saved_chat_tokenizer(tmp_path, None))
+    settings = json.loads((name / "tokenizer_config.json").read_text())
+    if family is None:
+        settings |= {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "sudachi"}
+        settings |= {"sudachi_kwargs": {"sudachi_config_path": "/dev/zero"}}
+    else:
+        (name / "config.json").write_text(json.dumps({"model_type": family}))
+        TextEncoder(str(name), "text")  # the class that its settings name
+        del settings["tokenizer_class"]
+    (name / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"does not use the tokenizers library: convert it first"):
+        TextEncoder(str(name), "text")
+
+
 def test_a_map_of_special_tokens_has_nothing_else(tmp_path) -> None:
     """What it has takes the place of settings, a path of this folder's among them."""
     pytest.importorskip("transformers")
