@@ -226,8 +226,7 @@ class ImbalanceMonitor(L.Callback):
 
         Returns:
             * ``steps``, ``timed_steps`` (without warm-up), ``tokens``, ``target_tokens``,
-              ``tokens_per_step`` and its standard deviation over the mean,
-              ``tokens_per_step_spread``;
+              ``tokens_per_step``, ``tokens_per_step_spread`` (standard deviation over mean);
             * ``seconds_per_step``, ``seconds_per_step_p99``, ``seconds_per_million_tokens``,
               ``tokens_per_second_per_device``, ``tflops_per_device``, and ``mfu`` where known, from
               the sums over the timed steps;

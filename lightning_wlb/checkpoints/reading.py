@@ -38,8 +38,7 @@ from lightning_wlb.distributed.collective_errors import Ranks
 def open_checkpoint(path: Path, ranks: Ranks) -> tuple[Path, dict[str, Any], Metadata, Manifest]:
     """Read everything but the shards of a folder; collective over ``ranks``.
 
-    If a save died while it replaced this one (:mod:`.atomic_folders`), the older checkpoint in
-    ``.old`` is read, with a warning.
+    If a save died while it replaced this one, the older one in ``.old`` is read, with a warning.
 
     Returns:
         The folder, all state that is not in shards, which shards there are, and the manifest.

@@ -103,8 +103,7 @@ def export(
         The checkpoint, the number of tensors, and the files that were copied.
 
     Raises:
-        ValueError: the checkpoint is of another model, ``folder`` is not empty or is read, or
-            ``tokenizer`` has no tokenizer.
+        ValueError: another model's checkpoint, a ``folder`` that is not empty, or no tokenizer.
     """
     if not Path(checkpoint).exists():  # checked before the imports, which take seconds
         raise ValueError(f"{checkpoint} is not a checkpoint: there is no such file or folder.")

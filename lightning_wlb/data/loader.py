@@ -6,8 +6,7 @@ the following plan: the step's last collective tells ranks that disagree, before
 
 Planning runs ahead of training in loader workers. With W workers each worker makes the tensors of
 every W-th step, in the order of the plans. It plans these steps and, for the digest, the steps
-after them; for all other steps it only determines which pieces enter them. So W workers plan W / 2
-times as fast as one or two.
+after them; of other steps only which pieces enter them. So W workers plan W / 2 times as fast.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
 workers have read ahead. In a user's own loop (plain PyTorch, Fabric) the position is the state of
@@ -17,8 +16,7 @@ is the state of the last batch whose optimiser step was taken: the data module k
 and tells the loader where to begin (``begin_at``).
 
 In both cases a resumed run begins with exactly the next step, on any mesh, with any number of
-workers. The state is plain Python, equal on every rank: ``{"planner": the planner's state}``, or
-``{}`` before the first step.
+workers. The state is plain Python, equal on every rank; ``{}`` before the first step.
 """
 
 from __future__ import annotations

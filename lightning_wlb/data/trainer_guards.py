@@ -163,6 +163,52 @@ def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, data: object) 
         )
 
 
+def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
+    """Record, in place, that an epoch which ``max_steps`` or a Timer cut short is not over.
+
+    Otherwise a resumed run would count the rest of it as another epoch, and end too soon.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
+    current = epochs["current"]  # ready > started: no epoch is open, the next one begins
+    inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
+    if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
+        for each in epochs.values():
+            each["processed"] = each["completed"] = each["started"] - 1
+
+
+def count_as_unbroken(trainer: L.Trainer) -> bool:
+    """Let a resumed run count steps and epochs as an unbroken run does; call it before training.
+
+    Lightning resumes a run that was saved at an epoch's last step inside that epoch: the run
+    validates, and ends the next epoch, by the old number of batches, and trains one more epoch if
+    it is resumed again. With ``max_steps`` the epoch counts twice, and the run ends an epoch too
+    soon. An epoch at whose begin a run was saved counts as ready twice. A step that failed before
+    the save counts, too. Returns whether the run resumes: then its first step must set the loggers'
+    step count, to which Lightning may add one, depending on the save.
+    """
+    loop: Any = trainer.fit_loop
+    steps, epochs = loop.epoch_loop, loop.epoch_progress
+    if not loop.is_resuming:
+        return False
+    total = steps.batch_progress.total
+    total.ready = total.started = total.processed
+    over = epochs.current.processed == epochs.current.started
+    if loop.restarted_mid_epoch and steps.restarted_on_last:
+        # Saved in a validation. If none was due (a stop caused it), Lightning would train on.
+        over = not steps._should_check_val_fx(loop._data_fetcher)
+    if over and steps.batch_progress.is_last_batch:
+        for count in (epochs.total, epochs.current):
+            count.ready = count.completed = count.processed = count.started
+        steps.reset()  # counts the step that was saved
+        steps.batch_progress.is_last_batch = True  # no epoch is open: the run may end before one is
+        loop.reset_restart_stage()
+        steps.reset_restart_stage()
+        # Not by the outer loop's setter, which always sets True under max_steps.
+        loop._restarting = steps.restarting = False
+    return True
+
+
 def refuse_half_states(
     trainer: L.Trainer, steps: int, begun: bool, anew: bool, planned: bool
 ) -> None:
@@ -222,9 +268,13 @@ def refuse_half_states(
 def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
     """Whether an exception was raised in an optimizer step, but not in its closure.
 
-    Optimizers that call their closure once move parameters only after it.
+    Optimizers that call their closure once move parameters only after it. A step of a scheduler is
+    the end of the optimizer's.
     """
     loop: Any = trainer.fit_loop.epoch_loop
+    rates = loop.scheduler_progress.current
+    if rates.ready > rates.completed:
+        return True
     if trainer.lightning_module.automatic_optimization:
         steps = loop.automatic_optimization.optim_progress.optimizer.step.current
     else:

@@ -30,8 +30,9 @@ from lightning_wlb.argument_checks import choice, flag, number, whole
 from lightning_wlb.attention.backends import BACKENDS
 from lightning_wlb.attention.kv_cache import KeyValueCache
 from lightning_wlb.cost.shape import ModelShape
+from lightning_wlb.data import trainer_guards
 from lightning_wlb.data.batch import StepBatch
-from lightning_wlb.data.trainer_guards import keep_hooks, refuse_accumulation, refuse_prediction
+from lightning_wlb.data.planning_context import PlanningStrategy
 from lightning_wlb.models.config import TransformerConfig, as_config
 from lightning_wlb.models.decoder import Decoder, check_decoder, check_size, without_values
 from lightning_wlb.models.load_from_checkpoint import LoadsCheckpoints, numbered
@@ -143,7 +144,8 @@ class LanguageModule(LoadsCheckpoints):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        keep_hooks(LanguageModule, cls, ("setup", "on_save_checkpoint", "on_load_checkpoint"))
+        names = "setup", "on_train_start", "on_save_checkpoint", "on_load_checkpoint"
+        trainer_guards.keep_hooks(LanguageModule, cls, names)
 
     def setup(self, stage: str) -> None:
         """Count tokens from 0, and so restart the learning rate, unless the run is resumed.
@@ -153,9 +155,14 @@ class LanguageModule(LoadsCheckpoints):
         """
         if stage != TrainerFn.FITTING:
             return
-        refuse_accumulation(self.trainer)
+        trainer_guards.refuse_accumulation(self.trainer)
         if not self.trainer.global_step:
             self.tokens_seen, self._counted = 0, (0, 0, 0)
+
+    def on_train_start(self) -> None:
+        """Let a resumed run count epochs as an unbroken one; WLBStrategy does so itself."""
+        if not isinstance(self.trainer.strategy, PlanningStrategy):
+            trainer_guards.count_as_unbroken(self.trainer)
 
     def configure_model(self) -> None:
         """Build ``self.model``, with values unless the strategy gives memory and values later.
@@ -276,7 +283,7 @@ class LanguageModule(LoadsCheckpoints):
 
     def predict_step(self, *_: Any) -> NoReturn:
         """Raise an error, see :func:`.refuse_prediction`."""
-        refuse_prediction()
+        trainer_guards.refuse_prediction()
 
     def _evaluate(self, batch: StepBatch, name: str) -> None:
         total = self.step(batch) * self.loss_denominator(batch.plan)
@@ -354,15 +361,15 @@ class LanguageModule(LoadsCheckpoints):
         return self.tokens_seen - (tokens if failed else 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save ``tokens_seen``."""
+        """Save ``tokens_seen``; an epoch that was cut short is not over."""
+        trainer_guards.leave_open_epoch(checkpoint)
         checkpoint["tokens_seen"] = self._tokens_taken()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore ``tokens_seen``, and convert optimizer state from parameter names to numbers.
 
         Raises:
-            ValueError: the checkpoint is of another config, which weights may not show; or it lacks
-                the position in the documents, where the run is to continue.
+            ValueError: the checkpoint is of another config, or lacks the position in the documents.
         """
         seen = whole("the checkpoint's tokens_seen", checkpoint.get("tokens_seen", 0), 0)
         self.tokens_seen, self._counted = seen, (0, 0, 0)

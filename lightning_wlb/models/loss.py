@@ -15,8 +15,7 @@ added to the gradient of the output matrix in place, without a copy. That has be
 stand-ins for the two operators (tests/models/test_loss.py).
 
 Cost: one extra product of hidden states and output matrix in backward, a third of the head's cost
-without it. If rows × vocabulary is small, plain cross-entropy is faster. For torch's and Liger's
-fused losses see docs/design.md.
+without it. If rows × vocabulary is small, plain cross-entropy is faster. See also docs/design.md.
 """
 
 from __future__ import annotations

@@ -222,8 +222,7 @@ class Planner:
         ``max_tokens`` and the mesh may differ from the run that saved the state.
 
         Raises:
-            ValueError: naming the data settings that differ from those of the saved state; or a
-                state that no run can have saved.
+            ValueError: data settings differ from the saved state's, or no run can have saved it.
         """
         saved = state["settings"]
         differing = [

@@ -7,8 +7,7 @@ profile; here any segment cost can be used.
 Candidates are tried in order, beginning with those that send least. The first one within 2 % of the
 ideal (whole pieces on equally loaded ranks) ends the search: no prediction is better than that.
 
-Only the cutting is done micro-batch by micro-batch; the rest is array arithmetic over the chunks of
-all of them (:func:`choose_each`).
+Only the cutting is done micro-batch by micro-batch; the rest is array arithmetic over all chunks.
 
 Cost: about 50 µs per candidate. For the same sharding in all micro-batches, name it instead.
 """

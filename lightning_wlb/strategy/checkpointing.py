@@ -40,7 +40,7 @@ from lightning_wlb.checkpoints import atomic_folders, sharded
 from lightning_wlb.checkpoints.async_saving import COPIES, BackgroundSaves, FilesAfterSaves, Stager
 from lightning_wlb.checkpoints.save_order import SavingRun
 from lightning_wlb.checkpoints.writing import CheckpointContent, write
-from lightning_wlb.data.trainer_guards import called_by
+from lightning_wlb.data.trainer_guards import called_by, count_as_unbroken
 from lightning_wlb.distributed.collective_errors import Ranks, names_of_ranks
 from lightning_wlb.distributed.process_groups import saving_group
 from lightning_wlb.file_checks import check_links
@@ -180,7 +180,6 @@ class Checkpointer:
                 " under WLBStrategy: they would be lost. Keep averages of weights and the like"
                 " under a key of their own, as checkpoint['ema']."
             )
-        _leave_open_epoch(checkpoint)
         if (job := os.environ.get("SLURM_JOB_ID")) is not None:
             checkpoint[resuming.JOB] = job
         interrupted = module.trainer.interrupted
@@ -243,7 +242,7 @@ class Checkpointer:
 
     def train_begins(self, trainer: pl.Trainer) -> None:
         """From here on saves may be written in the background."""
-        self._resumes = _count_as_unbroken(trainer)
+        self._resumes = count_as_unbroken(trainer)
         self._begun = self._begun or not called_by("_lr_find")
         self._thread, NOTICES.save_failed = threading.get_ident(), False
         for each in trainer.checkpoint_callbacks:
@@ -350,51 +349,3 @@ class Checkpointer:
         # Lightning logs this path as restored, and ModelCheckpoint does not remove it.
         trainer._checkpoint_connector._ckpt_path = str(taken)
         return rest
-
-
-def _leave_open_epoch(checkpoint: dict[str, Any]) -> None:
-    """Record, in place, that an epoch which ``max_steps`` or a Timer cut short is not over.
-
-    Otherwise a resumed run would count the rest of the epoch as another epoch, and ``max_epochs``
-    would end the run one epoch too soon. A run may also stop as an epoch begins.
-    """
-    progress = checkpoint["loops"]["fit_loop"]
-    batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
-    current = epochs["current"]  # ready > started: no epoch is open, the next one begins
-    inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
-    if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
-        for each in epochs.values():
-            each["processed"] = each["completed"] = each["started"] - 1
-
-
-def _count_as_unbroken(trainer: pl.Trainer) -> bool:
-    """Let a resumed run count steps and epochs as an unbroken run does; call it before training.
-
-    Lightning resumes a run that was saved at an epoch's last step inside that epoch: the run
-    validates by the old number of batches, and trains one more epoch if it is resumed again. With
-    ``max_steps`` the epoch counts twice, and the run ends an epoch too soon. If a run was saved as
-    an epoch began, that epoch counts as ready twice: resumed again at the last step of a short
-    epoch, the run would stay in it. Lightning also counts a step that failed before the save on an
-    exception, and validates a step too soon. Returns whether the run resumes: then its first step
-    must set the loggers' step count, to which Lightning may add one, depending on the save.
-    """
-    loop: Any = trainer.fit_loop
-    steps, epochs = loop.epoch_loop, loop.epoch_progress
-    if not loop.is_resuming:
-        return False
-    total = steps.batch_progress.total
-    total.ready = total.started = total.processed
-    over = epochs.current.processed == epochs.current.started
-    if loop.restarted_mid_epoch and steps.restarted_on_last:
-        # Saved in a validation. If none was due (a stop caused it), Lightning would train on.
-        over = not steps._should_check_val_fx(loop._data_fetcher)
-    if over and steps.batch_progress.is_last_batch:
-        for count in (epochs.total, epochs.current):
-            count.ready = count.completed = count.processed = count.started
-        steps.reset()  # counts the step that was saved
-        steps.batch_progress.is_last_batch = True  # no epoch is open: the run may end before one is
-        loop.reset_restart_stage()
-        steps.reset_restart_stage()
-        # Not by the outer loop's setter, which always sets True under max_steps.
-        loop._restarting = steps.restarting = False
-    return True

@@ -243,8 +243,7 @@ class StepRunner:
     def finish(self, returned: Tensor) -> None:
         """Wait for the gradients, whose reduction the step has begun, and set ``.grad``.
 
-        Only when that is queued on the device, the loss and the ranks' exchange are read, so that
-        the device has work meanwhile.
+        Only then the loss and the ranks' exchange are read, so that the device has work meanwhile.
 
         Raises:
             MisconfigurationException: ``returned``, from ``training_step``, is not the loss of the

@@ -85,8 +85,7 @@ class Executor:
     ) -> None:
         """Begin a run with this ``reduce_dtype`` and ``chunks``.
 
-        The plan that ranks agreed on in an earlier run is forgotten: an exception may have ended
-        that run before all of them knew.
+        An earlier run's plan is forgotten: it may have ended before all ranks had agreed on it.
         """
         self.reduce_dtype, self.chunks = reduce_dtype, chunks
         self._agreed = self._told = None

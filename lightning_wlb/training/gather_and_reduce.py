@@ -1,8 +1,7 @@
 """The parameters of a step on the mesh: all-gathered ahead of use, gradients reduce-scattered.
 
 Between steps a rank holds a shard of each parameter of its stages (:mod:`.sharded_parameters`),
-grouped into buckets: a layer, an end, or the rest of the model. :mod:`.bucket_lifetimes` says when
-each is gathered and reduced.
+grouped into buckets: a layer, an end, or the rest of the model (:mod:`.bucket_lifetimes`).
 
 Reduction is a plain sum: the loss is divided by the *global* number of target tokens. The gradient
 of a parameter that tensor-parallel ranks hold alike is summed over them at the end.

@@ -127,6 +127,20 @@ class ByHand(Fails):
         self.optimizers().step()
 
 
+class Rates(Fails):
+    """Fails in the step of a scheduler, which follows the optimizer's."""
+
+    place = "step"
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def lr_scheduler_step(self, *_):
+        self.interrupt()
+
+
 def break_off(tmp_path, kind, ckpt_path=None, scaled=False):
     """Whether the run saves on its exception."""
     name = "again" if ckpt_path else "at"
@@ -151,6 +165,10 @@ def test_a_step_that_an_exception_breaks_off_is_not_saved(tmp_path, monkeypatch,
     if place == "hook":  # the next exception is not taken for the one of the step before
         monkeypatch.setattr(kind, "place", "forward")
         assert break_off(tmp_path, kind, tmp_path / "at.ckpt")
+
+
+def test_nor_is_one_whose_schedule_would_lag_from_then_on(tmp_path):
+    assert not break_off(tmp_path, Rates)
 
 
 @pytest.mark.parametrize("place", ["forward", "hook", "step"])

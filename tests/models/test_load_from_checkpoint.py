@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lightning_wlb.checkpoints import sharded, writing
 from lightning_wlb.cli.train import WLBCLI
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.language_module import LanguageModule
 from lightning_wlb.models.load_from_checkpoint import _values
 from lightning_wlb.models.transformer import TransformerConfig
+from tests.models.steps import documents, trainer
 
 ARGUMENTS = [
     *("--data.documents=stdlib", "--data.context_window=512", "--data.micro_batches=2"),
@@ -136,3 +139,35 @@ def test_values_that_tensors_share_or_repeat_are_stored_once() -> None:
     repeated = torch.zeros(1).expand(100)
     assert _values([one, one.T, one[:4], repeated, torch.zeros(3), "no tensor"]) == 16 + 1 + 3
     assert _values([one[:4]]) == 8
+
+
+class OnlyMatrices(LanguageModule):
+    """As with LoRA: the optimizer's group of vectors is empty."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for each in self.parameters():
+            each.requires_grad_(each.ndim > 1)
+
+
+def test_optimizer_states_by_name_are_read_into_an_empty_group_too(tmp_path):
+    """As consolidate_checkpoint writes them."""
+    data = {"context_window": 32, "micro_batches": 1, "num_workers": 0}
+    saved = OnlyMatrices(SIZES, seed=3)
+    runner = trainer(tmp_path, max_steps=2)
+    runner.fit(saved, WLBDataModule(documents(), **data))
+    runner.save_checkpoint(tmp_path / "whole.ckpt")
+    content = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    content["optimizer_states"] = [
+        get_optimizer_state_dict(saved, o, options=options) for o in runner.optimizers
+    ]
+    torch.save(content, tmp_path / "named.ckpt")
+    ends = []
+    for name in ("whole", "named"):
+        module = OnlyMatrices(SIZES, seed=3)
+        runner = trainer(tmp_path, max_steps=4)
+        runner.fit(module, WLBDataModule(documents(), **data), ckpt_path=tmp_path / f"{name}.ckpt")
+        assert [len(each["params"]) for each in runner.optimizers[0].param_groups][1] == 0
+        ends.append(module.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

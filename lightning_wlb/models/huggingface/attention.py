@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -157,6 +158,8 @@ def attention(
             " the config, or choose another family (docs/families.md)."
         )
     run.attended.add(number)
+    if torch.is_autocast_enabled(value.device.type):  # the rotary embedding gives float32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     out = packed_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

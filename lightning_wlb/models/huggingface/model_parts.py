@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
@@ -298,7 +299,8 @@ def initial_values(
         own: None if each is None else each.detach().to("cpu", copy=True)
         for own, each in module._buffers.items()
     }
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+    alike = _DtypeContextManager(torch.float32)  # in which some rules draw
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), alike:
         torch.manual_seed(seed_of(seed, name))
         rule(twin)
     values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}

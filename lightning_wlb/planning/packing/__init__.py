@@ -2,8 +2,7 @@
 
 A packing method says how the documents of an epoch are cut into pieces, which of them may wait,
 how the pieces of a step become micro-batches, and how these are dealt to replicas
-(:class:`~lightning_wlb.planning.packing.base.Packer`). Its own options are the fields of its
-dataclass ``Packer.Options``.
+(:class:`~lightning_wlb.planning.packing.base.Packer`). ``Packer.Options`` has its own options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plain head is told from one whose family changes the logits, by running the family's code."""
+"""Heads, initial values and attention of families, without the package's strategy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 
 pytest.importorskip("transformers")
 
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+
 from benchmarks.activation_count import ActivationCount
+from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.process_groups import NO_GROUPS
 from lightning_wlb.models import loss
 from lightning_wlb.models.huggingface.attention import Running, during
 from lightning_wlb.models.huggingface.decoder import HuggingFaceDecoder
+from lightning_wlb.models.huggingface.huggingface_module import HuggingFaceModule
 from tests.models.huggingface.configs import tiny
+from tests.models.steps import documents, trainer
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,27 @@ def test_a_head_that_is_not_plain_takes_the_memory_that_is_counted(monkeypatch):
     # In float32 and, rounded, once more: as MemoryModel has it.
     counted = (4 + 2) * words * (chunk + capped.hidden_size)
     assert counted / 2 < max(held.held_bytes) < 1.1 * counted
+
+
+def test_initial_values_do_not_depend_on_the_dtype_that_lightning_builds_in():
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        module = HuggingFaceModule(tiny("qwen3_5_text"), seed=3)
+        with _DtypeContextManager(dtype):
+            module.configure_model()
+        values.append(dict(module.named_parameters()))
+    for name, value in values[0].items():
+        assert torch.equal(value.double(), values[1][name].double()), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_under_autocast_attention_has_one_dtype(tmp_path, family):
+    """Lightning's own strategies cast by autocast, which leaves rotated queries in float32."""
+    losses = []
+    for precision in ("32-true", "bf16-mixed"):
+        module = HuggingFaceModule(tiny(family), seed=3)
+        data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)
+        runner = trainer(tmp_path, max_steps=1, precision=precision)
+        runner.fit(module, data)
+        losses.append(float(runner.callback_metrics["train_loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

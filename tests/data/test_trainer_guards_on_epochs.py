@@ -1,0 +1,72 @@
+"""A resumed run counts steps and epochs like an unbroken one, without the package's strategy."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_wlb.data.datamodule import WLBDataModule
+from lightning_wlb.models.language_module import LanguageModule
+from tests.models.steps import config, documents, trainer
+
+LENGTHS = (25, 9, 38, 17, 30, 6, 40, 21)
+
+
+class ByEpoch(LanguageModule):
+    """Its learning rate is halved after every epoch."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Taken(L.Callback):
+    """For every batch its first documents, and the learning rate."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_start(self, runner, _, batch, __):
+        self.steps.append(
+            (batch.plan.step, batch.plan.epoch, runner.optimizers[0].param_groups[0]["lr"])
+        )
+
+
+def run(folder, save, ckpt_path=None, **options):
+    taken = Taken()
+    callbacks = [taken, ModelCheckpoint(folder, "{step}", save_top_k=-1, **save)]
+    runner = trainer(folder, callbacks=callbacks, enable_checkpointing=True, **options)
+    data = WLBDataModule(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
+    runner.fit(ByEpoch(config(), seed=3), data, ckpt_path=ckpt_path)
+    return taken.steps
+
+
+@pytest.mark.parametrize("save", [{"every_n_train_steps": 1}, {"every_n_epochs": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 3},
+        {"max_epochs": 3, "max_steps": 100},
+        {"max_epochs": 3, "limit_train_batches": 7},
+        {"max_steps": 12, "limit_train_batches": 3},
+    ],
+    ids=str,
+)
+def test_every_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path, save, options):
+    whole = run(tmp_path / "whole", save, **options)
+    assert len({epoch for _, epoch, _ in whole}) > 1
+    saved = sorted((tmp_path / "whole").glob("*.ckpt"))
+    assert len(saved) > 1
+    for path in saved:
+        rest = run(tmp_path / path.stem, save, path, **options)
+        assert rest == whole[int(path.stem.removeprefix("step=")) :], path.stem
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 6])
+@pytest.mark.parametrize("bounds", [{}, {"max_steps": 100}], ids=str)
+def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(tmp_path, steps, bounds):
+    save = {"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_last": True}
+    whole = run(tmp_path / "whole", save, max_epochs=3)
+    run(tmp_path / "cut", save, max_steps=steps)
+    (last,) = (tmp_path / "cut").glob("last.ckpt")
+    assert run(tmp_path / "rest", save, last, max_epochs=3, **bounds) == whole[steps:]
