@@ -62,8 +62,7 @@ class ImbalanceMonitor(L.Callback):
     its number in ``WLBStrategy.dynamic``, from 1 on, or 0 for the mesh. Step time excludes the wait
     for the data loader. This wait is for the step's own batch, on the rank that waited longest;
     Lightning prefetches one batch, so the wait took place before the previous step. At the end of
-    fit, rank 0 prints a table, and a second one by strategy if steps may leave the mesh, and writes
-    a heat map of rank × micro-batch.
+    fit, rank 0 prints a table (one more by strategy if steps leave the mesh) and writes a heat map.
 
     Args:
         heat_map: whether to write a heat map, or the path of the PNG file. By default it is
@@ -75,8 +74,7 @@ class ImbalanceMonitor(L.Callback):
             ``wlb/..._predicted`` in the log, and in the table.
 
     Attributes:
-        heat_map_path: where the heat map was written, on rank 0 once fit has ended; None if writing
-            it failed, which a warning reports.
+        heat_map_path: where the heat map was written, on rank 0 once fit has ended; None: nowhere.
 
     Raises:
         MisconfigurationException: the Trainer runs another strategy.

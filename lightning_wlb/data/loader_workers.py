@@ -11,8 +11,7 @@ A worker is a fork of its rank, and inherits its signal handlers and its connect
 
 A store must not use in workers a network connection that it has opened before they start.
 
-:data:`WAIT` says that the main thread waits for its loader; a signal may end that wait
-(``supervision/signals.py``).
+:data:`WAIT` says that the main thread waits for its loader, a wait that a signal may end.
 
 Cost: a worker looks once at its open files, microseconds each.
 """

@@ -315,8 +315,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Read a checkpoint, or the newest in a folder, into model and optimizers; collective.
 
-        ``renamed`` is as in :meth:`save`. Raises Damaged if the checkpoint is damaged and no other
-        may take its place (:mod:`.resuming`).
+        ``renamed`` is as in :meth:`save`. Raises Damaged if no undamaged one may be taken.
         """
         self.settle()
         trainer = module.trainer

@@ -7,8 +7,7 @@ to kinds as if the pipelines of a kind shared every piece and had no bubble: sli
 The run's packing then plans the pieces of each kind as on a mesh of that kind's pipelines alone,
 and may let several pipelines share a piece (DP-Merge).
 
-The predictors of the kinds know when parameters arrive at the pipelines and gradients at their
-shards (:mod:`.exchange_times`).
+The kinds' predictors know when parameters and gradients arrive (:mod:`.exchange_times`).
 
 Cost: one plan of the packing for each kind, and Algorithm 1. It needs a device profile: exact work
 does not tell which pipeline is faster.

@@ -232,9 +232,8 @@ class HuggingFaceDecoder(Decoder):
             is_copy = f"{prefix}.weight" in self.tied
             source, place = (words, "embed.words") if is_copy else (module, prefix)
             shapes = {name: self.family_shape(f"{place}.{name}") for name in own}
-            values = initial_values(
-                source, shapes, causal._init_weights, seed, adapters.base_name(place)
-            )
+            above, name = self.get_submodule(prefix.rpartition(".")[0]), adapters.base_name(place)
+            values = initial_values(source, above, shapes, causal._init_weights, seed, name)
             for name in own:
                 parameter = module._parameters[name]
                 assert parameter is not None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -275,6 +275,7 @@ def is_plain(causal: nn.Module, projection: nn.Module) -> bool:
 
 def initial_values(
     module: nn.Module,
+    above: nn.Module,
     shapes: Mapping[str, tuple[int, ...]],
     rule: Callable[[nn.Module], None],
     seed: int,
@@ -282,9 +283,10 @@ def initial_values(
 ) -> dict[str, Tensor]:
     """Initial values of a module's own parameters, whole, float32 on the CPU, by name.
 
-    ``rule`` is transformers' ``_init_weights``; parameters that it does not fill are left out.
-    ``shapes`` are the family's, since the module's parameters may be split or without memory. The
-    values depend only on the run's seed and the module's name, so they are the same on any mesh.
+    ``rule`` is transformers' ``_init_weights``; parameters that it fills neither for the module nor
+    for the one ``above`` (as of a router) are left out. ``shapes`` are the family's, since the
+    module's parameters may be split or without memory. The values depend only on the run's seed and
+    the module's name, so they are the same on any mesh.
     """
     # The rule fills a copy of the module without children, whose parameters are whole, and NaN.
     twin = copy.copy(module)
@@ -303,5 +305,10 @@ def initial_values(
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), alike:
         torch.manual_seed(seed_of(seed, name))
         rule(twin)
-    values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
+        values = {own: each.detach() for own, each in twin._parameters.items() if each is not None}
+        if any(each.isnan().any() for each in values.values()) and not above._parameters:
+            parent = copy.copy(above)
+            parent._modules = {name.rpartition(".")[2]: twin}
+            with suppress(AttributeError):  # for parts that are not there
+                rule(parent)
     return {own: each for own, each in values.items() if not each.isnan().any()}
