@@ -247,8 +247,7 @@ def own_folder(path: Path) -> Path:
 
     Raises:
         OSError: it cannot be made or inspected.
-        ValueError: it is not a folder (a link is none), is another user's, is behind a stranger's
-            link, or others may write to it or exchange it.
+        ValueError: it is no folder (a link is none), or others may write to it or exchange it.
     """
     check_links(path.parent)
     for each in (*reversed(path.parents), path):

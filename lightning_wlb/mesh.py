@@ -1,7 +1,6 @@
 """The mesh of ranks, data × pipeline × context × tensor, and where one of them stands in it.
 
-A run makes one :class:`Mesh` and, on every rank, one :class:`Rank`, and passes them unchanged to
-data, planning, cost model, strategy and profiling.
+A run makes one :class:`Mesh` and, on every rank, one :class:`Rank`, and passes both unchanged on.
 
 Rank order: data outermost, tensor innermost. So tensor parallelism, which communicates most, stays
 within a node, and data parallelism, which communicates once a step, crosses nodes (WLB-LLM §6.1).

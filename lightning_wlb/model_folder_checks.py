@@ -157,21 +157,27 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
 def check_beside(trusted: Path, *paths: Path) -> None:
     """Refuse a path if a stranger has put it, or a link that leads to it, into a trusted folder.
 
-    ``trusted`` is that folder, or a file in it. The owners of both, and of folders that lead there,
-    are no strangers to whoever has named it. Links of this user's may lead anywhere.
+    Trusted are the folder ``trusted``, or that of a file, and each path's own folder, to which a
+    link of this user's may lead. Their owners, a trusted file's, and those of folders that lead
+    there are no strangers to whoever has named them. Links of this user's may lead anywhere.
     """
-    folder, made = follow(trusted if trusted.is_dir() else trusted.parent)
-    known = [*made.values(), *(each.stat() for each in (folder, trusted) if each.exists())]
-    owners = {each.st_uid for each in known}
+    home, folders = trusted if trusted.is_dir() else trusted.parent, {}
     for path in paths:
         found = follow(path)[1].items()
-        below = [(at, each) for at, each in found if folder in at.parents]
-        # Behind a stranger's folder all steps are in ``found``, whether or not he may write there.
-        if any(each.st_uid not in owners and is_open(at.parent.stat()) for at, each in below):
-            raise ValueError(
-                f"{path} is another user's, where others may put files. Remove it, or take a folder"
-                " of your own, with links to files that you trust."
-            )
+        for folder in (home, path.parent):
+            if folder not in folders:
+                real, made = follow(folder)
+                named = (folder, trusted) if folder == home else (folder,)
+                known = [*made.values(), *(each.stat() for each in named if each.exists())]
+                folders[folder] = real, {each.st_uid for each in known}
+            real, owners = folders[folder]
+            below = [(at, each) for at, each in found if real in at.parents]
+            # ``found`` has all steps behind a stranger's folder, even where only its owner writes.
+            if any(each.st_uid not in owners and is_open(at.parent.stat()) for at, each in below):
+                raise ValueError(
+                    f"{path} is another user's, where others may put files. Remove it, or take a"
+                    " folder of your own, with links to files that you trust."
+                )
 
 
 def check_model(path: str | Path) -> None:

@@ -103,8 +103,7 @@ class PlannedContextParallel:
         """Tokens and numbers of the sequences, [group][rank], of a step in one group.
 
         Raises:
-            ValueError: no model, a sequence that all ranks together cannot hold, or too few
-                sequences to fill the ranks even if they share them.
+            ValueError: no model, a sequence too long for all ranks, or too few to share among them.
         """
         if self.work is None:
             raise ValueError("PlannedContextParallel needs model=, such as '7b', or a config.")

@@ -147,8 +147,7 @@ def attend_by_sequence(
     """Causal attention of each sequence of one row: [1, heads, tokens, width] -> [1, tokens, ...].
 
     Raises:
-        ValueError: several rows, attention to later tokens, a window, chunks, sinks or capped
-            scores, or nothing that says where sequences begin.
+        ValueError: options that are not computed, or nothing that says where sequences begin.
     """
     beyond = [sliding_window, *(others.get(name) for name in ("softcap", "s_aux"))]
     packed = cu_seq_lens_q is not None or position_ids is not None

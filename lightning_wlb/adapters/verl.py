@@ -84,8 +84,7 @@ def rearrange_micro_batches(
         The micro-batches, and the rows of each.
 
     Raises:
-        ValueError: on every rank of ``dp_group`` if any has a group above the cap, a row without
-            tokens, or fewer groups than the needed micro-batches.
+        ValueError: on all ranks if one has a group above the cap, an empty row, or too few groups.
     """
     from verl.utils import tensordict_utils  # verl's own selection, of nested tensors too
 

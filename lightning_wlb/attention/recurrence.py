@@ -105,8 +105,7 @@ def to_all_rows(
     """Send and receive this rank's part of the heads of all rows, in the order of the segments.
 
     Args:
-        tensors: [own rows, heads, ...] each, padding rows included; ``heads`` may differ between
-            tensors, and is a multiple of the number of ranks.
+        tensors: [own rows, heads, ...] each, padding included; the group size divides ``heads``.
 
     Returns:
         [rows of all ranks, own heads, ...] each.

@@ -196,7 +196,7 @@ def summary_table(summary: dict[str, float], sizes: Mapping[str, int]) -> Table:
 
     Args:
         summary: the figures. Those that are not a number are left out.
-        sizes: of the mesh's axes, for the title. An axis of one rank has nothing to balance.
+        sizes: of the mesh's axes, for the title. Levels of axes of one rank are left out.
     """
     measured = f"measured over {summary['timed_steps']} of them, warm-up left out."
     if not summary["timed_steps"]:

@@ -103,7 +103,7 @@ def export(
         The checkpoint, the number of tensors, and the files that were copied.
 
     Raises:
-        ValueError: another model's checkpoint, a ``folder`` that is not empty, or no tokenizer.
+        ValueError: another model's checkpoint, a ``folder`` in use or not empty, or no tokenizer.
     """
     if not Path(checkpoint).exists():  # checked before the imports, which take seconds
         raise ValueError(f"{checkpoint} is not a checkpoint: there is no such file or folder.")

@@ -5,8 +5,7 @@ all steps: steps differ in tokens, so a mean of quotients misleads.
 
 The verdict is about a packing that keeps documents whole. It is compared with common practice,
 cutting and concatenating (``original``), per token and for equal work, since a cut saves attention.
-It is also compared with ``best_fit``, which packs whole documents by their tokens: a gain over
-``best_fit`` below :data:`WORTH` counts as none.
+A gain below :data:`WORTH` over ``best_fit``, which packs by tokens alone, counts as none.
 
 Cost: planning and predicting every step of every packing. `auto` simulates several plans a step.
 """

@@ -94,8 +94,7 @@ def chunks_of(latency: LatencyModel, rows: int) -> int:
 def waited_ns(latency: LatencyModel, rows: Iterable[int]) -> tuple[int, int]:
     """Time in ns that layers wait for messages of rows, with overlap and without.
 
-    Both are forward and backward, summed over all layers of the model and over micro-batches of
-    ``rows`` rows each. Recomputation is left out.
+    Both are summed over passes, layers and micro-batches of ``rows`` rows, without recomputation.
     """
     kinds = [(n, kind) for n, kind in zip(latency.shape.kinds.values(), latency.kinds, strict=True)]
     waited = messages = 0

@@ -105,7 +105,7 @@ def _places() -> Iterator[Path]:
     try:
         folder = file_checks.own_folder(Path(user_cache_dir("lightning_wlb")))
     except (OSError, ValueError, RuntimeError) as error:  # a user without a home
-        problem = str(error)
+        problem = str(error).rstrip(".") + "."
     else:
         yield folder
         problem = f"{folder} cannot be written to."

@@ -6,7 +6,7 @@ the following plan: the step's last collective tells ranks that disagree, before
 
 Planning runs ahead of training in loader workers. With W workers each worker makes the tensors of
 every W-th step, in the order of the plans. It plans these steps and, for the digest, the steps
-after them; of other steps only which pieces enter them. So W workers plan W / 2 times as fast.
+after them; of others it only finds which pieces enter them. So W workers plan W / 2 times as fast.
 
 The position of a run is the planner's state after a step. The step's batch carries it, since
 workers have read ahead. In a user's own loop (plain PyTorch, Fabric) the position is the state of

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
@@ -294,18 +295,18 @@ def _with_paths(name: str, source: Any) -> Any:
 
 
 def _check_open(pattern: str) -> None:
-    """Raise ValueError for an unreadable folder, which glob would skip, or one that comes twice.
+    """Raise ValueError for an unreadable folder, which glob would skip.
 
-    By links that lead upwards glob would find 2 to the power of 40 paths.
+    Or for one that comes twice under ``**``: by links that lead upwards glob would find 2**40.
     """
     seen: dict[str, str] = {}
-    above, recursive, _ = pattern.partition("**")
-    for folder in glob.glob(os.path.dirname(above) or ".") if recursive else ():
+    above, *below = re.split(r"(?:(?<=/)|^)\*\*(?:/|$)", pattern, maxsplit=1)
+    for folder in _folders(above) if below else ():
         for _ in folders_below(folder, seen):
             pass
     while glob.has_magic(pattern):
         pattern, name = os.path.split(pattern)
-        for folder in filter(os.path.isdir, glob.glob(pattern or ".", recursive=True)):
+        for folder in _folders(pattern):
             try:
                 if glob.has_magic(name):
                     os.scandir(folder).close()
@@ -313,6 +314,11 @@ def _check_open(pattern: str) -> None:
                     os.stat(os.path.join(folder, "."))
             except OSError as error:
                 refuse_closed(error)
+
+
+def _folders(pattern: str) -> list[str]:
+    found = filter(os.path.isdir, glob.glob(pattern or ".", recursive=True))
+    return [each for each in found if Path(each).name != "lost+found"]
 
 
 def _kind_of(name: str, source: Any) -> Kind:

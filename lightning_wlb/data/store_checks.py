@@ -10,8 +10,7 @@ If lengths are equal on all ranks, plans are equal too, and a rank reads only it
 whose copies of a corpus differ in their tokens (another tokenizer, a changed file) would train on a
 mixture of both. In the first step of every pass over the documents each rank hashes the beginnings
 of some documents, spread over the store (:func:`checked_digests`). The exchange that compares plans
-also compares these digests, and a resumed run compares them with the saved ones. That is no proof:
-copies that differ elsewhere are not detected.
+also compares these digests, and a resumed run compares them with the saved ones. That is no proof.
 
 Cost: one look at each token that is read, and at each mask of a piece that is planned. The digest
 reads at most ``SAMPLED_TOKENS`` tokens of each of ``SAMPLED_DOCUMENTS`` documents of each store,

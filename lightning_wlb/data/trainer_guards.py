@@ -168,8 +168,17 @@ def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
 
     Otherwise a resumed run would count the rest of it as another epoch, and end too soon.
     """
+    if "loops" not in checkpoint:
+        return
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
+    if failed := sys.exc_info()[1] if called_by("_interrupt") else None:
+        frames = [frame for frame, _ in walk_tb(failed.__traceback__)]
+        names = {frame.f_code.co_name for frame in frames}
+        evaluates = any("evaluation_loop" in frame.f_globals["__name__"] for frame in frames)
+        # Lightning takes a batch for the epoch's last before it is moved to the device and begun.
+        if not names.isdisjoint({"_on_before_batch_transfer", "_apply_batch_transfer_handler"}):
+            batches["is_last_batch"] &= evaluates
     current = epochs["current"]  # ready > started: no epoch is open, the next one begins
     inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
     if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
@@ -183,9 +192,9 @@ def count_as_unbroken(trainer: L.Trainer) -> bool:
     Lightning resumes a run that was saved at an epoch's last step inside that epoch: the run
     validates, and ends the next epoch, by the old number of batches, and trains one more epoch if
     it is resumed again. With ``max_steps`` the epoch counts twice, and the run ends an epoch too
-    soon. An epoch at whose begin a run was saved counts as ready twice. A step that failed before
-    the save counts, too. Returns whether the run resumes: then its first step must set the loggers'
-    step count, to which Lightning may add one, depending on the save.
+    soon. An epoch at whose beginning a run was saved counts as ready twice. A step that failed
+    before the save counts, too. Returns whether the run resumes: then WLBStrategy's first step sets
+    the loggers' step count, to which Lightning may add one, depending on the save.
     """
     loop: Any = trainer.fit_loop
     steps, epochs = loop.epoch_loop, loop.epoch_progress
@@ -268,8 +277,8 @@ def refuse_half_states(
 def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
     """Whether an exception was raised in an optimizer step, but not in its closure.
 
-    Optimizers that call their closure once move parameters only after it. A step of a scheduler is
-    the end of the optimizer's.
+    Optimizers that call their closure once move parameters only after it. A scheduler's step
+    completes the optimizer's.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     rates = loop.scheduler_progress.current

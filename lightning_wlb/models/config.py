@@ -26,8 +26,7 @@ class TransformerConfig:
         rope_theta: base of the rotary embedding's wavelengths.
         norm_eps: added to the mean square in RMSNorm.
         tied_embeddings: the output matrix is the embedding table.
-        sliding_window: most tokens of its piece that a token attends to, its own included; None:
-            all earlier ones. It is the same in every layer.
+        sliding_window: most tokens that a token attends to, its own included; None: all earlier.
 
     Raises:
         ValueError: a value of another type or out of range, or sizes that do not fit each other.
@@ -81,7 +80,7 @@ class TransformerConfig:
         ``tiny`` is for the demo on a CPU. ``550m``, ``7b``, ``30b`` and ``70b`` are the models of
         WLB-LLM's Table 1. The paper only says that they are "LLaMA-like" and that 7B is LLaMA2-7B.
         Here ``7b`` and ``70b`` have the sizes of LLaMA2, ``30b`` those of LLaMA's 33B,
-        ``llama3-8b`` those of Llama 3; ``550m`` is 7B with 12 heads of 128 and 16 layers.
+        ``llama3-8b`` those of Llama 3, ``550m`` the proportions of 7B: 12 heads of 128, 16 layers.
 
         Raises:
             ValueError: an unknown preset or field; the message lists the known ones.

@@ -168,8 +168,7 @@ class LanguageModule(LoadsCheckpoints):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: the model does not support an option, has dropout, or is larger than the
-                checkpoint that is loaded or than the machine's memory.
+            ValueError: the model lacks an option, has dropout, or is too large for the memory.
         """
         if self.model is not None:
             return

@@ -142,11 +142,12 @@ def numbered(
     for optimizer, state in zip(optimizers, states, strict=True):
         # Saved before the first step: its groups have options, but no state yet.
         stepped = any(name.startswith("state.") for name in state)
-        groups = optimizer.param_groups  # of each of which torch takes the first parameter
+        groups = optimizer.param_groups  # torch takes the first parameter of each
         optimizer.param_groups = [each for each in groups if each["params"]]
         own = {} if stepped else get_optimizer_state_dict(module, optimizer, options=options)
         set_optimizer_state_dict(module, optimizer, own | dict(state), options=options)
-        optimizer.param_groups = groups
+        loaded = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(loaded) if each["params"] else each for each in groups]
         if not stepped:
             optimizer.state.clear()
     return [each.state_dict() for each in optimizers]

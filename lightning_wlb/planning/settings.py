@@ -1,7 +1,6 @@
 """The data settings: what decides which pieces of which documents enter a step.
 
-Which data enter a step depends on these settings alone and never on the mesh, so that a run can
-move to another cluster and see the same data.
+Which data enter a step depends on these settings alone: a run sees the same data on any mesh.
 """
 
 from __future__ import annotations

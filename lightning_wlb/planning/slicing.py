@@ -63,8 +63,7 @@ _SHARE = 1 << 20  # relative work of a pack that is not tapered
 def share_packs(loads: Sequence[int], packs: int, total: int) -> list[int]:
     """The number of packs of each replica, in proportion to its work; at least one if it has any.
 
-    ``loads`` is the work of each replica, ``total`` the work of all ``packs``. Shares are rounded
-    half up, so their sum may differ from ``packs``.
+    ``loads``: the work of each replica; ``total``: of all ``packs``. Rounded shares may not add up.
     """
     total = max(total, 1)
     return [max((2 * packs * load + total) // (2 * total), 1) if load else 0 for load in loads]

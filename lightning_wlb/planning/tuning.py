@@ -2,8 +2,7 @@
 
 Constants from a paper are in the file of the paper's method. Where no measurement is named, the
 value was compared with its neighbours on Generator A once, without a record. Before changing one,
-compare ``benchmarks/packing.py`` (steps and milliseconds) and ``benchmarks/auto_never_beaten.py``
-(how far ``auto`` is behind the best other packing).
+compare ``benchmarks/packing.py`` (milliseconds) and ``benchmarks/auto_never_beaten.py``.
 """
 
 from __future__ import annotations

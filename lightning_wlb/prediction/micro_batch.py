@@ -138,8 +138,7 @@ def most_of_a_rank(
 ) -> list[tuple[int, int]]:
     """``keys`` and ``segments`` of :class:`MicroBatchCost`, for each of several micro-batches.
 
-    ``micro_batches`` has the slices of each, at least one; ``ranks`` is the size of their
-    context-parallel groups, whose ranks exchange keys.
+    ``micro_batches``: the slices of each, at least one; ``ranks``: the size of context groups.
     """
     lengths = [np.array([part.tokens for part in slices]) for slices in micro_batches]
     before = np.array([part.context for slices in micro_batches for part in slices])

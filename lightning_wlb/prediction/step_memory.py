@@ -7,7 +7,7 @@ allocated by one action and freed by another (:meth:`StepMemory.freed`):
   backward of a later slice of the same piece allocates them for the whole micro-batch, and the
   micro-batch's own backward frees them (:mod:`~lightning_wlb.attention.key_exchange`);
 * the gradient that backward sends to the stage before, which is held until a message back proves
-  its arrival (:mod:`~lightning_wlb.schedule.actions`). A forward's output is held anyway.
+  its arrival (:mod:`~lightning_wlb.schedule.actions`). A forward's output waits for its backward.
 
 Cost: about 2 µs per action. Without actions, :mod:`~lightning_wlb.prediction.step_totals` has the
 peak of a 1F1B step from the same sizes.

@@ -155,8 +155,7 @@ class StepTotals:
 
     Args:
         predictor: a predictor that :func:`has_totals`.
-        replicas: all of a step, or some that share micro-batches only with each other. Shared
-            micro-batches come first on all their replicas.
+        replicas: those of a step, or some that share only with each other; shared ones come first.
 
     Attributes:
         shares: whether any micro-batch is shared.

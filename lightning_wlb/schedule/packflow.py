@@ -129,8 +129,7 @@ def backward_orders(replicas: Sequence[ReplicaPlan]) -> list[tuple[list[int], li
     shared backward, while another replica runs them in the reverse order. So each shared backward
     gets the largest number of forwards that any of its replicas plans before it. Shared
     micro-batches come first on all their replicas (:mod:`~lightning_wlb.planning.dp_merge`), so all
-    replicas then meet in one order. That holds only for one stage per rank, because the rounds of
-    interleaved 1F1B depend on the number of micro-batches.
+    replicas then meet in one order. That holds only for one stage per rank.
     """
     orders = [backward_order(replica) for replica in replicas]
     planned = [planned_warm_up(needs) for _, needs in orders]

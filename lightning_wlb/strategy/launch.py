@@ -341,8 +341,7 @@ def _store_of_restart() -> dict[str, Any]:
     """A store in which ranks find each other after torchrun has restarted them on this node.
 
     torchrun's agent keeps one store, which still has the addresses of ranks that have died (found
-    in torch 2.13; pytorch's issue 135712). On several nodes the agents may count restarts
-    differently: docs/guide/clusters.md has the remedy.
+    in torch 2.13; pytorch's issue 135712). For several nodes see docs/guide/clusters.md.
     """
     given = os.environ
     restarts = given.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -239,8 +239,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
 def check_counts(rest: Mapping[str, Any], path: Path, trainer: pl.Trainer) -> None:
     """Refuse a checkpoint with counts of steps, epochs or batches that no Trainer saves.
 
-    Lightning takes over every count that it finds, and begins missing counts at 0. A checkpoint of
-    another version of Lightning may lack counts.
+    Lightning begins missing counts at 0. A checkpoint of another version of it may lack some.
     """
     same_version = rest.get(_VERSION) in (None, pl.__version__)
 

@@ -104,8 +104,7 @@ class Executor:
         """Run one step of this rank: all forwards and, where gradients are enabled, all backwards.
 
         Collective over all ranks. Gradients are being reduced when it returns; :meth:`finish` waits
-        for them. In training the ranks' exchange is left to :meth:`read`, since reading it here
-        would wait for the device, which would then be idle.
+        for them, and in training :meth:`read` for the ranks' exchange, so that no device is idle.
 
         The result is the summed loss of all ranks over ``denominator`` tokens, 0-dim float32
         (float64 in float64 runs), the same value on every rank.

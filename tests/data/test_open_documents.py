@@ -250,6 +250,24 @@ def test_links_that_lead_upwards_end_a_pattern(tmp_path: Path, corpus: Path) -> 
             documents(f"{tmp_path}/{pattern}")
 
 
+def test_patterns_pass_over_files_beside_folders(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    corpus.rename(tmp_path / "a/b/c.arrow")
+    (tmp_path / "README.md").touch()
+    (tmp_path / "nowhere").symlink_to("missing")
+    (tmp_path / "lost+found").mkdir()
+    scan = os.scandir
+
+    def closed(path: Any) -> Any:
+        if Path(path).name == "lost+found":  # root's alone
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    for pattern in ("*/**/*.arrow", "**/*.arrow", "*/*/*.arrow", "*/b/c.arrow"):
+        assert len(documents(f"{tmp_path}/{pattern}").lengths) == len(TOKENS), pattern
+
+
 def test_a_third_user_adds_nothing_to_ones_own_folder_in_a_colleagues(scratch: Path) -> None:
     """In a colleague's folder, where only his group writes, whatever they made is read."""
     mine = scratch / "theirs/mine"
@@ -266,3 +284,29 @@ def test_a_third_user_adds_nothing_to_ones_own_folder_in_a_colleagues(scratch: P
             documents(source)
     os.chown(mine / "a.arrow", 65534, 65534)  # whose folder leads there
     assert len(documents(mine).lengths) == len(TOKENS)
+
+
+def test_a_stranger_adds_nothing_behind_ones_own_link_to_a_folder(scratch: Path) -> None:
+    home, web = scratch.parent / "home", scratch / "web"
+    web.mkdir()
+    (home / "web").symlink_to(web)
+    for folder in (home, web):
+        write_arrow(folder / "a.arrow", pa.table({"input_ids": TOKENS}))
+        (folder / "a.txt").write_text(folder.name)
+    reads = (
+        lambda: documents(f"{home}/*/*.arrow"),
+        lambda: documents(f"{home}/**/*.arrow"),
+        lambda: Source.open(home),
+    )
+    web.chmod(0o777)
+    for read in reads:
+        read()
+    for end in ("arrow", "txt"):
+        shutil.copy(web / f"a.{end}", web / f"theirs.{end}")
+        os.chown(web / f"theirs.{end}", 65534, 65534)
+    for read in reads:
+        with pytest.raises(ValueError, match=r"theirs\.(arrow|txt) is another user's, where"):
+            read()
+    web.chmod(0o775)  # a group's
+    for read in reads:
+        read()

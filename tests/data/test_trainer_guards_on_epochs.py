@@ -3,7 +3,7 @@
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.language_module import LanguageModule
@@ -20,6 +20,16 @@ class ByEpoch(LanguageModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Overrides(ByEpoch):
+    """Does not call Lightning's or this package's own."""
+
+    def on_train_start(self):
+        pass
+
+    def on_save_checkpoint(self, checkpoint):
+        pass
+
+
 class Taken(L.Callback):
     """For every batch its first documents, and the learning rate."""
 
@@ -32,12 +42,12 @@ class Taken(L.Callback):
         )
 
 
-def run(folder, save, ckpt_path=None, **options):
+def run(folder, save, ckpt_path=None, kind=ByEpoch, **options):
     taken = Taken()
     callbacks = [taken, ModelCheckpoint(folder, "{step}", save_top_k=-1, **save)]
     runner = trainer(folder, callbacks=callbacks, enable_checkpointing=True, **options)
     data = WLBDataModule(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
-    runner.fit(ByEpoch(config(), seed=3), data, ckpt_path=ckpt_path)
+    runner.fit(kind(config(), seed=3), data, ckpt_path=ckpt_path)
     return taken.steps
 
 
@@ -62,6 +72,12 @@ def test_every_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path, save, opt
         assert rest == whole[int(path.stem.removeprefix("step=")) :], path.stem
 
 
+def test_hooks_that_are_overridden_count_too(tmp_path):
+    save, options = {"every_n_epochs": 1}, {"max_epochs": 3, "max_steps": 100, "kind": Overrides}
+    whole = run(tmp_path / "whole", save, **options)
+    assert run(tmp_path / "rest", save, tmp_path / "whole/step=5.ckpt", **options) == whole[5:]
+
+
 @pytest.mark.parametrize("steps", [1, 4, 5, 6])
 @pytest.mark.parametrize("bounds", [{}, {"max_steps": 100}], ids=str)
 def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(tmp_path, steps, bounds):
@@ -70,3 +86,42 @@ def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(tmp_path, steps, bounds
     run(tmp_path / "cut", save, max_steps=steps)
     (last,) = (tmp_path / "cut").glob("last.ckpt")
     assert run(tmp_path / "rest", save, last, max_epochs=3, **bounds) == whole[steps:]
+
+
+class Moves(ByEpoch):
+    """Fails while the last batch of an epoch is moved to the device."""
+
+    fails = True
+
+    def on_before_batch_transfer(self, batch, _):
+        if self.fails and self.trainer.training and batch.plan.step == 4:
+            raise MemoryError
+        return batch
+
+
+class Data(WLBDataModule):
+    fails = False
+
+    def on_after_batch_transfer(self, batch, _):
+        if self.fails and self.trainer.training and batch.plan.step == 4:
+            raise MemoryError
+        return batch
+
+
+@pytest.mark.parametrize("kind", [Moves, Data])
+def test_an_exception_before_an_epochs_last_batch_costs_no_epoch(tmp_path, monkeypatch, kind):
+    def fit(folder, fails, ckpt_path=None):
+        monkeypatch.setattr(Moves, "fails", fails and kind is Moves)
+        monkeypatch.setattr(Data, "fails", fails and kind is Data)
+        taken = Taken()
+        options = {"max_epochs": 3, "enable_checkpointing": True}
+        callbacks = [taken, OnExceptionCheckpoint(folder, "broken")]
+        runner = trainer(folder, callbacks=callbacks, **options)
+        data = Data(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
+        runner.fit(Moves(config(), seed=3), data, ckpt_path=ckpt_path)
+        return taken.steps
+
+    whole = fit(tmp_path, False)
+    with pytest.raises(MemoryError):
+        fit(tmp_path, True)
+    assert fit(tmp_path, False, tmp_path / "broken.ckpt") == whole[4:]

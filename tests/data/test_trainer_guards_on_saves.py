@@ -73,6 +73,16 @@ def test_no_other_trainer_takes_the_data_module_of_a_fit(tmp_path):
             assert run.global_step == steps
 
 
+def test_nor_does_it_at_the_end_of_a_validation(tmp_path):
+    class Evaluates(L.Callback):
+        def on_validation_end(self, runner, _):
+            trainer(tmp_path).validate(made(), runner.datamodule, verbose=False)
+
+    run = trainer(tmp_path, max_epochs=2, callbacks=[Evaluates()], num_sanity_val_steps=0)
+    with pytest.raises(MisconfigurationException, match="in the middle of a fit, whose"):
+        run.fit(made(), validated())
+
+
 def test_another_trainer_evaluates_when_the_fit_has_trained_its_last_batch(tmp_path):
     class Evaluates(L.Callback):
         seen = 0

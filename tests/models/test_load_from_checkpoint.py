@@ -149,6 +149,11 @@ class OnlyMatrices(LanguageModule):
         for each in self.parameters():
             each.requires_grad_(each.ndim > 1)
 
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
 
 def test_optimizer_states_by_name_are_read_into_an_empty_group_too(tmp_path):
     """As consolidate_checkpoint writes them."""
@@ -169,5 +174,6 @@ def test_optimizer_states_by_name_are_read_into_an_empty_group_too(tmp_path):
         runner = trainer(tmp_path, max_steps=4)
         runner.fit(module, WLBDataModule(documents(), **data), ckpt_path=tmp_path / f"{name}.ckpt")
         assert [len(each["params"]) for each in runner.optimizers[0].param_groups][1] == 0
-        ends.append(module.state_dict())
+        rate = torch.tensor(runner.optimizers[0].param_groups[0]["lr"])
+        ends.append(module.state_dict() | {"rate": rate})
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

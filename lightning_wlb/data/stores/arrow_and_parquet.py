@@ -170,8 +170,7 @@ def _shards(folder: Path, suffix: str, name: str) -> list[Path]:
     Hidden files, such as those that macOS leaves beside files, are skipped.
 
     Raises:
-        ValueError: no files, fewer files than their names say, files of several splits, documents
-            that would come twice, or further files in subfolders.
+        ValueError: no files, too few, several splits, documents twice, or more in subfolders.
     """
     file_checks.check_none_left_out(folder, suffix)
     files = sorted(each for each in folder.glob(f"*{suffix}") if not each.name.startswith("."))

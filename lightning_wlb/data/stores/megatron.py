@@ -40,6 +40,7 @@ class MegatronDocuments(CheckedDocuments):
         stem = _stem(Path(source))
         tokens, index = Path(f"{stem}.bin"), Path(f"{stem}.idx")
         check_beside(index, tokens)
+        check_beside(tokens, index)
         name = f"MegatronDocuments({stem})"
         self._index = _index(index)
         self._array = _mapped(tokens, self._index.dtype)
@@ -63,8 +64,11 @@ class _Index(NamedTuple):
 
 def has_index(path: Path) -> bool:
     """Whether a path names a pair of ``.bin`` and ``.idx`` files, or a folder with one."""
-    stem = path if path.is_dir() else _stem(path)
-    return Path(f"{stem}.idx").exists() or any(path.glob("*.idx"))
+    if path.is_dir():
+        if (twin := Path(f"{path}.idx")).exists():  # whose place a stranger's folder would take
+            check_beside(twin, path)
+        return any(path.glob("*.idx"))
+    return Path(f"{_stem(path)}.idx").exists()
 
 
 def _stem(path: Path) -> Path:
@@ -75,8 +79,6 @@ def _stem(path: Path) -> Path:
                 f"{path} has {len(found)} .idx files. Give the path of one pair, such as"
                 f" {found[0] if found else path / 'NAME'} (several can be a mixture)."
             )
-        if Path(f"{path}.idx").exists():
-            raise ValueError(f"{path} may mean {path}.idx or {found[0]}. Give one of these two.")
         check_beside(path, found[0])
         path = found[0]
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path

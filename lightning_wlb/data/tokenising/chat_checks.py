@@ -155,8 +155,7 @@ def marks_speech(template: str) -> bool:
     """Whether a template marks the learned text by ``{% generation %}``.
 
     Raises:
-        ValueError: the mark is in a macro or similar block, from whose beginning transformers would
-            count characters; or the text is not a template.
+        ValueError: the mark is in a macro or similar block, or the text is not a template.
     """
     import jinja2
     from jinja2 import ext, nodes

@@ -8,7 +8,7 @@ text, and only the assistant's text may be a target:
 * Else an assistant's turn is found by rendering the chat twice: up to the turn, with the generation
   prompt, and including the turn. The turn is the part of the second text after the first text: it
   begins after the prompt's header and ends with the end-of-turn token. Both texts must be
-  beginnings of the whole chat's text: a template that leaves out earlier thoughts is refused.
+  beginnings of the whole chat's text: a template that rewrites earlier turns is refused.
 
 A message of the assistant with ``"weight": 0`` is not learned: none of its tokens is a target.
 Everything else that a row says must be in the text: the chat is rendered once more with a unique

@@ -42,6 +42,7 @@ _BETWEEN = (" ", "\u2019", " (", "\u201c", "\n", " \u0451", "-", "1", "A", "  ",
 
 _GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"
 """Classes of transformers that read a tokenizer.json like the tokenizers library."""
+_NO_LIBRARY = "does not use the tokenizers library: convert it first"
 EXTRA = "pip install 'lightning-wlb[hf]'"
 
 
@@ -58,7 +59,7 @@ class TextEncoder:
     Args:
         name: a ``tokenizer.json`` file, or the folder or name of a Hugging Face tokenizer.
         column: the rows' column that holds the text.
-        eos: the end-of-document token: True for the tokenizer's own, if any; a token's text; False.
+        eos: the end-of-document token: True: the tokenizer's, if any; a token's text; False: none.
 
     Attributes:
         vocab_size: tokens are in ``[0, vocab_size)``.
@@ -233,15 +234,15 @@ def hugging_face_tokenizer(name: str) -> Any:
         # which reads only the vocabulary from the tokenizer.json.
         generic = settings.get("tokenizer_class") in _GENERIC
         opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = opener.from_pretrained(str(folder), config=config, **options)
-        fast = tokenizer.is_fast
-        if fast and (file := folder / "tokenizer.json").is_file():
+        with _no_class_in_python():
+            tokenizer = opener.from_pretrained(str(folder), config=config, **options)
+        files = {"tokenizer.json", "tokenizer.model", *tokenizer.vocab_files_names.values()}
+        if not any((folder / each).is_file() for each in files) and not [*folder.glob("*tik*")]:
+            raise ValueError("the folder has no vocabulary: copy tokenizer.json to it")
+        if not tokenizer.is_fast:  # Mistral's own
+            raise ValueError(f"{type(tokenizer).__name__} {_NO_LIBRARY}")
+        if (file := folder / "tokenizer.json").is_file():
             _check_as_in_file(tokenizer, file)
-    if not fast:
-        raise ValueError(
-            f"The tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json."
-            " Convert it with the tokenizers library first."
-        )
     return tokenizer
 
 
@@ -287,28 +288,43 @@ def _model_types(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_classes(*names: Any) -> None:
-    """Refuse names of classes that AutoTokenizer should not let read the folder.
+    """Refuse names that are no tokenizer's class, which AutoTokenizer would let read the folder.
 
-    It takes a name in transformers, and does not pass its setting for untrusted code on: a
-    model's class would build the model, and import code that adapters beside it name. A tokenizer
-    in Python would open what its settings name: a file without end, or a library.
+    It accepts any name in transformers, and does not pass its setting for untrusted code on: a
+    model's class would build the model, and import code that adapters beside it name.
     """
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    settled = False
     for name in filter(None, names):
         found = tokenizer_class_from_name(name) or tokenizer_class_from_name(f"{name}Fast")
-        # If transformers does not know the class, the family's own class is used.
+        # If transformers does not know the class, it uses another.
         if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             raise ValueError(
                 f"{name}, by its tokenizer_class or a config's model_type, is no tokenizer's class"
             )
-        bases = "PythonBackend", "MistralCommonBackend"  # for which it takes the library's
-        fast = not found or issubclass(found, PreTrainedTokenizerFast) or found.__name__ in bases
-        if not fast and not settled:
-            raise ValueError(f"{name} does not use the tokenizers library: convert it first")
-        settled |= bool(found) and name == names[0]  # then no other is taken
+
+
+@contextmanager
+def _no_class_in_python() -> Iterator[None]:
+    """Let transformers open no tokenizer in Python, whichever class it chooses.
+
+    It would open what its settings name: a file without end, or a library, which runs.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    opens = vars(PreTrainedTokenizerBase)["from_pretrained"]
+
+    def checked(cls: type, *given: Any, **options: Any) -> Any:
+        if not issubclass(cls, PreTrainedTokenizerFast):
+            raise ValueError(f"{cls.__name__} {_NO_LIBRARY}")
+        return opens.__func__(cls, *given, **options)
+
+    PreTrainedTokenizerBase.from_pretrained = classmethod(checked)
+    try:
+        yield
+    finally:
+        PreTrainedTokenizerBase.from_pretrained = opens
 
 
 def reason(error: BaseException) -> str:

@@ -184,7 +184,7 @@ def tokenise(
         _check_mine(out)
         return made
     folders.check_free(out)
-    out.mkdir(parents=True, exist_ok=True)
+    check_links(out).mkdir(parents=True, exist_ok=True)
     _check_mine(out)
     with _alone(out):
         made = folders.finished(out, identity)

@@ -12,8 +12,7 @@ gets about six micro-batches a stage, multiplies all times by 1 + (P - 1) / 6P.
 A choice has pipelines of one kind, or some of one kind and those of another on all other ranks.
 Among choices of the same kinds only the best is kept for a step.
 
-The estimate leaves out imbalance, the exchange of parameters, and the memory of several open
-micro-batches. So it only prunes; simulations choose.
+The estimate leaves out imbalance, exchanges and open micro-batches: simulations choose.
 
 Cost: about 30 micro-batch predictions per legal kind, and tens of milliseconds a step.
 """

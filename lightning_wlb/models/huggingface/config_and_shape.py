@@ -150,8 +150,7 @@ def positions_warning(config: PretrainedConfig, context_window: int) -> str | No
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the decoder that a config describes.
 
-    The config may be of any family that ``AutoModelForCausalLM`` builds. If the family reads more
-    than text, the shape is that of its text decoder.
+    Any family that ``AutoModelForCausalLM`` builds; if it reads more than text, its text decoder.
 
     Raises:
         ValueError: the family's layers do not call attention once each, its experts are chosen in

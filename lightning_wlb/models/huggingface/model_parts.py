@@ -215,8 +215,7 @@ class FamilyEmbedding(nn.Module):
 class FamilyHead(nn.Module):
     """Final norm, output projection, and the family's further operations on logits.
 
-    ``causal`` is the ``ForCausalLM`` that holds the projection, with :class:`.GivenHidden` in place
-    of its base model. It is not registered as a submodule.
+    ``causal`` is the ``ForCausalLM`` of the projection, with :class:`.GivenHidden` as base model.
     """
 
     def __init__(self, norm: nn.Module, projection: nn.Linear, causal: nn.Module) -> None:

@@ -235,8 +235,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
     Tensors that the model, a ``ForCausalLM``, does not have are included under their own names.
 
     Raises:
-        ValueError: the family's folders need a conversion that is not supported here, or several
-            tensors of the folder have the same place in the model.
+        ValueError: folders that need another conversion, or two tensors for one place in the model.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]

@@ -32,8 +32,7 @@ class SlimOptions(PackingOptions):
     """Options of ``slim``. They do not change what enters a step.
 
     Args:
-        micro_packs: micro-batches that are made of a global batch, as a multiple of N. More of them
-            fill the pipeline better but make kernels smaller.
+        micro_packs: micro-batches of a global batch, as a multiple of N; more make kernels smaller.
     """
 
     micro_packs: int = 4

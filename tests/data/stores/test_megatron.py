@@ -119,10 +119,12 @@ def test_no_stranger_adds_a_pair_or_takes_its_place(scratch: Path) -> None:
     ours, theirs = (scratch / name for name in ("ours", "other"))
     for stem in (ours, theirs):
         write_megatron(stem, TOKENS, [*range(len(TOKENS) + 1)], "int32")
+    for mine, strange in (("idx", "bin"), ("bin", "idx")):
+        os.chown(f"{theirs}.{mine}", 0, 0)
+        os.chown(f"{theirs}.{strange}", 65534, 65534)
+        with pytest.raises(ValueError, match=rf"other\.{strange} is another user's, where others"):
+            documents(theirs)
     os.chown(f"{theirs}.bin", 65534, 65534)
-    with pytest.raises(ValueError, match=r"other\.bin is another user's, where others may put"):
-        documents(theirs)
-    os.chown(f"{theirs}.idx", 65534, 65534)
     assert len(documents(theirs).lengths) == len(TOKENS), "which was named"
     Path(f"{ours}.idx").rename(scratch / "kept")
     with pytest.raises(ValueError, match=r"other\.idx is another user's, where others may put"):
@@ -131,6 +133,8 @@ def test_no_stranger_adds_a_pair_or_takes_its_place(scratch: Path) -> None:
     ours.mkdir()
     assert len(documents(f"{ours}.idx").lengths) == len(TOKENS)
     for end in ("idx", "bin"):
-        Path(f"{theirs}.{end}").rename(ours / f"other.{end}")
-    with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or .*/ours/other\.idx"):
+        os.chown(Path(f"{theirs}.{end}").rename(ours / f"other.{end}"), 0, 0)
+    assert len(documents(ours).lengths) == len(TOKENS), "a folder of this user's own"
+    os.chown(ours, 65534, 65534)
+    with pytest.raises(ValueError, match=r"ours is another user's, where others may put"):
         documents(ours)

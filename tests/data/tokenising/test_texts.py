@@ -275,22 +275,38 @@ def test_no_file_elsewhere_is_a_folder_s_vocabulary(tmp_path, field, value) -> N
             TextEncoder(str(tmp_path), "text")
 
 
-@pytest.mark.parametrize("family", [None, "canine"])
-def test_no_class_of_python_opens_what_its_settings_name(tmp_path, family) -> None:
+@pytest.mark.parametrize(
+    ("named", "config"),
+    [
+        ("BertJapaneseTokenizer", {}),
+        ("CpmTokenizerFast", {}),  # of which AutoTokenizer takes CpmTokenizer
+        (None, {"model_type": "canine"}),
+        ("BertTokenizer", {"model_type": "canine", "model_name": "qwen2"}),
+    ],
+)
+def test_no_class_of_python_opens_what_its_settings_name(tmp_path, named, config) -> None:
     """A FIFO or device would never end, and a library that a setting names would run."""
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
+    opens = vars(transformers.PreTrainedTokenizerBase)["from_pretrained"]
     name = Path(saved_chat_tokenizer(tmp_path, None))
     settings = json.loads((name / "tokenizer_config.json").read_text())
-    if family is None:
-        settings |= {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "sudachi"}
-        settings |= {"sudachi_kwargs": {"sudachi_config_path": "/dev/zero"}}
-    else:
-        (name / "config.json").write_text(json.dumps({"model_type": family}))
-        TextEncoder(str(name), "text")  # the class that its settings name
-        del settings["tokenizer_class"]
+    (name / "config.json").write_text(json.dumps(config))
+    TextEncoder(str(name), "text")  # the class that its settings name
+    settings |= {"tokenizer_class": named, "word_tokenizer_type": "sudachi"}
+    settings |= {"sudachi_kwargs": {"sudachi_config_path": "/dev/zero"}}
     (name / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"does not use the tokenizers library: convert it first"):
+    with pytest.raises(ValueError, match=r"does not use the tokenizers library|requires the Sent"):
         TextEncoder(str(name), "text")
+    assert vars(transformers.PreTrainedTokenizerBase)["from_pretrained"] is opens
+
+
+@pytest.mark.parametrize("kind", ["GemmaTokenizer", "BertTokenizer"])
+def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path, kind) -> None:
+    """Every document would be made of unknown tokens."""
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(ValueError, match=r"the folder has no vocabulary: copy tokenizer\.json to"):
+        TextEncoder(str(tmp_path), "text", False)
 
 
 def test_a_map_of_special_tokens_has_nothing_else(tmp_path) -> None:
