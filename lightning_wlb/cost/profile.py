@@ -53,7 +53,7 @@ class Link:
     latency_ns: float  #: time of a hop; each step of a collective's ring is one hop
     bytes_per_second: float  #: rate at which a device sends large messages over the link
     launch_ns: float = 0.0  #: time of a collective or message besides its hops and bytes
-    #: time that a large transfer loses until the link is full; a small one takes twice as long
+    #: time that a large transfer loses until the link is full; a small one loses its bytes' time
     ramp_ns: float = 0.0
 
     def __post_init__(self) -> None:

@@ -175,7 +175,7 @@ def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     if failed := sys.exc_info()[1] if called_by("_interrupt") else None:
         frames = [frame for frame, _ in walk_tb(failed.__traceback__)]
         names = {frame.f_code.co_name for frame in frames}
-        evaluates = any("evaluation_loop" in frame.f_globals["__name__"] for frame in frames)
+        evaluates = any("evaluation_loop" in frame.f_code.co_filename for frame in frames)
         # Lightning takes a batch for the epoch's last before it is moved to the device and begun.
         if not names.isdisjoint({"_on_before_batch_transfer", "_apply_batch_transfer_handler"}):
             batches["is_last_batch"] &= evaluates

@@ -168,7 +168,7 @@ class LanguageModule(LoadsCheckpoints):
         """Build ``self.model``, with values unless the strategy gives memory and values later.
 
         Raises:
-            ValueError: the model lacks an option, has dropout, or is too large for the memory.
+            ValueError: the model lacks an option, has dropout, or exceeds checkpoint or memory.
         """
         if self.model is not None:
             return

@@ -4,8 +4,7 @@ A run has one mesh, over which parameters and optimizer state are sharded. A ste
 other pipelines than the mesh's: its :data:`Schemes` are one :class:`.Scheme` for each pipeline, and
 together they hold every rank once. The order of ranks in a pipeline is that of a mesh: stages
 outermost, tensor innermost. So tensor-parallel ranks are neighbours, and if pipeline sizes are
-powers of two in descending order, no tensor-parallel group crosses a node boundary. Schemes have
-one stage on each pipeline rank, no virtual stages.
+powers of two in descending order, no tensor-parallel group crosses a node. No virtual stages.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ program, and largest in one of its backwards. So nothing is simulated. The searc
 2. Every mode is lowered again as far as the step still fits, the most expensive first, because
    later raises may have made earlier ones unnecessary.
 3. Step 2 is repeated from ``"none"``, ``"selective"`` and ``"full"`` for all micro-batches. Among
-   the four results the one with the shortest estimated step is taken: actions and bubble.
+   the four results the one with the shortest estimated step is taken.
 
 Replicas that share a micro-batch raise it together.
 

@@ -155,7 +155,7 @@ class StepTotals:
 
     Args:
         predictor: a predictor that :func:`has_totals`.
-        replicas: those of a step, or some that share only with each other; shared ones come first.
+        replicas: of a step, or some that share only with each other; shared micro-batches first.
 
     Attributes:
         shares: whether any micro-batch is shared.

@@ -1,6 +1,6 @@
 """Times repeated calls on a device, without the host's share.
 
-On a CPU with one thread it is the thread's own CPU time, with more threads wall-clock time.
+On a CPU times are one thread's own CPU time, or with more threads wall-clock time.
 
 On CUDA the host queues kernels, and a short kernel takes longer to queue than to run: events around
 a single call on an idle device measure the host. So the device first gets a kernel that does

@@ -125,3 +125,54 @@ def test_an_exception_before_an_epochs_last_batch_costs_no_epoch(tmp_path, monke
     with pytest.raises(MemoryError):
         fit(tmp_path, True)
     assert fit(tmp_path, False, tmp_path / "broken.ckpt") == whole[4:]
+
+
+def test_an_exception_in_the_validation_at_an_epochs_end_leaves_it_over(tmp_path):
+    class Validates(ByEpoch):
+        fails = False
+
+        def on_before_batch_transfer(self, batch, _):
+            if self.fails and not self.trainer.training and self.global_step == 5:
+                raise MemoryError
+            return batch
+
+    def fit(folder, ckpt_path=None):
+        taken = Taken()
+        callbacks = [taken, OnExceptionCheckpoint(folder, "broken")]
+        runner = trainer(folder, callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
+        data = WLBDataModule(
+            documents(LENGTHS),
+            context_window=40,
+            micro_batches=1,
+            num_workers=0,
+            validation_documents=documents(),
+        )
+        runner.fit(Validates(config(), seed=3), data, ckpt_path=ckpt_path)
+        return taken.steps
+
+    whole = fit(tmp_path)
+    Validates.fails = True
+    with pytest.raises(MemoryError):
+        fit(tmp_path)
+    Validates.fails = False
+    assert fit(tmp_path, tmp_path / "broken.ckpt") == whole[5:]
+
+
+def test_code_without_a_module_may_raise_it(tmp_path):
+    """As code that torch.compile makes."""
+    made = {}
+    exec("def fails(): raise MemoryError", made, made)
+    made.pop("__name__", None)
+
+    class Compiled(ByEpoch):
+        def training_step(self, batch, number):
+            if self.global_step == 2:
+                eval("fails()", made)
+            return super().training_step(batch, number)
+
+    callbacks = [OnExceptionCheckpoint(tmp_path, "broken")]
+    runner = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
+    data = WLBDataModule(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
+    with pytest.raises(MemoryError):
+        runner.fit(Compiled(config(), seed=3), data)
+    assert (tmp_path / "broken.ckpt").exists()

@@ -79,6 +79,8 @@ def _stem(path: Path) -> Path:
                 f"{path} has {len(found)} .idx files. Give the path of one pair, such as"
                 f" {found[0] if found else path / 'NAME'} (several can be a mixture)."
             )
+        if Path(f"{path}.idx").exists():
+            raise ValueError(f"{path} may mean {path}.idx or {found[0]}. Give one of these two.")
         check_beside(path, found[0])
         path = found[0]
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path

@@ -236,8 +236,8 @@ def hugging_face_tokenizer(name: str) -> Any:
         opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         with _no_class_in_python():
             tokenizer = opener.from_pretrained(str(folder), config=config, **options)
-        files = {"tokenizer.json", "tokenizer.model", *tokenizer.vocab_files_names.values()}
-        if not any((folder / each).is_file() for each in files) and not [*folder.glob("*tik*")]:
+        files = *tokenizer.vocab_files_names.values(), "tokenizer.*", "tekken.json", "*tik*"
+        if not any(each.is_file() for name in files for each in folder.glob(name)):
             raise ValueError("the folder has no vocabulary: copy tokenizer.json to it")
         if not tokenizer.is_fast:  # Mistral's own
             raise ValueError(f"{type(tokenizer).__name__} {_NO_LIBRARY}")

@@ -253,3 +253,9 @@ def test_nor_are_another_users_files_in_an_open_folder(mode, request_, unbroken)
     os.chown(unbroken / "lightning_wlb.json", 65534, 65534)
     with pytest.raises(ValueError, match=r"wlb\.json belongs to user 65534, and this process to"):
         tokenise(request_, unbroken)
+
+
+def test_nothing_is_made_where_a_strangers_link_leads(request_, scratch) -> None:
+    with pytest.raises(ValueError, match="a link of user 65534, where others may put what they"):
+        tokenise(request_, scratch / "leads/new/out")
+    assert not (scratch / "../home/new").exists()
