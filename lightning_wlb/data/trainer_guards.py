@@ -164,7 +164,7 @@ def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, data: object) 
 
 
 def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
-    """Record, in place, that an epoch which ``max_steps`` or a Timer cut short is not over.
+    """Record, in place, that an epoch cut short by ``max_steps``, a Timer or an exception goes on.
 
     Otherwise a resumed run would count the rest of it as another epoch, and end too soon.
     """

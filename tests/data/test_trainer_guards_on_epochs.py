@@ -31,7 +31,7 @@ class Overrides(ByEpoch):
 
 
 class Taken(L.Callback):
-    """For every batch its first documents, and the learning rate."""
+    """For every batch its step and epoch in the documents, and the learning rate."""
 
     def __init__(self):
         self.steps = []
@@ -42,13 +42,18 @@ class Taken(L.Callback):
         )
 
 
-def run(folder, save, ckpt_path=None, kind=ByEpoch, **options):
+def fit(folder, saves, ckpt_path=None, kind=ByEpoch, opens=WLBDataModule, held=0, **options):
     taken = Taken()
-    callbacks = [taken, ModelCheckpoint(folder, "{step}", save_top_k=-1, **save)]
-    runner = trainer(folder, callbacks=callbacks, enable_checkpointing=True, **options)
-    data = WLBDataModule(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
+    runner = trainer(folder, callbacks=[taken, saves], enable_checkpointing=True, **options)
+    given = {"context_window": 40, "micro_batches": 1, "num_workers": 0}
+    data = opens(documents(LENGTHS), validation_documents=held, **given)
     runner.fit(kind(config(), seed=3), data, ckpt_path=ckpt_path)
     return taken.steps
+
+
+def run(folder, save, ckpt_path=None, **options):
+    saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, **save)
+    return fit(folder, saves, ckpt_path, **options)
 
 
 @pytest.mark.parametrize("save", [{"every_n_train_steps": 1}, {"every_n_epochs": 1}], ids=str)
@@ -88,91 +93,52 @@ def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(tmp_path, steps, bounds
     assert run(tmp_path / "rest", save, last, max_epochs=3, **bounds) == whole[steps:]
 
 
-class Moves(ByEpoch):
-    """Fails while the last batch of an epoch is moved to the device."""
+class Data(WLBDataModule):
+    def on_after_batch_transfer(self, batch, _):
+        if self.trainer.training:
+            self.trainer.lightning_module.fail_at(batch.plan.step == 4)
+        return batch
 
-    fails = True
+
+class Fails(ByEpoch):
+    """Fails at the named place, in its first attempt."""
+
+    place, fails = "", False
+
+    def fail_at(self, here):
+        if here and self.fails:
+            raise MemoryError
 
     def on_before_batch_transfer(self, batch, _):
-        if self.fails and self.trainer.training and batch.plan.step == 4:
-            raise MemoryError
+        if self.place == "moved":
+            self.fail_at(self.trainer.training and batch.plan.step == 4)
+        elif self.place == "validated":
+            self.fail_at(not self.trainer.training and self.global_step == 5)
         return batch
 
-
-class Data(WLBDataModule):
-    fails = False
-
-    def on_after_batch_transfer(self, batch, _):
-        if self.fails and self.trainer.training and batch.plan.step == 4:
-            raise MemoryError
-        return batch
+    def training_step(self, batch, number):
+        if self.place == "compiled" and self.fails and self.global_step == 2:
+            # Code that torch.compile makes belongs to no module.
+            exec("raise MemoryError", {})
+        return super().training_step(batch, number)
 
 
-@pytest.mark.parametrize("kind", [Moves, Data])
-def test_an_exception_before_an_epochs_last_batch_costs_no_epoch(tmp_path, monkeypatch, kind):
-    def fit(folder, fails, ckpt_path=None):
-        monkeypatch.setattr(Moves, "fails", fails and kind is Moves)
-        monkeypatch.setattr(Data, "fails", fails and kind is Data)
-        taken = Taken()
-        options = {"max_epochs": 3, "enable_checkpointing": True}
-        callbacks = [taken, OnExceptionCheckpoint(folder, "broken")]
-        runner = trainer(folder, callbacks=callbacks, **options)
-        data = Data(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
-        runner.fit(Moves(config(), seed=3), data, ckpt_path=ckpt_path)
-        return taken.steps
-
-    whole = fit(tmp_path, False)
+@pytest.mark.parametrize(
+    ("place", "opens", "steps"),
+    [
+        ("moved", WLBDataModule, 4),  # the last batch of an epoch, to the device
+        ("", Data, 4),
+        ("validated", WLBDataModule, 5),  # the same of the validation at an epoch's end
+        ("compiled", WLBDataModule, 2),
+    ],
+)
+def test_an_exception_costs_no_epoch(tmp_path, monkeypatch, place, opens, steps):
+    monkeypatch.setattr(Fails, "place", place)
+    options = {"kind": Fails, "opens": opens, "held": documents(), "max_epochs": 3}
+    saves = OnExceptionCheckpoint(tmp_path, "broken")
+    whole = fit(tmp_path, saves, **options)
+    monkeypatch.setattr(Fails, "fails", True)
     with pytest.raises(MemoryError):
-        fit(tmp_path, True)
-    assert fit(tmp_path, False, tmp_path / "broken.ckpt") == whole[4:]
-
-
-def test_an_exception_in_the_validation_at_an_epochs_end_leaves_it_over(tmp_path):
-    class Validates(ByEpoch):
-        fails = False
-
-        def on_before_batch_transfer(self, batch, _):
-            if self.fails and not self.trainer.training and self.global_step == 5:
-                raise MemoryError
-            return batch
-
-    def fit(folder, ckpt_path=None):
-        taken = Taken()
-        callbacks = [taken, OnExceptionCheckpoint(folder, "broken")]
-        runner = trainer(folder, callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
-        data = WLBDataModule(
-            documents(LENGTHS),
-            context_window=40,
-            micro_batches=1,
-            num_workers=0,
-            validation_documents=documents(),
-        )
-        runner.fit(Validates(config(), seed=3), data, ckpt_path=ckpt_path)
-        return taken.steps
-
-    whole = fit(tmp_path)
-    Validates.fails = True
-    with pytest.raises(MemoryError):
-        fit(tmp_path)
-    Validates.fails = False
-    assert fit(tmp_path, tmp_path / "broken.ckpt") == whole[5:]
-
-
-def test_code_without_a_module_may_raise_it(tmp_path):
-    """As code that torch.compile makes."""
-    made = {}
-    exec("def fails(): raise MemoryError", made, made)
-    made.pop("__name__", None)
-
-    class Compiled(ByEpoch):
-        def training_step(self, batch, number):
-            if self.global_step == 2:
-                eval("fails()", made)
-            return super().training_step(batch, number)
-
-    callbacks = [OnExceptionCheckpoint(tmp_path, "broken")]
-    runner = trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
-    data = WLBDataModule(documents(LENGTHS), context_window=40, micro_batches=1, num_workers=0)
-    with pytest.raises(MemoryError):
-        runner.fit(Compiled(config(), seed=3), data)
-    assert (tmp_path / "broken.ckpt").exists()
+        fit(tmp_path, saves, **options)
+    monkeypatch.setattr(Fails, "fails", False)
+    assert fit(tmp_path, saves, tmp_path / "broken.ckpt", **options) == whole[steps:]
