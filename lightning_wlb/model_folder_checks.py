@@ -157,19 +157,18 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
 def check_beside(trusted: Path, *paths: Path) -> None:
     """Refuse a path if a stranger has put it, or a link that leads to it, into a trusted folder.
 
-    Trusted are the folder ``trusted``, or that of a file, and each path's own folder, to which a
-    link of this user's may lead. Their owners, a trusted file's, and those of folders that lead
-    there are no strangers to whoever has named them. Links of this user's may lead anywhere.
+    Trusted are ``trusted`` (of a file, its folder) and the folders from there to each path. Their
+    owners, the file's, and those of folders that lead there are no strangers there or below.
     """
     home, folders = trusted if trusted.is_dir() else trusted.parent, {}
     for path in paths:
-        found = follow(path)[1].items()
-        for folder in (home, path.parent):
+        found, owners = follow(path)[1].items(), set[int]()
+        for folder in (home, *(each for each in reversed(path.parents) if home in each.parents)):
             if folder not in folders:
                 real, made = follow(folder)
                 named = (folder, trusted) if folder == home else (folder,)
                 known = [*made.values(), *(each.stat() for each in named if each.exists())]
-                folders[folder] = real, {each.st_uid for each in known}
+                folders[folder] = real, owners | {each.st_uid for each in known}
             real, owners = folders[folder]
             below = [(at, each) for at, each in found if real in at.parents]
             # ``found`` has all steps behind a stranger's folder, even where only its owner writes.

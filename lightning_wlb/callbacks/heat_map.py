@@ -91,7 +91,7 @@ class HeatMap:
     ) -> None:
         """Take in a step, with timings as :mod:`lightning_wlb.callbacks.imbalance` defines them.
 
-        ``counts``: each pipeline's micro-batches; ``strategy``: the step's own, none on the mesh.
+        ``counts``: each pipeline's micro-batches; ``strategy``: its pipelines; () for the mesh's.
         """
         if not any(each.any() for each in timings):
             return

@@ -70,7 +70,7 @@ class ImbalanceMonitor(L.Callback):
         warm_up_steps: how many first steps on each strategy are left out of the measured figures of
             the tables and of :meth:`summary`.
         profile: device profile to predict every step with, by name (``lightning-wlb plan --help``
-            lists them), path or object: ``wlb/..._predicted`` in the log, and in the table.
+            lists them), path or object; for ``wlb/..._predicted`` in the log, and in the table.
 
     Attributes:
         heat_map_path: where the heat map was written, on rank 0 once fit has ended; None: nowhere.

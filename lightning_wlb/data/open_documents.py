@@ -295,9 +295,9 @@ def _with_paths(name: str, source: Any) -> Any:
 
 
 def _check_open(pattern: str) -> None:
-    """Raise ValueError for an unreadable folder, which glob would skip.
+    """Raise ValueError for a folder that is unreadable, or comes twice under ``**``.
 
-    Or for one that comes twice under ``**``: by links that lead upwards glob would find 2**40.
+    glob would skip the first, and by links that lead upwards find 2**40 paths.
     """
     seen: dict[str, str] = {}
     above, *below = re.split(r"(?:(?<=/)|^)\*\*(?:/|$)", pattern, maxsplit=1)

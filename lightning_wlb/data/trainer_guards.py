@@ -172,13 +172,11 @@ def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
         return
     progress = checkpoint["loops"]["fit_loop"]
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
-    if failed := sys.exc_info()[1] if called_by("_interrupt") else None:
-        frames = [frame for frame, _ in walk_tb(failed.__traceback__)]
-        names = {frame.f_code.co_name for frame in frames}
-        evaluates = any("evaluation_loop" in frame.f_code.co_filename for frame in frames)
-        # Lightning takes a batch for the epoch's last before it is moved to the device and begun.
-        if not names.isdisjoint({"_on_before_batch_transfer", "_apply_batch_transfer_handler"}):
-            batches["is_last_batch"] &= evaluates
+    trainer: Any = saving_trainer()
+    fetcher = trainer and trainer.fit_loop._data_fetcher
+    # Lightning takes a batch for the epoch's last before it is moved to the device and begun.
+    if fetcher and fetcher.fetched > batches["current"]["ready"]:
+        batches["is_last_batch"] = False
     current = epochs["current"]  # ready > started: no epoch is open, the next one begins
     inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
     if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:

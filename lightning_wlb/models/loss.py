@@ -91,7 +91,7 @@ def token_loss(
 
     Args:
         hidden: [rows, dim], the same on every rank of ``group``.
-        weight: [vocabulary, dim]; with a group this rank's rows, equally many each.
+        weight: [vocabulary, dim]; with a group this rank's rows, as many as any other's.
         labels: int64 [rows], global word numbers; ``IGNORE`` (-100) for a row without a target.
         group: the tensor-parallel group.
 

@@ -70,7 +70,7 @@ def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Rows of all ranks of a group, one rank after another: [group size · rows, ...].
 
     ``x`` is [rows, ...], equally shaped on every rank, and is returned as it is without a group or
-    for a group of one rank. Backward sums over ranks in :func:`.reduce_dtype`; each gets its rows'.
+    for one rank. Backward gives each rank its rows' gradients, summed in :func:`.reduce_dtype`.
     """
     # Row counts are equal, so all ranks agree on whether there is anything to send.
     if group_size(group) == 1 or x.shape[0] == 0:

@@ -6,7 +6,7 @@ by about one document at most. Each store has an order of its own, a permutation
 ``numpy.random.default_rng((seed, number of the store, pass))``, and goes through all of it before
 it begins another pass:
 
-* A store that repeats begins its next pass, in a new order, as soon as it runs out, in any epoch.
+* A store that repeats begins its next pass, in a new order, as soon as it runs out, at any time.
 * A store that does not repeat has one pass in every epoch of the mixture. When it has run out, the
   others go on, with unchanged weights relative to each other.
 

@@ -286,15 +286,18 @@ def test_a_third_user_adds_nothing_to_ones_own_folder_in_a_colleagues(scratch: P
     assert len(documents(mine).lengths) == len(TOKENS)
 
 
-def test_a_stranger_adds_nothing_behind_ones_own_link_to_a_folder(scratch: Path) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stranger_adds_nothing_behind_ones_own_link_to_a_folder(scratch: Path, depth) -> None:
+    """Neither to that folder nor by a folder of his own in it."""
     home, web = scratch.parent / "home", scratch / "web"
-    web.mkdir()
+    folder = web / "in" if depth == 2 else web
+    folder.mkdir(parents=True)
     (home / "web").symlink_to(web)
-    for folder in (home, web):
-        write_arrow(folder / "a.arrow", pa.table({"input_ids": TOKENS}))
-        (folder / "a.txt").write_text(folder.name)
+    for each in (home, folder):
+        write_arrow(each / "a.arrow", pa.table({"input_ids": TOKENS}))
+        (each / "a.txt").write_text(each.name)
     reads = (
-        lambda: documents(f"{home}/*/*.arrow"),
+        lambda: documents(f"{home}/{'*/' * depth}*.arrow"),
         lambda: documents(f"{home}/**/*.arrow"),
         lambda: Source.open(home),
     )
@@ -302,11 +305,25 @@ def test_a_stranger_adds_nothing_behind_ones_own_link_to_a_folder(scratch: Path)
     for read in reads:
         read()
     for end in ("arrow", "txt"):
-        shutil.copy(web / f"a.{end}", web / f"theirs.{end}")
-        os.chown(web / f"theirs.{end}", 65534, 65534)
+        shutil.copy(folder / f"a.{end}", folder / f"theirs.{end}")
+        os.chown(folder / f"theirs.{end}", 65534, 65534)
+    if depth == 2:
+        os.chown(folder, 65534, 65534)
     for read in reads:
-        with pytest.raises(ValueError, match=r"theirs\.(arrow|txt) is another user's, where"):
+        with pytest.raises(ValueError, match=r"/\w+\.(arrow|txt) is another user's, where others"):
             read()
     web.chmod(0o775)  # a group's
     for read in reads:
         read()
+
+
+def test_who_owns_a_folder_may_add_to_open_folders_in_it(scratch: Path) -> None:
+    home = scratch.parent / "home"
+    write_arrow(home / "in/a.arrow", pa.table({"input_ids": TOKENS}))
+    (home / "in").chmod(0o777)
+    for each in (home, home / "in/a.arrow"):
+        os.chown(each, 1234, 1234)
+    assert len(documents(f"{home}/*/*.arrow").lengths) == len(TOKENS)
+    os.chown(home, 0, 0)
+    with pytest.raises(ValueError, match=r"in/a\.arrow is another user's, where others may"):
+        documents(f"{home}/*/*.arrow")

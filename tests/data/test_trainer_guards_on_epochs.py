@@ -3,6 +3,7 @@
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.data.datamodule import WLBDataModule
@@ -116,6 +117,10 @@ class Fails(ByEpoch):
             self.fail_at(not self.trainer.training and self.global_step == 5)
         return batch
 
+    def on_train_epoch_end(self):
+        if self.place == "moves" and self.fails and self.global_step == 5:
+            self.trainer.strategy.batch_to_device({})
+
     def training_step(self, batch, number):
         if self.place == "compiled" and self.fails and self.global_step == 2:
             # Code that torch.compile makes belongs to no module.
@@ -129,6 +134,7 @@ class Fails(ByEpoch):
         ("moved", WLBDataModule, 4),  # the last batch of an epoch, to the device
         ("", Data, 4),
         ("validated", WLBDataModule, 5),  # the same of the validation at an epoch's end
+        ("moves", WLBDataModule, 5),  # a callback moves something of its own at an epoch's end
         ("compiled", WLBDataModule, 2),
     ],
 )
@@ -138,7 +144,7 @@ def test_an_exception_costs_no_epoch(tmp_path, monkeypatch, place, opens, steps)
     saves = OnExceptionCheckpoint(tmp_path, "broken")
     whole = fit(tmp_path, saves, **options)
     monkeypatch.setattr(Fails, "fails", True)
-    with pytest.raises(MemoryError):
+    with pytest.raises((MemoryError, MisconfigurationException)):
         fit(tmp_path, saves, **options)
     monkeypatch.setattr(Fails, "fails", False)
     assert fit(tmp_path, saves, tmp_path / "broken.ckpt", **options) == whole[steps:]

@@ -67,20 +67,20 @@ def has_index(path: Path) -> bool:
     if path.is_dir():
         if (twin := Path(f"{path}.idx")).exists():  # whose place a stranger's folder would take
             check_beside(twin, path)
-        return any(path.glob("*.idx"))
+        return twin.exists() or any(path.glob("*.idx"))
     return Path(f"{_stem(path)}.idx").exists()
 
 
 def _stem(path: Path) -> Path:
     if path.is_dir():
         found = sorted(path.glob("*.idx"))
+        if (twin := Path(f"{path}.idx")).exists():
+            raise ValueError(f"{path} may mean {twin} or {[*found, 'the folder'][0]}. Give one.")
         if len(found) != 1:
             raise ValueError(
                 f"{path} has {len(found)} .idx files. Give the path of one pair, such as"
                 f" {found[0] if found else path / 'NAME'} (several can be a mixture)."
             )
-        if Path(f"{path}.idx").exists():
-            raise ValueError(f"{path} may mean {path}.idx or {found[0]}. Give one of these two.")
         check_beside(path, found[0])
         path = found[0]
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path

@@ -212,6 +212,7 @@ def hugging_face_tokenizer(name: str) -> Any:
             TOKENIZER_MAPPING_NAMES,
             get_tokenizer_config,
         )
+        from transformers.tokenization_utils_base import get_fast_tokenizer_file
     except ImportError as error:
         raise ValueError(
             f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
@@ -236,12 +237,14 @@ def hugging_face_tokenizer(name: str) -> Any:
         opener = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         with _no_class_in_python():
             tokenizer = opener.from_pretrained(str(folder), config=config, **options)
-        files = *tokenizer.vocab_files_names.values(), "tokenizer.*", "tekken.json", "*tik*"
+        file = folder / get_fast_tokenizer_file(settings.get("fast_tokenizer_files", []))
+        files = {*tokenizer.vocab_files_names.values(), file.name, "tekken.json", "*.model"}
+        files -= {"tokenizer_config.json"}  # Blenderbot's
         if not any(each.is_file() for name in files for each in folder.glob(name)):
             raise ValueError("the folder has no vocabulary: copy tokenizer.json to it")
         if not tokenizer.is_fast:  # Mistral's own
             raise ValueError(f"{type(tokenizer).__name__} {_NO_LIBRARY}")
-        if (file := folder / "tokenizer.json").is_file():
+        if file.is_file():
             _check_as_in_file(tokenizer, file)
     return tokenizer
 

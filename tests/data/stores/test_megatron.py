@@ -4,6 +4,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.data.stores.corpora import (
     check,
     check_in_workers,
     corpora,
+    write_arrow,
 )
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -132,6 +134,12 @@ def test_no_stranger_adds_a_pair_or_takes_its_place(scratch: Path) -> None:
     (scratch / "kept").rename(f"{ours}.idx")
     ours.mkdir()
     assert len(documents(f"{ours}.idx").lengths) == len(TOKENS)
+    with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or the folder"):
+        documents(ours)
+    write_arrow(ours / "a.arrow", pa.table({"input_ids": TOKENS}))
+    with pytest.raises(ValueError, match=r"ours' may be a Hugging Face .*, or Megatron's \.bin"):
+        documents(ours)
+    (ours / "a.arrow").unlink()
     for end in ("idx", "bin"):
         os.chown(Path(f"{theirs}.{end}").rename(ours / f"other.{end}"), 0, 0)
     with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or .*/ours/other\.idx"):

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from lightning_wlb.data.tokenising.sources import Row
+from lightning_wlb.data.tokenising.texts import TextEncoder
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -68,6 +69,14 @@ def saved_chat_tokenizer(
     made.chat_template = template
     made.save_pretrained(folder)
     return str(folder)
+
+
+def documents(encoder: TextEncoder, texts: list[str]) -> list[list[int] | None]:
+    """The tokens of each text, which has no mask."""
+    rows = [Row({"text": text}, Path("a.txt"), 0, 1) for text in texts]
+    made = encoder.documents(rows)
+    assert all(document is None or document.mask is None for document in made)
+    return [None if document is None else document.tokens.tolist() for document in made]
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
