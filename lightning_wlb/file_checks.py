@@ -312,9 +312,8 @@ def check_parents(path: Path) -> None:
             mine = status.st_uid == my_user()
             use = f"Take that from them (chmod go-w {parent}), or use" if mine else "Use"
             raise ValueError(
-                f"{parent} may be written to by others, who could exchange {path} (user"
-                f" {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}). {use} a folder"
-                " elsewhere."
+                f"Others may write to {parent} and exchange {path} (user {status.st_uid}, mode"
+                f" {stat.S_IMODE(status.st_mode):o}). {use} a folder elsewhere."
             )
 
 
@@ -358,8 +357,7 @@ def check_links(path: Path) -> Path:
     if link := next((each for each in found if stat.S_ISLNK(found[each].st_mode)), None):
         raise ValueError(
             f"{path} leads to {real} by {link}, a link of user {found[link].st_uid}, where others"
-            " may put what they like. Use a folder of your own, or, if you trust that link, give"
-            " the path to which it leads."
+            f" may put what they like. Use a folder of your own or, if you trust that link, {real}."
         )
     return path
 
@@ -376,8 +374,7 @@ def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) 
 def _checked(status: os.stat_result, path: str | Path, most: int | None) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(
-            f"{path} is {_kind(status)}, not a regular file, and reading it might never end."
-            " Put the file itself there."
+            f"{path} is {_kind(status)}. Put a regular file there: reading others might never end."
         )
     if most is not None and status.st_size > most:
         raise _too_large(path, status.st_size, most)

@@ -194,7 +194,7 @@ OTHERS = {  # Lightning's, torch's and Python's
     "or an int",
 }
 COMPOSED = {  # of texts of ours, and words between them
-    "ranks under DDPStrategy: data parallel without strategy",
+    "data-parallel ranks under DDPStrategy would all train on the same documents",
     "The mesh data",
     "has no torch.float32 on CUDA",
     "was begun for another request",

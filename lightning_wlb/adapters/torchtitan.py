@@ -75,8 +75,7 @@ class BalancedRows(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         if (worker := get_worker_info()) is not None and worker.num_workers > 1:
             raise ValueError(
-                f"{worker.num_workers} workers would each yield every row of this rank: give the"
-                " loader num_workers=1 or 0"
+                f"{worker.num_workers} workers would each yield every row: give num_workers=1 or 0"
             )
         while True:
             yield from map(self._row, self.sampler)

@@ -190,9 +190,8 @@ class VarlenAttention:
         """The kernel's name for a kind of device; ValueError if the backend has none for it."""
         if device_type not in self._kernels:
             raise ValueError(
-                f"attention backend {self.backend!r} runs on {' and '.join(self._kernels)}, but"
-                f" the tensors are on {device_type}. Choose backend 'auto', or the accelerator that"
-                " fits the backend."
+                f"attention backend {self.backend!r} runs on {' and '.join(self._kernels)}, but the"
+                f" tensors are on {device_type}. Choose backend 'auto' or an accelerator that fits."
             )
         return self._kernels[device_type][0]
 
@@ -215,16 +214,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) 
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"{shapes}: attention takes q [queries, heads, head_dim] and k and v [keys, kv_heads,"
-            " head_dim]."
+            f"{shapes}: give q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim]."
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: {q.shape[1]} heads are no multiple of {k.shape[1]} kv_heads.")
     if q.shape[0] != metadata.queries or k.shape[0] != metadata.keys:
         raise ValueError(
-            f"{shapes}: the metadata describes {metadata.queries} queries and {metadata.keys}"
-            " keys. Padding rows are cut off, and keys gathered, before the call"
-            " (packed_attention does both)."
+            f"{shapes}: the metadata describes {metadata.queries} queries and {metadata.keys} keys."
+            " Cut off padding rows, and gather keys, before the call (packed_attention does both)."
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -243,14 +240,12 @@ def _check_options(options: AttentionOptions, q: Tensor, metadata: AttentionMeta
     if of_metadata is not None and (window is None or window > of_metadata):
         raise ValueError(
             f"the batch was made for a sliding window of {of_metadata} tokens and lacks keys that"
-            f" attention with sliding_window={window} reads. Say this layer's window in the"
-            " ModelShape that the data module goes by (model_shape); ModelShape.of_layers takes the"
-            " window of each layer."
+            f" attention with sliding_window={window} reads. Say this layer's window in the data"
+            " module's ModelShape (model_shape); ModelShape.of_layers takes each layer's window."
         )
     sinks = options.sinks
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
         raise ValueError(
-            f"sinks {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)} on"
-            f" {q.device}: there is one sink for each query head, on the same device. Under"
-            " tensor parallelism give those of this rank's heads."
+            f"sinks {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)} on {q.device}:"
+            " give one for each of this rank's query heads, on the same device."
         )

@@ -61,8 +61,7 @@ class AttentionOptions:
             )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(
-                f"softcap={self.softcap}: scores are capped at a positive finite number; give None"
-                " for no cap."
+                f"softcap={self.softcap}: give a positive finite number, or None for no cap."
             )
 
 

@@ -134,6 +134,5 @@ def _own(k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Pair:
 def _check_rows(x: Tensor, name: str, metadata: AttentionMetadata) -> None:
     if len(x) != metadata.rows:
         raise ValueError(
-            f"{name} has {len(x)} rows, but the metadata describes {metadata.rows} rows, padding"
-            " included."
+            f"{name} has {len(x)} rows, the metadata {metadata.rows}, padding included."
         )

@@ -39,14 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from lightning_wlb.checkpoints import manifest
 from lightning_wlb.checkpoints.manifest import make_folder, sync_folder
 from lightning_wlb.distributed.collective_errors import Ranks
-from lightning_wlb.file_checks import (
-    NO_USER,
-    check_links,
-    follow,
-    is_open,
-    left_behind,
-    my_user,
-)
+from lightning_wlb.file_checks import NO_USER, check_links, follow, is_open, left_behind, my_user
 
 POINTS = (
     "begun",  # the partial folder is made
@@ -82,13 +75,14 @@ def old_folder(path: Path) -> Path:
 def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Those of ``paths``, checkpoints in a folder or its ``.old``, that strangers have put there.
 
-    The list is empty if strangers could not write there: the folder is not open
-    (:func:`.file_checks.is_open`), and no stranger has made it in an open one. All paths in the
-    folder, or in ``.old``, are listed if a stranger's link leads to it.
+    If strangers could not write there (the folder is not open, :func:`.file_checks.is_open`, and no
+    stranger has made it in an open one), only open folders that hold a stranger's files are listed.
+    All paths in the folder, or in ``.old``, are listed if a stranger's link leads to it.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
     steps = {each: [*follow(each)[1].values()] for each in places}
-    if not any(steps.values()) and not any(is_open(each.stat()) for each in places):
+    is_shared = any(steps.values()) or any(map(_is_open, places))
+    if not is_shared and not any(map(_is_open, paths)):
         return []
     try:
         with TemporaryFile(dir=folder) as file:  # a file server may give it another owner
@@ -99,11 +93,20 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     def is_strange(path: Path) -> bool:
         with suppress(OSError):
             linked = any(stat.S_ISLNK(each.st_mode) for each in steps.get(path.parent, ()))
-            return linked or not {path.stat().st_uid, path.lstat().st_uid} <= {mine, 0}
+            owner, inside = path.stat().st_uid, path.iterdir() if _is_open(path) else ()
+            owners = {each.lstat().st_uid for each in inside} - {owner}
+            owners |= {owner, path.lstat().st_uid} if is_shared else set()
+            return linked or not owners <= {mine, 0}
         # It cannot be inspected, or has vanished.
         return not os.path.lexists(path) or path.lstat().st_uid not in (mine, 0)
 
     return [each for each in paths if is_strange(each)]
+
+
+def _is_open(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_dir() and is_open(path.stat())
+    return False
 
 
 @dataclass(frozen=True)

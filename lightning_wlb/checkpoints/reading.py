@@ -164,10 +164,9 @@ def _find(path: Path) -> Path:
         path = replaced
     if not (path / REST).is_file():
         raise FileNotFoundError(
-            f"{path} is not a checkpoint of WLBStrategy: it should be a folder that contains"
-            f" {REST}. Pass the folder that ModelCheckpoint or"
-            " trainer.save_checkpoint wrote under WLBStrategy. A single file's weights can start a"
-            " new run: the module's load_from_checkpoint."
+            f"{path} is not a checkpoint of WLBStrategy: it should be a folder with {REST}. Pass"
+            " what ModelCheckpoint or trainer.save_checkpoint wrote under it. A single file's"
+            " weights can start a new run: the module's load_from_checkpoint."
         )
     return path
 

@@ -69,9 +69,8 @@ def read(folder: Path) -> Metadata:
         return _metadata(folder, NamedRecords(stored, _RECORDS).load())
     except Exception as error:  # a forged pickle can lead to any
         raise Damaged(
-            f"{folder} cannot be read as a checkpoint: {NAME} is damaged, or was made to do more"
-            f" than describe weights ({type(error).__name__}: {error}). Nothing in it was run. Use"
-            " another checkpoint."
+            f"{folder} cannot be read: {NAME} is damaged, or made to do more than describe weights"
+            f" ({type(error).__name__}: {error}). Nothing in it was run. Use another checkpoint."
         ) from error
 
 

@@ -143,8 +143,7 @@ def _finish(
             if not atomic_folders.wait_for(aside.folder / name, file.size):
                 raise ValueError(
                     f"{name} of {file.size:,} bytes, which rank {rank} wrote into {aside.folder} on"
-                    f" {host}, is not there on {socket.gethostname()}. Checkpoints go to a file"
-                    " system that all nodes share."
+                    f" {host}, is not there on {socket.gethostname()}. Use a shared file system."
                 )
             listed[name] = file
     by = manifest.Saver() if run is None else run.next_save(aside.path.parent)
@@ -174,8 +173,7 @@ def check_plain(state: Any) -> None:
             raise ValueError(
                 f"A checkpoint cannot hold {where}: an object of {kind.__module__}.{kind.__name__}"
                 " could not be read again without running code. Keep plain Python values or tensors"
-                " in the state instead: float(x), str(path), x.total_seconds(),"
-                " dataclasses.asdict(x)."
+                " instead: float(x), str(path), x.total_seconds(), dataclasses.asdict(x)."
             )
 
 

@@ -228,6 +228,5 @@ def _refuse_overlap(what: str, source: Path, folder: Path) -> None:
     read, written = source.resolve(), folder.resolve()
     if written == read or written in read.parents:
         raise ValueError(
-            f"{folder} is or holds the {what} {source}, which is read. Give another folder to"
-            " export to."
+            f"{folder} is or holds the {what} {source}, which is read. Export to another folder."
         )

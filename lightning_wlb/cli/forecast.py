@@ -150,8 +150,7 @@ def _too_large(request: MeshRequest, what: str, held: str, size: int) -> ValueEr
         f" {request.activation_checkpointing!r}: {held} would fill {size / 1e9:.3g} GB of a device,"
         f" of which {usable / 1e9:.3g} GB ({100 * usable / profile.memory_bytes:.0f} % of"
         f" {profile.device}) may be filled. --mesh auto --devices {request.devices} --micro-batches"
-        f" {request.data.micro_batches} finds a mesh that holds it, or says how many devices it"
-        " takes."
+        f" {request.data.micro_batches} finds a mesh for it, or says how many devices it takes."
     )
 
 

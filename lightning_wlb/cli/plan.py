@@ -257,13 +257,11 @@ def _table(comparison: Comparison) -> Table:
         f" ({shape.kv_heads} key/value), vocabulary {shape.vocab_size} on {request.mesh}"
         f" ({request.mesh.devices} devices), sharding {request.sharding}"
         f"{f', {request.schedule}' if request.mesh.pipeline > 1 else ''}",
-        f"{provenance(request)}\n"
-        f"{len(request.lengths):,} documents, {request.steps} steps. Activation"
-        f" checkpointing: {request.activation_checkpointing}. Imbalance degrees are aggregates,"
-        " 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
-        f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a"
-        " document saves attention, so packings that cut differently differ here)."
-        f"{hidden}",
+        f"{provenance(request)}\n{len(request.lengths):,} documents, {request.steps} steps."
+        f" Activation checkpointing: {request.activation_checkpointing}. Imbalance degrees are"
+        " aggregates, 1 is balanced. Idle: of the ranks' time, waits for slower replicas included."
+        f" Speed-up over {rows[0]['packing']}: per token, and per model FLOP (cutting a document"
+        f" saves attention, so packings that cut differently differ here).{hidden}",
         [heading for heading, _ in shown.values()],
     )
     for row in rows:

@@ -94,9 +94,8 @@ def summary(made: dict[str, Any], kind: str) -> Iterator[str]:
     """
     documents, tokens = made["documents"], made["tokens"]
     yield (
-        f"{_counted(documents, 'document')} with {tokens:,} tokens,"
-        f" {tokens / documents:,.0f} on average,"
-        f" {made['longest']:,} the longest; vocabulary {made['vocab_size']:,}."
+        f"{_counted(documents, 'document')} with {tokens:,} tokens, {tokens / documents:,.0f} on"
+        f" average, {made['longest']:,} the longest; vocabulary {made['vocab_size']:,}."
     )
     if kind == "chats":
         yield f"Of the tokens {made['targets'] / tokens:.1%} may be targets."

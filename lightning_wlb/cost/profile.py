@@ -191,8 +191,7 @@ class Profile:
             raise ValueError(f"{origin} is not JSON: {error}.") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(
-                f"{origin} is not a device profile of format {FORMAT}. Make one with"
-                " `lightning-wlb profile`."
+                f"{origin} is not a device profile of format {FORMAT}. Run `lightning-wlb profile`."
             )
         try:
             _check_values("", values)

@@ -95,8 +95,7 @@ class LinearTable:
         for name, values in (("forward", self.forward), ("backward", self.backward)):
             if len(values) != len(self.rows):
                 raise ValueError(
-                    f"device profile: {name} has {len(values)} rates for {len(self.rows)} numbers"
-                    " of rows."
+                    f"device profile: {name} has {len(values)} rates, rows has {len(self.rows)}."
                 )
             check_positive(name, values)
 
@@ -119,8 +118,7 @@ def _check_axis(name: str, values: Sequence[float]) -> None:
     rising = all(low < high for low, high in pairwise(values))
     if not values or not rising or values[0] < 1:
         raise ValueError(
-            f"device profile: {name}={values} must ascend strictly from at least 1, and hold a"
-            " point."
+            f"device profile: {name}={values} must rise strictly from at least 1, and hold a point."
         )
 
 

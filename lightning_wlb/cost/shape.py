@@ -215,8 +215,7 @@ class ModelShape:
                     else f"Choose a tensor_parallel_size that divides {value}"
                 )
                 raise ValueError(
-                    f"tensor_parallel_size={size} does not divide the model's {name}={value}."
-                    f" {remedy}."
+                    f"tensor_parallel_size={size} does not divide {name}={value}. {remedy}."
                 )
         for kv_heads in (layer.kv_heads for layer in self.kinds if layer.attends):
             if kv_heads % size and size % kv_heads:

@@ -326,8 +326,7 @@ class StepLoader(StatefulDataLoader[StepBatch]):
         ``is_new`` says that the data set's state must be checked against its settings.
         """
         # Only here: Lightning's teardown would replace an error raised in ``__iter__`` by another.
-        if self.begin_at is None:
-            refuse_other_loaders()
+        refuse_other_loaders(noted=self.begin_at is not None)
         if is_new:  # raises here rather than with a worker's traceback
             self.dataset.planner()
         handed_out = False

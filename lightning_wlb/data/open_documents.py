@@ -158,9 +158,8 @@ def warn_of_vocabularies(stores: Iterable[DocumentStore | None]) -> None:
     if len(first) > 1:
         one, other, *_ = first.values()
         warnings.warn(
-            f"{one!r} and {other!r} were tokenised with other vocabularies, so that one number may"
-            " stand for two tokens. Tokenise both with one tokenizer, unless one only adds tokens"
-            " to the other.",
+            f"{one!r} and {other!r} were tokenised with other vocabularies, so a number may be two"
+            " tokens. Tokenise both with one tokenizer, unless one only adds tokens to the other.",
             stacklevel=2,
         )
 
@@ -328,23 +327,20 @@ def _kind_of(name: str, source: Any) -> Kind:
     if fitting:
         both = ", or ".join(kind.description for kind in fitting)
         raise ValueError(
-            f"{name}{_shown(source)} may be {both}. Give the files of one of these, by a pattern"
-            " such as 'folder/*.arrow'."
+            f"{name}{_shown(source)} may be {both}. Give the files of one, as by 'folder/*.arrow'."
         )
     paths = source if isinstance(source, list) else [source]
     if missing := [path for path in paths if isinstance(path, Path) and not path.exists()]:
         raise ValueError(
-            f"{name}{_shown(source)}: there is no file or folder {missing[0]}. Give the path of"
-            " one, or 'stdlib'."
+            f"{name}{_shown(source)}: {missing[0]} is no file or folder. Give one, or 'stdlib'."
         )
     if isinstance(source, Path):
         check_none_left_out(source, ".arrow", ".parquet")
     if _is_texts(source):
         raise ValueError(
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
-            " (lightning-wlb tokenize SOURCE OUT --tokenizer ...) and give the folder OUT; or give"
-            f" {{'texts': {str(source)!r}, 'tokenizer': ...}}, 'chats' in place of 'texts' for"
-            " chats."
+            " (lightning-wlb tokenize SOURCE OUT --tokenizer ...) and give OUT; or give {'texts':"
+            f" {str(source)!r}, 'tokenizer': ...}}, 'chats' in place of 'texts' for chats."
         )
     raise ValueError(
         f"{name}{_shown(source)}: these are no documents that are known. Give a document store"
@@ -374,8 +370,7 @@ def hold_out(
     documents = len(store.lengths)
     if not 0 < count < documents:
         raise ValueError(
-            f"{name}={count} of {documents} documents cannot be held out: choose a number from 0"
-            f" to {documents - 1}."
+            f"{name}={count}: of {documents} documents, 0 to {documents - 1} can be held out."
         )
     # Python's own generator gives the same samples on every version.
     held_out = np.zeros(documents, bool)

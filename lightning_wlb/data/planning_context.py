@@ -110,9 +110,8 @@ def context_of(trainer: L.Trainer, data: WLBDataModule) -> PlanningContext:
         return trainer.strategy.planning_context(data)
     if trainer.world_size != 1:
         raise MisconfigurationException(
-            f"{trainer.world_size} ranks under {type(trainer.strategy).__name__}: data parallel"
-            " without strategy='wlb' would train every rank on the same documents; use"
-            " strategy='wlb'."
+            f"{trainer.world_size} data-parallel ranks under {type(trainer.strategy).__name__}"
+            " would all train on the same documents; use strategy='wlb'."
         )
     module = trainer.lightning_module
     return PlanningContext.of_one_rank(module, shape_of(module), data.profile)

@@ -51,9 +51,8 @@ def read_tokens(
     if tokens.shape != (stop - start,) or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"{name_of(store, document)}: {_returned('read', document, start, stop, tokens)}, not"
-            f" {stop - start} whole numbers. Its length is said to be"
-            f" {length_of(store, document)}. Mend the store: read returns the tokens of the range,"
-            " as integers."
+            f" {stop - start} whole numbers. Its length is said to be {length_of(store, document)}."
+            " Mend the store: read returns the tokens of the range, as integers."
         )
     tokens = tokens.astype(np.int64, copy=False)
     check_tokens(tokens, vocab_size, store, document, start)
@@ -153,9 +152,8 @@ def checked_digests(
     digests = [each.digest for each in found]
     if (state or {}).get("corpora", digests) != digests:
         raise ValueError(
-            f"{store!r} is not what the saved run read: it has the same lengths, but other tokens,"
-            " masks or vocabulary. Resume with the run's documents, or begin anew by loading the"
-            " weights alone."
+            f"{store!r} is not what the saved run read: its lengths agree, but tokens, masks or"
+            " vocabulary differ. Resume with the run's documents, or load the weights alone."
         )
     return found
 

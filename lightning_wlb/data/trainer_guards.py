@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_wlb.data.batch import StepBatch
 
@@ -66,13 +67,14 @@ def _running(name: str) -> FrameType | None:
     return next(ours, None)
 
 
-def refuse_other_loaders(in_worker: bool = False) -> None:
+def refuse_other_loaders(in_worker: bool = False, noted: bool = False) -> None:
     """Raise MisconfigurationException in a worker, or if a Trainer or Accelerate reads ahead.
 
     Lightning does not tell a loader to which Trainer it was given. But if a Trainer trains on it,
     one of Lightning's fetchers is on the stack, called by the training loop. (In a user's own loop
     within a hook, no fetcher is nearer than that loop.) A worker of another loader begins every
-    epoch at the run's beginning. Accelerate's own loader requests one batch ahead.
+    epoch at the run's beginning. Accelerate's own loader requests one batch ahead. ``noted``: the
+    loader is a WLBDataModule's, whose hook notes the batches if the Trainer was given that module.
     """
     if in_worker:
         raise MisconfigurationException(
@@ -80,7 +82,7 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
             " from the beginning. Take lightning_wlb.StepLoader(dataset, num_workers=...), or give"
             " a Trainer a WLBDataModule."
         )
-    loops = []
+    loops: dict[str, Any] = {}
     for frame, _ in walk_stack(sys._getframe()):
         name = frame.f_globals.get("__name__", "")
         if name == "accelerate.data_loader":
@@ -91,14 +93,18 @@ def refuse_other_loaders(in_worker: bool = False) -> None:
             )
         home, _, loop = name.partition(".loops.")
         if home in ("lightning.pytorch", "pytorch_lightning"):
-            loops.append(loop)
-    asking = next((each for each in loops if each != "fetchers"), "")
-    if loops[:1] == ["fetchers"] and asking in ("fit_loop", "training_epoch_loop"):
+            loops.setdefault(loop, frame.f_locals.get("self"))
+    first, asking = [*loops, "", ""][:2]
+    if first != "fetchers" or asking not in ("fit_loop", "training_epoch_loop"):
+        return
+    hook = "on_after_batch_transfer"
+    selected = loops[asking].trainer._data_connector._datahook_selector.get_instance(hook)
+    if not (noted and is_overridden(hook, selected)):
         raise MisconfigurationException(
-            "The Trainer was given a loader of steps. Lightning takes a batch ahead of the one it"
-            " trains on, so that a resumed run would skip a step. Give the Trainer a WLBDataModule:"
-            " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=...))."
-            " A loader of your own is for a loop without a Trainer."
+            "The Trainer was given a loader of steps, and does not note which it has trained on: it"
+            " would repeat or skip steps in later epochs or when resumed. Give the Trainer the"
+            " WLBDataModule: trainer.fit(model, WLBDataModule(documents, context_window=...,"
+            " micro_batches=...)). A loader of your own is for a loop without a Trainer."
         )
 
 
@@ -149,17 +155,35 @@ def refuse_repeats(trainer: L.Trainer) -> None:
         )
 
 
-def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, data: object) -> None:
-    """Raise MisconfigurationException where a data module would change Trainers during a fit."""
-    if before in (None, trainer) or getattr(before, "datamodule", None) is not data:
+def fitting_trainer() -> L.Trainer | None:
+    """The Trainer whose fit has called this, if any."""
+    frame = _running("_fit_impl")
+    return None if frame is None else frame.f_locals["self"]
+
+
+def refuse_part(module: L.LightningModule, trainer: L.Trainer | None) -> None:
+    """Raise MisconfigurationException for a schedule by tokens of a module within another one."""
+    if trainer is not None and trainer.lightning_module is not module:
+        raise MisconfigurationException(
+            f"{type(module).__name__} is a part of another module, so no checkpoint has its"
+            " tokens_seen, by which warmup_tokens and decay_tokens count. Derive the outer module"
+            " from it, or leave these two out and make a schedule of your own."
+        )
+
+
+def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, run: object) -> None:
+    """Raise MisconfigurationException where a module would change Trainers during a fit."""
+    if before in (None, trainer):
+        return
+    if run not in (before.lightning_module, getattr(before, "datamodule", None)):
         return
     fits = (before.state.fn, before.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
     ending = _running("on_run_end")  # it calls on_train_end, after the last batch
     if fits and (ending is None or ending.f_locals["self"] is not before.fit_loop):
         raise MisconfigurationException(
-            "A Trainer was given the WLBDataModule with which another Trainer is in the middle of a"
-            " fit, whose position it would take. Give it a WLBDataModule of its own, or evaluate in"
-            " on_train_end or after the fit."
+            f"A Trainer was given the {type(run).__name__} with which another Trainer is in the"
+            " middle of a fit, whose position and counts it would take. Give it a WLBDataModule of"
+            " its own and a copy of the model, or evaluate in on_train_end or after the fit."
         )
 
 

@@ -85,9 +85,8 @@ class ExchangedParameters(StepParameters):
         changed = [n for n, each in sharded.items() if each.requires_grad == (n in frozen)]
         if changed:
             raise ValueError(
-                f"frozen or unfrozen since the run began: {', '.join(changed[:4])}. The exchange of"
-                " steps on other pipelines was fixed then. Freeze before the run, or use"
-                " dynamic='off'."
+                f"frozen or unfrozen since the run began: {', '.join(changed[:4])}. The exchange"
+                " with other pipelines was fixed then. Freeze before the run, or use dynamic='off'."
             )
         for name, each in sharded.items():
             if name not in frozen:

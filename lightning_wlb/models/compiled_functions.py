@@ -169,6 +169,7 @@ class CompiledFunction:
             known = "deterministic" in torch._inductor.list_options()
             deterministic = known and torch.are_deterministic_algorithms_enabled()
             options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
+            _use_own_cache()  # torch.compile evaluates text of its bisection that lies in there
             self._compiled = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options
             )
@@ -189,7 +190,7 @@ def _use_own_cache(_: object = None) -> None:
 
     torch's default is a folder of a known name among temporary files, whoever made it. A folder
     that the environment names is used if it is this user's or root's, and no stranger has made a
-    folder that leads there. Called at each compilation.
+    folder that leads there. Called before torch.compile, and at each compilation.
     """
     default, theirs = Path(default_cache_dir()), False
     try:

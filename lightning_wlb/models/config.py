@@ -87,8 +87,7 @@ class TransformerConfig:
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(
-                f"TransformerConfig: there is no preset {name!r}. The presets are"
-                f" {', '.join(PRESETS)}."
+                f"TransformerConfig: {name!r} is none of the presets {', '.join(PRESETS)}."
             )
         return as_config(PRESETS[name] | overrides)
 

@@ -151,8 +151,9 @@ class LanguageModule(LoadsCheckpoints):
         """Count tokens from 0, and so restart the learning rate, unless the run is resumed.
 
         Raises:
-            MisconfigurationException: the Trainer accumulates gradients of several batches.
+            MisconfigurationException: gradients are accumulated, or another Trainer fits it.
         """
+        trainer_guards.refuse_two_runs(trainer_guards.fitting_trainer(), self.trainer, self)
         if stage != TrainerFn.FITTING:
             return
         trainer_guards.refuse_accumulation(self.trainer)
@@ -296,10 +297,9 @@ class LanguageModule(LoadsCheckpoints):
         if not isinstance(batch, StepBatch):
             raise MisconfigurationException(
                 f"LanguageModule got a batch of type {type(batch).__name__}, but one batch must be"
-                " one planned optimiser step, a lightning_wlb StepBatch. Give the Trainer a"
-                " WLBDataModule over your documents instead of a DataLoader of your own:"
-                " trainer.fit(model, WLBDataModule(documents, context_window=..., micro_batches=..."
-                "))."
+                " one planned optimiser step, a lightning_wlb StepBatch. Give the Trainer no"
+                " DataLoader of your own, but your documents: trainer.fit(model, WLBDataModule("
+                "documents, context_window=..., micro_batches=...))."
             )
         planned = self.planned_checkpointing
         for micro_batch in batch.micro_batches:
@@ -338,6 +338,7 @@ class LanguageModule(LoadsCheckpoints):
         optimizer._step_supports_amp_scaling = False
         if not self.warmup_tokens and self.decay_tokens is None:
             return optimizer
+        trainer_guards.refuse_part(self, self._trainer)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.learning_rate_factor(self.tokens_seen)
         )

@@ -136,8 +136,7 @@ class StepPlan:
                     slices[SHOWN:] = [f"... and {len(slices) - SHOWN} more"]
                 lines.append(
                     f"  replica {number} forward {index}: {replica.tokens_of(each)} tokens,"
-                    f" {each.sharding}, {each.rows} rows per rank{notes}:"
-                    f" {' '.join(slices)}"
+                    f" {each.sharding}, {each.rows} rows per rank{notes}: {' '.join(slices)}"
                 )
         return "\n".join(lines)
 

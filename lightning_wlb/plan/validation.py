@@ -32,8 +32,7 @@ def check(
     if schemes:
         if len(schemes) != len(replicas):
             raise ValueError(
-                f"step {step}: {len(schemes)} schemes for {len(replicas)} replicas; give one for"
-                " each."
+                f"step {step}: {len(schemes)} schemes for {len(replicas)} replicas; give each one."
             )
         check_schemes(f"step {step}", schemes)
     for number, replica in enumerate(replicas):
@@ -73,9 +72,8 @@ def _check_fits(
     held = rows * scheme.context * len(micro_batch.replicas)
     if rows % scheme.tensor or held < tokens:
         raise ValueError(
-            f"{where} has {rows} rows on each context rank for {tokens} tokens, which does not"
-            " divide by the tensor size or holds fewer. It was laid out for another scheme than"
-            f" that on {scheme}."
+            f"{where} has {rows} rows on each context rank for {tokens} tokens, no multiple of the"
+            f" tensor size, or too few. It was laid out for another scheme than that on {scheme}."
         )
 
 

@@ -245,9 +245,8 @@ class Planner:
             self._check_held()
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise ValueError(
-                "The saved data state is damaged, or was made up"
-                f" ({type(error).__name__}: {error}). Use another checkpoint, or start the data"
-                " afresh by loading the weights alone."
+                f"The saved data state is damaged or made up ({type(error).__name__}: {error}). Use"
+                " another checkpoint, or start the data anew with the weights alone."
             ) from error
 
     def _check_held(self) -> None:

@@ -71,8 +71,7 @@ class DataSettings:
             if given[name] > most:
                 raise ValueError(
                     f"{name}={given[name]} is more than {most:,}. A step has micro_batches times"
-                    " context_window tokens: micro_batches is a number of micro-batches,"
-                    " context_window a number of tokens."
+                    " context_window tokens: the one counts micro-batches, the other tokens."
                 )
         for name in ("cap", "max_tokens"):
             if getattr(self, name) is not None:

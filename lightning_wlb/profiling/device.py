@@ -133,7 +133,6 @@ def nearest_profile(name: str, memory_bytes: int, kernel: str) -> Profile:
         rank_zero_warn(
             f"There is no device profile of {name}. Steps are predicted by the analytic profile"
             f" {found.name!r} with {memory_bytes / 1e9:.0f} GB of memory: the best mesh may be"
-            " another one. Measure the device with `lightning-wlb profile --output FILE`, and give"
-            " WLBDataModule(profile=FILE)."
+            " another. Run `lightning-wlb profile --output FILE`; give WLBDataModule(profile=FILE)."
         )
     return replace(found, memory_bytes=memory_bytes)

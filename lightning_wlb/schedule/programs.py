@@ -37,8 +37,7 @@ def check_stages(schedule: str, virtual_stages: int) -> None:
     of_schedule = SCHEDULES[choice("schedule", schedule, SCHEDULES)]
     if whole("virtual_stages", virtual_stages, 1) > 1 and not of_schedule.virtual_stages:
         raise ValueError(
-            f"schedule {schedule!r} runs one stage per rank, not {virtual_stages}: use"
-            " 'interleaved' for several."
+            f"schedule {schedule!r} runs one stage a rank, not {virtual_stages}: use 'interleaved'."
         )
 
 
@@ -67,10 +66,9 @@ def program_of(
     merged = any(len(each.replicas) > 1 for each in replica.forward)
     if merged and virtual_stages > 1:
         raise ValueError(
-            f"replica {number} shares micro-batches with others, which needs one stage per"
-            f" pipeline rank, not {virtual_stages}: replicas with unlike numbers of micro-batches"
-            " would meet in different orders. Use schedule='1f1b', or a packing that does not"
-            " merge replicas."
+            f"replica {number} shares micro-batches with others, which needs one stage per pipeline"
+            f" rank, not {virtual_stages}: replicas with unlike numbers of micro-batches would meet"
+            " in different orders. Use schedule='1f1b', or a packing that does not merge replicas."
         )
     order = (orders or backward_orders(replicas))[number] if merged else backward_order(replica)
     return SCHEDULES[schedule].program(rank, ranks, *order, virtual_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -89,6 +91,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 " nothing that is trained, or fail. Remove it; keep several checkpoints"
                 " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
             )
+        elif isinstance(each, ModelCheckpoint):
+            given = str(each.filename)
+            if "/" in (given if each.auto_insert_metric_name else re.sub("{.*?}", "", given)):
+                raise MisconfigurationException(
+                    f"{name}(filename={given!r}) would save into subfolders, where no resumed run"
+                    " looks. Take the / out; a metric named with one, as in 'loss={val/loss:.3f}',"
+                    " needs auto_insert_metric_name=False."
+                )
 
 
 def checked_model(module: LanguageModule) -> Decoder:

@@ -332,8 +332,7 @@ def _find_rank_0(host: str, port: int) -> None:
 def _no_rank_0(host: str, port: int) -> MisconfigurationException:
     return MisconfigurationException(
         f"Rank 0 does not answer on port {port} of {host}, where ranks meet: another program has"
-        " the port, or rank 0 has not started. Set MASTER_PORT to a free port, the same for all"
-        " ranks."
+        " the port, or rank 0 has not started. Set MASTER_PORT to one free port for all ranks."
     )
 
 

@@ -300,8 +300,7 @@ def _shown(row: MeshRow) -> str:
     stages = row.mesh.virtual_stages
     schedule = row.schedule + (f" with {stages} stages per rank" if stages > 1 else "")
     return (
-        f"mesh {row.mesh}, {f'{schedule}, ' if row.mesh.pipeline > 1 else ''}"
-        f"{row.recomputed:.0%} of the tokens recomputed,"
-        f" {row.step_ms:,.1f} ms a step,"
-        f" {row.tokens_per_second:,.0f} tokens/s"
+        f"mesh {row.mesh}, {f'{schedule}, ' if row.mesh.pipeline > 1 else ''}{row.recomputed:.0%}"
+        f" of the tokens recomputed, {row.step_ms:,.1f} ms a step, {row.tokens_per_second:,.0f}"
+        " tokens/s"
     )

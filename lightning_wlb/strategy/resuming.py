@@ -77,6 +77,8 @@ def candidates(trainer: pl.Trainer, asked: Any, fitting: bool) -> list[Path]:
         job = os.environ["SLURM_JOB_ID"]
         own = [path for path in found if is_of_job(path, job)]
         if own or not requeued:
+            if not own:
+                rank_zero_warn("This requeued job has saved nothing that is found: it begins anew.")
             return _usable(own, fitting)
         rank_zero_warn(
             f"This job {job} goes on from what another has saved before its time limit:"
@@ -201,7 +203,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     a run (:func:`.runs_of`). Any other path is kept if it lies beside ``path``. ``rest``, read at
     ``path``, is changed in place, with a warning.
     """
-    own, home = {each.resolve() for each in _folders(trainer)}, path.parent.resolve()
+    own, home = {each.resolve() for each in _folders(trainer)}, path.resolve().parent
     in_run = home in {*own, Path(trainer.default_root_dir).resolve()}
     in_run = in_run and not atomic_folders.strangers([path], path.parent)
     known = {*runs_of(path)} if in_run else set()  # a stranger's manifest may claim any run
@@ -344,9 +346,8 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
     if strange:
         names = ", ".join(each.name for each in strange[:3])
         rank_zero_warn(
-            f"{names} in {folder} are not this user's, and others may put files there, or have made"
-            " that folder: they are passed over. To go on from one of them give its own path as"
-            " ckpt_path."
+            f"{names} in {folder} are passed over: they are not this user's, or hold what is not,"
+            " where others may put files. To go on from one of them give its own path as ckpt_path."
         )
     return list(found.values())
 

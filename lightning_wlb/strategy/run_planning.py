@@ -107,8 +107,7 @@ class RunPlanning:
         if context.profile is None:
             raise MisconfigurationException(
                 "WLBStrategy(dynamic=...) chooses each step's pipelines by simulated times, so give"
-                " WLBDataModule(profile=...) a file that `lightning-wlb profile` has written, or a"
-                ' shipped name such as "cpu".'
+                ' WLBDataModule(profile=...) a `lightning-wlb profile` file, or a name like "cpu".'
             )
         if self._automatic:
             profile = context.profile

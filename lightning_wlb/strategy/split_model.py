@@ -128,15 +128,13 @@ class SplitModel:
         asked = _words(mesh, schedule, precision)
         if asked != done:
             raise MisconfigurationException(
-                f"An earlier Trainer has split the module for {done}; it cannot be split again for"
-                f" {asked}. Save a checkpoint with the earlier Trainer, and give a new module and"
-                " ckpt_path=... to this one."
+                f"An earlier Trainer split the module for {done}; it cannot be split for {asked}."
+                " Save a checkpoint with that one, and give this a new module and ckpt_path=...."
             )
         if self.executor.groups is not groups:
             raise MisconfigurationException(
-                "The process group with which an earlier Trainer has split the module was"
-                " destroyed. Give a new module and ckpt_path=... to this one, or leave the process"
-                " group alone between the two."
+                "The process group with which an earlier Trainer split the module was destroyed."
+                " Give this one a new module and ckpt_path=..., or keep the group in between."
             )
 
     @staticmethod
@@ -229,8 +227,7 @@ class StepRunner:
             if self._ran is not None:
                 raise MisconfigurationException(
                     f"{type(module).__name__}.training_step called self.step more than once, or"
-                    " returned None after it. A step's backward passes run inside self.step: call"
-                    " it once and return its loss."
+                    " returned None after it. It runs backward: call it once and return its loss."
                 )
             executor.settings = digest_of(module.trainer.optimizers)
             loss = executor.run(batch, denominator)

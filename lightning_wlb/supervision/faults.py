@@ -92,8 +92,7 @@ class Faults(pl.Callback):
         if missing := [rank for rank, there in enumerate(reached) if not there]:
             rank_zero_warn(
                 f"Ranks {missing[:8]} cannot reach port {address[0]} of rank 0: the run is not"
-                " watched, and after an exception nothing is saved. Let ranks connect to any port"
-                " of one another."
+                " watched, and after an exception nothing is saved. Open all ports between ranks."
             )
             self.end()
             return

@@ -117,8 +117,7 @@ class StepGuard:
         if self.on_nonfinite == "raise":
             raise RuntimeError(
                 f"{report} Look at these documents, lower the learning rate or clip gradients"
-                " (Trainer(gradient_clip_val=1.0)); WLBStrategy(on_nonfinite='skip') leaves such"
-                " steps out."
+                " (Trainer(gradient_clip_val=1)); WLBStrategy(on_nonfinite='skip') skips the step."
             )
         self.skipped += 1
         self._in_a_row += 1

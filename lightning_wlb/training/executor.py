@@ -309,6 +309,5 @@ def check_digests(digests: list[int], what: str) -> None:
     if differ := differences({f"The ranks hold different plans for {what}": each} for each in held):
         raise RuntimeError(
             f"{differ[0]} Every rank must see the same document lengths, seed and data settings:"
-            " check that all nodes read the same data, use the same software versions, and pass the"
-            " same arguments."
+            " check that all nodes have the same data, software versions and arguments."
         )

@@ -149,8 +149,7 @@ def check_parameters(model: Decoder, pipeline: int) -> None:
         if len(own) > 1 and own != {"embed", "head"}:
             raise ValueError(
                 f"{type(model).__name__}: the parameter {name} is in two layers, or in a layer and"
-                " an end. Only the embedding and the head may share one: give each layer parameters"
-                " of its own."
+                " an end. Only the embedding and the head may share one: give each layer its own."
             )
         if len(own) > 1 and {name, first[id(parameter)]} not in map(set, model.tied.items()):
             raise ValueError(
@@ -166,9 +165,8 @@ def refuse_empty_buffers(model: nn.Module) -> None:
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ValueError(
-            f"Buffers on the meta device would have no values: {', '.join(empty)}. Compute them in"
-            " forward, as lightning_wlb.Transformer does its rotary embedding, or make them with"
-            " device='cpu'."
+            f"Buffers on the meta device lack values: {', '.join(empty)}. Compute them in forward,"
+            " as lightning_wlb.Transformer does its rotary embedding, or use device='cpu'."
         )
 
 

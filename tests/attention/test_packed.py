@@ -192,5 +192,5 @@ def test_what_does_not_fit_is_refused() -> None:
     rest = None, one_piece(PLAIN), VarlenAttention("cpu"), NO_GROUPS
     with pytest.raises(ValueError, match=r"v \(4, 2, 9\): values may be narrower than keys"):
         call(q, q, torch.zeros(4, 2, 9), *rest)
-    with pytest.raises(ValueError, match=r"sinks \(3,\).*one sink for each query head"):
+    with pytest.raises(ValueError, match=r"sinks \(3,\).*one for each of this rank's query heads"):
         call(q, q, q, *rest, AttentionOptions(sinks=torch.zeros(3)))

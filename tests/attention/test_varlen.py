@@ -94,7 +94,7 @@ def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window=0: a token sees at least itself"):
         AttentionOptions(sliding_window=0)
     for softcap in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"softcap={softcap}: scores are capped"):
+        with pytest.raises(ValueError, match=f"softcap={softcap}: give a positive"):
             AttentionOptions(softcap=softcap)
 
 
@@ -216,7 +216,7 @@ def test_mismatches_are_explained() -> None:
     with pytest.raises(ValueError, match=r"k \(5, 2, 8\), v \(5, 2, 7\)"):
         attention(q, k, k[..., :7], metadata)
     for sinks in (torch.zeros(2), torch.zeros(4, 1), torch.zeros(4, device="meta")):
-        with pytest.raises(ValueError, match=r"sinks .* one sink for each query head"):
+        with pytest.raises(ValueError, match=r"sinks .* one for each of this rank's query heads"):
             attention(q, k, k, metadata, AttentionOptions(sinks=sinks))
     with pytest.raises(ValueError, match="one dtype"):
         attention(q.bfloat16(), k, k, metadata)

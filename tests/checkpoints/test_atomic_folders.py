@@ -145,6 +145,25 @@ def test_root_is_no_stranger(tmp_path, monkeypatch):
 
 
 @needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_an_open_folder_is_as_strange_as_what_lies_in_it(mode, tmp_path):
+    """A stranger may have put a whole checkpoint into one of root's or this user's."""
+    tmp_path.chmod(mode)
+    owners = {"mine": (0, 0), "filled": (0, NOBODY), "closed": (0, NOBODY), "theirs": (1234, 1234)}
+    for name, (maker, writer) in owners.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o755 if name == "closed" else 0o1777)
+        (tmp_path / name / "meta.pt").touch()
+        os.chown(tmp_path / name, maker, maker)
+        os.chown(tmp_path / name / "meta.pt", writer, writer)
+    strange = atomic_folders.strangers([tmp_path / name for name in owners], tmp_path)
+    assert [each.name for each in strange] == ["filled", "theirs"][: 1 + (mode == 0o1777)]
+    (tmp_path / "mine" / "__0_0.distcp").symlink_to(tmp_path / "filled" / "meta.pt")
+    os.lchown(tmp_path / "mine" / "__0_0.distcp", NOBODY, NOBODY)
+    assert atomic_folders.strangers([tmp_path / "mine"], tmp_path) == [tmp_path / "mine"]
+
+
+@needs_root
 def test_nothing_is_written_to_where_a_strangers_link_leads(tmp_path):
     """One in a sticky folder, where this user's run is to save: to another run of this user's."""
     (tmp_path / "run").mkdir()

@@ -321,5 +321,5 @@ def test_what_is_not_a_checkpoint_is_answered(folder, results):
     messages = results[0]["refusals"]
     for name, message in zip(("file", "folder", "nowhere"), messages, strict=False):
         assert f"{name}.ckpt is not a checkpoint of WLBStrategy" in message
-        assert "Pass the folder that ModelCheckpoint" in message
+        assert "Pass what ModelCheckpoint" in message
     assert "weights.ckpt holds weights only, so training cannot resume" in messages[3]

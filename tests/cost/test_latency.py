@@ -220,7 +220,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_an_unknown_dtype_and_an_indivisible_model_are_refused() -> None:
     with pytest.raises(ValueError, match="is for dtype 'int8'; known are"):
         LatencyModel(replace(H100, dtype="int8"), SHAPE)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=5 does not divide .* heads=32"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=5 does not divide heads=32"):
         LatencyModel(H100, SHAPE, Mesh(tensor=5))
 
 

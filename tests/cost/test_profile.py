@@ -99,8 +99,14 @@ def test_a_name_that_is_nothing_lists_the_shipped() -> None:
         ({"peak_flops": 0}, "peak_flops"),
         ({"surprise": 1}, "surprise"),
         ({"links": {"node": {"latency_ns": 1, "bytes_per_second": 0}}}, r"bytes_per_second=0"),
-        ({"layer": {"rows": [1, 1], "forward": [1e9, 1e9], "backward": [1e9, 1e9]}}, "ascend"),
-        ({"layer": {"rows": [1, 2], "forward": [1e9], "backward": [1e9, 1e9]}}, "1 rates for 2"),
+        (
+            {"layer": {"rows": [1, 1], "forward": [1e9, 1e9], "backward": [1e9, 1e9]}},
+            "rise strictly",
+        ),
+        (
+            {"layer": {"rows": [1, 2], "forward": [1e9], "backward": [1e9, 1e9]}},
+            "1 rates, rows has 2",
+        ),
         ({"name": ["h100"]}, "name=.*another type"),
         ({"kernel": 3}, "kernel=3.*another type"),
         ({"memory_bytes": "80"}, "memory_bytes='80'.*another type"),

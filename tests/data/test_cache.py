@@ -206,7 +206,7 @@ def test_a_user_without_a_home_has_a_folder_for_the_process(root, tmp_path, monk
 def test_the_users_cache_folder_is_asked_the_same(root: Path, tmp_path: Path) -> None:
     root.parent.mkdir()
     root.parent.chmod(0o777)
-    with pytest.warns(match=rf"{root.parent} may be written to by others, who could exchange"):
+    with pytest.warns(match=rf"Others may write to {root.parent} and exchange"):
         assert built_once("key", build).parent.parent == tmp_path / "temporary"
 
 

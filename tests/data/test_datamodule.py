@@ -279,7 +279,7 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
         trainer(tmp_path).validate(Recorder(), data())
     with pytest.raises(MisconfigurationException, match="needs a Trainer"):
         data().train_dataloader()
-    with pytest.raises(ValueError, match="number from 0 to 39"):
+    with pytest.raises(ValueError, match=": of 40 documents, 0 to 39 can"):
         trainer(tmp_path, max_steps=1).fit(Recorder(), data(validation_documents=40))
     with pytest.raises(ValueError, match="holds no documents"):
         trainer(tmp_path, max_steps=1).fit(Recorder(), data(documents=[]))
@@ -331,7 +331,7 @@ def test_more_test_documents_than_there_are() -> None:
     made = WLBDataModule(
         TOKENS, context_window=16, micro_batches=2, validation_documents=15, test_documents=5
     )
-    with pytest.raises(ValueError, match="test_documents=5 of 5 documents cannot"):
+    with pytest.raises(ValueError, match="test_documents=5: of 5 documents, 0 to 4 can"):
         made.setup("fit")
     with pytest.raises(ValueError, match="test_documents"):
         WLBDataModule(TOKENS, context_window=16, micro_batches=2, test_documents=-1)

@@ -46,9 +46,9 @@ def test_it_recognises_what_it_is_given(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("no/such", {}, r"documents='no/such': there is no file or folder no/such\. Give"),
+        ("no/such", {}, r"documents='no/such': no/such is no file or folder\. Give"),
         ("no/such*", {}, "no file fits this pattern"),
-        (["a.arrow", "b.txt"], {}, "there is no file or folder a.arrow"),
+        (["a.arrow", "b.txt"], {}, "a.arrow is no file or folder"),
         (3, {}, "documents of type int: these are no documents that are known"),
         (np.ones((2, 3), int), {}, "documents of type ndarray: these .*; a list of sequences of t"),
         ({"paths": "a"}, {}, r"documents=\{'paths': 'a'\}: a mapping .* has one of path, texts"),

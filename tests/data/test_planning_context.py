@@ -117,7 +117,9 @@ def test_ranks_without_the_strategy_are_refused() -> None:
     documents = data()
     stand(documents, SimpleNamespace())
     documents.trainer.world_size = 2  # type: ignore[union-attr]
-    with pytest.raises(MisconfigurationException, match=r"2 ranks.*use strategy='wlb'"):
+    with pytest.raises(
+        MisconfigurationException, match=r"2 data-parallel ranks.*use strategy='wlb'"
+    ):
         documents.train_dataloader()
 
 

@@ -68,7 +68,9 @@ def steps_of(trained):
 )
 def test_a_trainer_refuses_a_loader_that_keeps_its_own_position(tmp_path, given, own, options):
     loader = given(steps_of(module()))
-    with pytest.raises(MisconfigurationException, match=r"would skip a step.*WLBDataModule"):
+    with pytest.raises(
+        MisconfigurationException, match=r"would repeat or skip steps.*WLBDataModule"
+    ):
         trainer(tmp_path, max_steps=1, **options).fit(own(), loader)
 
 

@@ -100,7 +100,9 @@ def after_the_process_group(rank: int) -> None:
     trainer(WLBStrategy(), 1, max_steps=1).fit(model, data(CASE))
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(free_port())
-    with pytest.raises(MisconfigurationException, match=r"was destroyed. Give a new module"):
+    with pytest.raises(
+        MisconfigurationException, match=r"was destroyed. Give this one a new module"
+    ):
         trainer(WLBStrategy(), 1, max_steps=1).fit(model, data(CASE))
     # The process is none the worse for it.
     trainer(WLBStrategy(), 1, max_steps=1).fit(module(CASE), data(CASE))

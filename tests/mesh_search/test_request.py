@@ -59,7 +59,7 @@ def test_whatever_decides_the_answer_changes_the_digest(change: dict[str, Any]) 
         ({"fixed": {"data": 1, "pipeline": 1, "context": 1, "tensor": 2}}, "together 2"),
         ({"fixed": {"rows": 1}}, "fixed='rows'"),
         ({"schedule": "zigzag"}, "schedule='zigzag'"),
-        ({"schedule": "1f1b", "virtual_stages": 2}, "runs one stage per rank"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "runs one stage a rank"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing='some'"),
         ({"sharding": "rows"}, "sharding='rows'"),
         ({"steps": 0}, "steps=0"),

@@ -203,7 +203,7 @@ def test_each_objection_has_its_words() -> None:
     assert "(6 devices each)" in reason(Mesh(3, 1, 1, 4), devices_per_node=6)
     assert reason(Mesh(1, 16), virtual_stages=1) == "more pipeline stages than the 8 layers"
     odd = replace(SMALL, heads=15, kv_heads=15)
-    assert "does not divide the model's heads=15" in reason(Mesh(tensor=2), shape=odd)
+    assert "does not divide heads=15" in reason(Mesh(tensor=2), shape=odd)
     shared = replace(SMALL, heads=24, kv_heads=3)
     assert "kv_heads=3 do not divide" in reason(Mesh(tensor=2), shape=shared)
 

@@ -220,6 +220,25 @@ def test_no_folder_of_another_user_is_the_compilers_cache(tmp_path, monkeypatch)
     assert callback_handler.start_callbacks.count(compiled_functions._use_own_cache) == 1
 
 
+@torch._inductor.config.patch(cpp_cache_precompile_headers=True)
+def test_no_code_of_a_strangers_runs_before_a_compilation(scratch, monkeypatch):
+    """torch.compile itself looks for a bisection of its compiler."""
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(scratch.parent / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    theirs = scratch / f"torchinductor_{getpass.getuser()}"
+    (theirs / "bisect/inductor").mkdir(parents=True)
+    (theirs / "bisect/bisect_status.txt").write_text("backend=inductor\nsubsystem=x\n")
+    code = f"fallback_random=bool(open({str(scratch / 'ran')!r}, 'w'))\n"
+    (theirs / "bisect/inductor/x_config.txt").write_text(code)
+    os.chown(theirs, 65534, 65534)
+    torch.compiler.reset()
+    compiled = CompiledFunction(torch.sin)
+    assert torch.equal(compiled(torch.ones(4)), torch.ones(4).sin())
+    assert not (scratch / "ran").exists()
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("before", [None, "0"])
 def test_what_a_compilation_starts_imports_nothing_from_the_working_folder(before, monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)

@@ -175,7 +175,7 @@ def test_sizes_that_do_not_fit_are_refused(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "size", "message"),
     [
-        ({}, 8, "tensor_parallel_size=8 does not divide the model's heads=4"),
+        ({}, 8, "tensor_parallel_size=8 does not divide heads=4"),
         ({"vocab_size": 23}, 2, "vocab_size=23. Pad the vocabulary to vocab_size=24"),
         ({"ffn_dim": 25}, 2, "ffn_dim=25"),
         ({"heads": 12, "kv_heads": 4, "dim": 24}, 6, "kv_heads=4 do not divide each other"),

@@ -193,7 +193,7 @@ def test_a_state_that_no_run_can_have_saved_is_refused(made_up, why) -> None:
     data = DataSettings(30, 2, {"method": "wlb", "queues": 1})
     planner = Planner([30, 5, 7, 30, 9] * 4, data, work)
     planner.next_step()
-    with pytest.raises(ValueError, match=f"data state is damaged, or was made up .*{why}"):
+    with pytest.raises(ValueError, match=f"data state is damaged or made up .*{why}"):
         planner.load_state_dict(planner.state_dict() | made_up)
 
 

@@ -307,7 +307,7 @@ def test_stages_carry_the_head_and_contexts_count() -> None:
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
-    with pytest.raises(ValueError, match="one stage per rank"):
+    with pytest.raises(ValueError, match="one stage a rank"):
         predictor(Mesh(pipeline=2, virtual_stages=2))
     with pytest.raises(ValueError, match="is not one of 1f1b, interleaved"):
         predictor(Mesh(), schedule="zigzag")

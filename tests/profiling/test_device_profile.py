@@ -141,7 +141,7 @@ def test_the_command_writes_the_file_and_reports_the_error(
         (["--output", "."], "is a folder"),
         (["--device", "cpu", "--attention-backend", "torch"], "'torch' is not available"),
         (["--output", "no/such/folder/p.json"], "there is no folder"),
-        (["--model", "huge"], "no preset 'huge'"),
+        (["--model", "huge"], "'huge' is none of the presets"),
     ],
 )
 def test_a_mistake_is_answered(

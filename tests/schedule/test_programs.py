@@ -22,7 +22,7 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones():
 
 
 def test_1f1b_refuses_several_stages_per_rank():
-    with pytest.raises(ValueError, match="'1f1b' runs one stage per rank, not 2"):
+    with pytest.raises(ValueError, match="'1f1b' runs one stage a rank, not 2"):
         check_stages("1f1b", 2)
 
 

@@ -147,7 +147,7 @@ def on_two_ranks(rank: int) -> None:
     used = module(CASE)
     trainer(WLBStrategy(1, 2), 2).fit(used, data(CASE))
     refused(
-        "has split the module for the mesh data 1 × pipeline 2 .* again for the mesh data 2",
+        "Trainer split the module for the mesh data 1 × pipeline 2 .* split for the mesh data 2",
         WLBStrategy(2, 1),
         used,
         devices=2,

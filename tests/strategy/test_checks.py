@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -32,3 +33,23 @@ def test_an_interactive_session_runs_on_one_device_only(monkeypatch: pytest.Monk
 
 def test_a_script_is_run_again() -> None:
     assert trainer(WLBStrategy(), 2).strategy.launcher.num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "inserts", "refused"),
+    [
+        ("{epoch}-{val/loss:.3f}", True, True),
+        ("{epoch}-{val/loss:.3f}", False, False),
+        ("best/{epoch}", False, True),
+        (None, True, False),
+    ],
+)
+def test_no_checkpoint_is_saved_where_no_run_looks(name, inserts, refused, tmp_path) -> None:
+    """Lightning makes a folder of what stands before a slash."""
+    saves = ModelCheckpoint(tmp_path, filename=name, auto_insert_metric_name=inserts)
+    run = trainer(WLBStrategy(), 1, callbacks=[saves], enable_checkpointing=True)
+    if refused:
+        with pytest.raises(MisconfigurationException, match=r"would save into subfolders, where"):
+            checks.check_trainer(run)
+    else:
+        checks.check_trainer(run)

@@ -82,6 +82,9 @@ def test_in_a_slurm_job(places, monkeypatch):
     assert resuming.candidates(runner, None, True) == []
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert names(resuming.candidates(runner, None, True)) == ["last.ckpt"]
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with pytest.warns(UserWarning, match=r"requeued job has saved nothing that is found"):
+        assert resuming.candidates(runner, None, True) == []
 
 
 def test_a_folder_means_what_is_in_it(places, tmp_path):

@@ -33,7 +33,7 @@ def test_what_another_user_has_put_there_is_passed_over(tmp_path):
     assert resuming.candidates_in(tmp_path, False) == [theirs, mine], "a group's"
     for mode in (0o1777, 0o3770):
         tmp_path.chmod(mode)
-        with pytest.warns(match=f"b in {tmp_path} are not this user's, and others may put"):
+        with pytest.warns(match=f"b in {tmp_path} are passed over: they are not this user's"):
             assert resuming.candidates_in(tmp_path, False) == [mine]
     (tmp_path / "link").symlink_to(theirs)
     with pytest.warns(match="b, link in"):
@@ -391,9 +391,10 @@ def test_what_a_stranger_puts_into_an_open_folder_of_checkpoints_leads_no_run(sc
         os.chown(each, 65534, 65534)
     other.chmod(0o777)
     assert resuming.candidates_in(other, True) == [other], "which was asked for"
-    copy = shutil.copytree(mine, scratch / "step=4.ckpt")
-    for counts in ({str(mine): 0.0}, {}):
+    copy, link = shutil.copytree(mine, scratch / "step=4.ckpt"), scratch / "step=5.ckpt"
+    link.symlink_to(shutil.copytree(mine, scratch.parent / "given"))
+    for path, owner, counts in ((copy, 0, {str(mine): 0.0}), (link, 0, {}), (copy, 65534, {})):
+        os.chown(copy, owner, owner)  # its manifest may claim to know the run
         rest = {"callbacks": {"a": {"best_k_models": {str(mine): 0.0}}}}
-        resuming.forget_others(rest, copy, runner)
+        resuming.forget_others(rest, path, runner)
         assert rest["callbacks"]["a"]["best_k_models"] == counts
-        os.chown(copy, 65534, 65534)  # its manifest may claim to know the run

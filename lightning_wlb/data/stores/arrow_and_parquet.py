@@ -263,8 +263,7 @@ class ParquetDocuments(ArrowDocuments):
                     _write(folder, parquet, columns, path)
                     if _fingerprint(real) != made_of:
                         raise ValueError(
-                            f"{path} has changed while it was read. Begin again, once nothing"
-                            " writes to it."
+                            f"{path} changed while it was read. Begin again once nothing writes it."
                         )
                     for older in folder.parent.iterdir():
                         if older.name.startswith(prefix) and older.name != key:
@@ -334,9 +333,8 @@ def check_room(folder: Path, needed: int, source: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{source} unpacks to {needed:,} bytes, and in their folder, {folder}, there are"
-            f" {free:,} left. Make room, name another folder (for caches by XDG_CACHE_HOME), or"
-            " check the file."
+            f"{source} unpacks to {needed:,} bytes, but their folder, {folder}, has {free:,} left."
+            " Make room, name another folder (for caches by XDG_CACHE_HOME), or check the file."
         )
 
 

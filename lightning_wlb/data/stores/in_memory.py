@@ -68,8 +68,7 @@ def _checked(masks: Sequence[Any], lengths: npt.NDArray[np.int64], name: str) ->
     """The masks of all documents, each with as many entries as its document has tokens."""
     if len(masks) != len(lengths):
         raise ValueError(
-            f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each"
-            " document."
+            f"{name}: {len(masks)} masks for {len(lengths)} documents. Give one (or None) for each."
         )
     arrays: list[Array] = []
     for mask, length in zip(masks, lengths.tolist(), strict=True):

@@ -191,8 +191,7 @@ def _lengths(column: pa.Array, named: str) -> Array:
     nulls = column.values.null_count
     if column.null_count or nulls:
         raise ValueError(
-            f"{named} has nulls: {column.null_count} rows, {nulls} values."
-            " Every row must be a list of numbers. Mend the source."
+            f"{named} has nulls: {column.null_count} rows, {nulls} values. Give lists of numbers."
         )
     return np.asarray(pc.list_value_length(column))
 
@@ -233,8 +232,7 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
             )
         if any(map(_is_compressed, pa.ipc.MessageReader.open_stream(whole))):
             raise ValueError(
-                f"{path} is compressed, and cannot be mapped into memory. Write it without"
-                " compression, or as Parquet."
+                f"{path} is compressed and cannot be mapped. Write it uncompressed, or as Parquet."
             )
         source = pa.BufferReader(whole)
         batches = pa.ipc.open_stream(source)

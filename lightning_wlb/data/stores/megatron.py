@@ -134,9 +134,8 @@ def _document_lengths(index: _Index, tokens: Array, path: Path, of: Path) -> Arr
     wrong = np.flatnonzero((sizes < 0) | (pointers != (ends - sizes) * tokens.itemsize))
     if len(wrong):
         raise ValueError(
-            f"{path}: sequence {int(wrong[0])} has {sizes[wrong[0]]} tokens from byte"
-            f" {pointers[wrong[0]]} on, which is not where the one before it ends. The index is"
-            " damaged: make it again."
+            f"{path} is damaged: sequence {int(wrong[0])} has {sizes[wrong[0]]} tokens from byte"
+            f" {pointers[wrong[0]]} on; the one before ends elsewhere. Make it again."
         )
     bounds = (int(documents[0]), int(documents[-1])) if len(documents) else (0, 0)
     outside = (documents < 0) | (documents > len(sizes))

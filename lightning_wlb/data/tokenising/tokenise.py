@@ -220,15 +220,15 @@ def _work(
     now = replace(request.files)  # a copy reads the sizes again
     if folders.as_made(out, identity | now.identity(), now) != identity:
         raise ValueError(
-            f"{request.source} has changed while it was read. Remove {out} (rm -r {out}) and begin"
-            " anew, once nothing writes to the source."
+            f"{request.source} has changed while it was read. Remove {out} (rm -r '{out}') and"
+            " begin anew, once nothing writes to the source."
         )
     counts_of_shards = [done[str(number)] for number in range(len(shards))]
     if not any(counts["documents"] for counts in counts_of_shards):
         skipped = sum(counts["skipped"] for counts in counts_of_shards)
         raise ValueError(
             f"{request.source} holds no documents: {skipped} rows, and nothing to learn in any of"
-            f" them. Remove {out} (rm -r {out}) and give another source."
+            f" them. Remove {out} (rm -r '{out}') and give another source."
         )
     about = {
         "vocab_size": encoder.vocab_size,
@@ -325,7 +325,7 @@ def _alone(out: Path) -> Iterator[None]:
         if not stat.S_ISREG((out / LOCK).lstat().st_mode):
             raise ValueError(
                 f"{out / LOCK} is no file, and nobody can lock it. It is a link, a folder or"
-                f" something else that came with {out}. Remove it: rm -r {out / LOCK}"
+                f" something else that came with {out}. Remove it: rm -r '{out / LOCK}'"
             )
     lock, seen, since = FileLock(out / LOCK, mode=0o600), None, 0.0
     while True:

@@ -96,7 +96,7 @@ def finished(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         if content.get("files") != _described(out):
             raise ValueError(
                 f"{out}: its documents are not those that were written. They were damaged, or"
-                f" exchanged. Remove the folder, and they are made anew: rm -r {out}"
+                f" exchanged. Remove the folder, and they are made anew: rm -r '{out}'"
             )
     return content or None
 
@@ -204,7 +204,7 @@ def finish(folder: Path, about: Mapping[str, Any], shards: list[Counts]) -> dict
     if len(lengths) != (counted := sum(each["documents"] for each in shards)):
         raise ValueError(
             f"{folder}: its files hold {len(lengths)} documents, and {PARTIAL} says {counted}. It"
-            f" is damaged. Remove the folder, and they are made anew: rm -r {folder}"
+            f" is damaged. Remove the folder, and they are made anew: rm -r '{folder}'"
         )
     powers = np.frexp(lengths)[1] - 1
     by_length = np.stack([np.bincount(powers), np.bincount(powers, lengths)], axis=1)
@@ -241,7 +241,7 @@ def _saved(path: Path) -> dict[str, Any]:
     if not good:
         raise ValueError(
             f"{path} is damaged: its counts of finished shards are invalid. Remove the folder, and"
-            f" its documents are made anew: rm -r {path.parent}"
+            f" its documents are made anew: rm -r '{path.parent}'"
         )
     return content
 
@@ -274,7 +274,7 @@ def _check_same(out: Path, saved: Any, identity: dict[str, Any], how: str) -> No
         raise ValueError(
             f"{out} {how} for another request: {'; '.join(differing)}. (The digests are of the"
             " source files' names, sizes and times of change, and of the tokenizer.) Ask for the"
-            f" same again, name another folder, or remove this one: rm -r {out}"
+            f" same again, name another folder, or remove this one: rm -r '{out}'"
         )
 
 

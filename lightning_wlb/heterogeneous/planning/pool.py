@@ -115,14 +115,12 @@ def _check(schemes: Schemes, base: Predictor) -> None:
     per_node = base.latency.profile.devices_per_node
     if schemes == schemes_of(base.latency.mesh, base.stages):
         raise ValueError(
-            f"a strategy that is the mesh's own, {schemes[0]} and so on, which every step"
-            " may take anyway. Leave it out."
+            f"the mesh's own strategy, {schemes[0]} and so on, which steps may take. Leave it out."
         )
     for scheme in schemes:
         # Predicted nodes hold for pipelines that begin at a multiple of their size, or with a node.
         begins = scheme.first % scheme.size and scheme.first % per_node
         if begins and scheme.first // per_node != (scheme.ranks.stop - 1) // per_node:
             raise ValueError(
-                f"the pipeline on {scheme} lies across nodes of {per_node} devices. Put"
-                " larger pipelines first."
+                f"the pipeline on {scheme} spans nodes of {per_node} devices. Put large ones first."
             )

@@ -146,8 +146,7 @@ def attention(
         raise ValueError(
             f"{type(module).__name__} asks attention for {', '.join(asked)}, which the"
             " variable-length kernels do not compute, so its documents would be trained wrongly."
-            " Set dropout to 0 in the model's config; otherwise choose another family"
-            " (docs/families.md)."
+            " Set dropout to 0 in its config; or choose another family (docs/families.md)."
         )
     number: int = module.layer_idx  # type: ignore[assignment]
     if sliding_window is None and _has_window(module, number):

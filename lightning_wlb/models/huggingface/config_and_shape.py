@@ -141,9 +141,8 @@ def positions_warning(config: PretrainedConfig, context_window: int) -> str | No
         return None
     return (
         f"context_window={context_window}, but the config was made for"
-        f" max_position_embeddings={known} positions. If you mean to extend the model, set"
-        " max_position_embeddings, and rope scaling if needed, in the config, which an export"
-        " contains."
+        f" max_position_embeddings={known} positions. To extend the model, set"
+        " max_position_embeddings, and rope scaling if needed, in the config, which exports hold."
     )
 
 
@@ -250,8 +249,7 @@ def _layers(base: nn.Module, seen: _Seen) -> Iterable[nn.Module]:
     if len(lists) != 1:
         raise ValueError(
             f"{type(base).__name__} has {len(lists)} lists of layers that call attention through"
-            " transformers' attention interface, but a decoder that can be planned has one. Choose"
-            " another family."
+            " transformers' attention interface, but a decoder here has one. Choose another family."
         )
     return lists[0]
 
@@ -268,8 +266,7 @@ def _layer_shape(layer: nn.Module, seen: _Seen, row_by_row: bool) -> LayerShape:
     elif len(calls) != 1 or recurrent:
         raise ValueError(
             f"{type(layer).__name__} calls attention {len(calls)} times, through transformers'"
-            " attention interface, but a layer that can be planned and trained on packed documents"
-            " calls it once. Choose another family."
+            " attention interface, but a layer here calls it once. Choose another family."
         )
     own = {id(parameter) for module in modules for parameter in module.parameters()}
     attention = feed_forward = idle = vectors = 0

@@ -188,9 +188,8 @@ def check_family(model: Any) -> None:
     """Raise ValueError for a built model whose attention cannot be replaced."""
     if not (model._supports_attention_backend or model.config.model_type in FAMILIES):
         raise ValueError(
-            f"{type(model).__name__} does not take its attention from transformers' attention"
-            " interface, so packed documents would attend to each other. Choose another family"
-            " (docs/families.md)."
+            f"{type(model).__name__} does not call transformers' attention interface, so packed"
+            " documents would attend to each other. Choose another family (docs/families.md)."
         )
 
 
@@ -202,9 +201,8 @@ def check_parts(model: Any, known: set[int]) -> None:
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if left:
         raise ValueError(
-            f"{type(model).__name__} has parameters outside of its embedding, layers and head:"
-            f" {', '.join(left)}. A pipeline stage would not have them. Choose another family"
-            " (docs/families.md)."
+            f"{type(model).__name__} has parameters outside its embedding, layers and head:"
+            f" {', '.join(left)}, in no pipeline stage. Choose another family (docs/families.md)."
         )
 
 

@@ -153,8 +153,7 @@ def _check(folder: Folder, sources: Mapping[str, Tiles], model: Any) -> None:
     if said := in_words(found):
         raise ValueError(
             f"{folder.path} does not hold the weights of {type(model).__name__} of this config;"
-            f" {said}. Give the config of the folder itself, or the folder that"
-            " belongs to this config."
+            f" {said}. Give the folder's own config, or the folder that belongs to this config."
         )
 
 

@@ -171,8 +171,7 @@ def inject(causal: Any, given: Mapping[str, Any], layers: str) -> None:
         parts = sorted({name.rpartition(".")[2] for name in linear if name.startswith(layers)})
         raise ValueError(
             f"lora: target_modules={given.get('target_modules')!r} does not fit"
-            f" {type(causal).__name__}: {error} Its layers have the linear modules"
-            f" {', '.join(parts)}."
+            f" {type(causal).__name__}: {error} It has the linear modules {', '.join(parts)}."
         ) from error
     adapters = [name for name, each in causal.named_parameters() if each.requires_grad]
     others = [

@@ -111,8 +111,7 @@ def part_names(base: Any) -> tuple[str, str, str]:
     if len(lists) != 1 or len(plan) < 3 or plan[-2] != lists[0]:
         raise ValueError(
             f"{type(base).__name__}'s base_model_pp_plan is {', '.join(plan) or None}, but a"
-            " decoder here is an embedding, a list of layers and a norm. Choose another family"
-            " (docs/families.md)."
+            " decoder is an embedding, layers and a norm. Choose another family (docs/families.md)."
         )
     return plan[0], lists[0], plan[-1]
 

@@ -265,8 +265,7 @@ def find_sources(folder: Folder, model: nn.Module) -> dict[str, Tiles]:
 def _unclear(path: Path, name: str, stored: Sequence[str]) -> ValueError:
     return ValueError(
         f"{path} holds {', '.join(stored[:3])} as {name}. A parameter has one name in one file, and"
-        " experts are numbered from 0: one would take the place of another. Download or copy the"
-        " folder again."
+        " experts are numbered from 0: one would hide another. Download or copy the folder again."
     )
 
 
@@ -282,8 +281,7 @@ def _tiles(
         made = ", ".join(type(each).__name__ for each in operations)
         raise ValueError(
             f"{folder.path}: transformers makes this family's parameters of stored tensors by"
-            f" {made}, of which no rank can read its part. Choose another family"
-            " (docs/families.md)."
+            f" {made}, so no rank can read its part. Choose another family (docs/families.md)."
         )
     corners, offset = {}, 0
     for pattern in (each for each in converter.source_patterns if each in keys):

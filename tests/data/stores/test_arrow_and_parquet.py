@@ -238,7 +238,7 @@ def test_every_truncation_is_refused(tmp_path: Path, form: str) -> None:
         with pytest.raises(ValueError, match=r"a\.\w+ (is empty|cannot be read|does not end)"):
             documents(path)
     path.unlink()
-    with pytest.raises(ValueError, match=r"there is no file or folder .*/a\."):
+    with pytest.raises(ValueError, match=r"/a\.\w+ is no file or folder"):
         documents(path)
 
 

@@ -25,7 +25,7 @@ def test_compressed_columns_are_refused_before_they_are_unpacked(where, tmp_path
         new.write_table(table)
     with (
         mock.patch.object(pa.ipc, "open_stream", side_effect=AssertionError),
-        pytest.raises(ValueError, match="is compressed, and cannot be mapped"),
+        pytest.raises(ValueError, match="is compressed and cannot be mapped"),
     ):
         documents(tmp_path / "a.arrow")
 
@@ -47,7 +47,7 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
     assert path.stat().st_size < 200_000
     usage = shutil.disk_usage(tmp_path)._replace(free=3_999_999)
     monkeypatch.setattr(parquet.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ValueError, match=r"unpacks to 4,004,000 bytes, and .* are 3,999,999 left"):
+    with pytest.raises(ValueError, match=r"unpacks to 4,004,000 bytes, but .* has 3,999,999 left"):
         documents(path)
     both = pa.table({"input_ids": [[7] * 1000] * 1000, "labels": [[7] * 1000] * 1000})
     pq.write_table(both, tmp_path / "both.parquet")

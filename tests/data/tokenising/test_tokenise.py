@@ -196,7 +196,7 @@ def test_documents_that_the_disk_has_no_room_for_are_refused(request_, tmp_path,
     """Few bytes of gzip may stand for any number of lines."""
     usage = shutil.disk_usage(tmp_path)._replace(free=99)
     monkeypatch.setattr(arrow_and_parquet.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ValueError, match=r"unpacks to [\d,]+ bytes, and .* are 99 left"):
+    with pytest.raises(ValueError, match=r"unpacks to [\d,]+ bytes, but .* has 99 left"):
         tokenise(request_, tmp_path / "out", workers=1)
 
 

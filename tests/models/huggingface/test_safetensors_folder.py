@@ -89,7 +89,7 @@ def test_a_rectangle_of_a_parameter(family, name, tmp_path):
 
 def test_a_family_whose_parameters_are_cut_from_stored_tensors_is_refused(tmp_path):
     model = write(tmp_path, tiny("hrm_text"))
-    with pytest.raises(ValueError, match="by Chunk, of which no rank can read its part"):
+    with pytest.raises(ValueError, match="by Chunk, so no rank can read its part"):
         find_sources(Folder(tmp_path), model)
 
 
