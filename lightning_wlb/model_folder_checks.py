@@ -157,8 +157,8 @@ def hub_copy(name: str, wanted: Sequence[str] = SMALL_FILES, fetch: bool = True)
 def check_beside(trusted: Path, *paths: Path) -> None:
     """Refuse a path if a stranger has put it, or a link that leads to it, into a trusted folder.
 
-    Trusted are ``trusted`` (of a file, its folder) and the folders from there to each path. Their
-    owners, the file's, and those of folders that lead there are no strangers there or below.
+    Trusted are ``trusted`` (of a file, its folder) and the folders from there to each path. The
+    owners of these, of the file, and of folders that lead there may have put files there or below.
     """
     home, folders = trusted if trusted.is_dir() else trusted.parent, {}
     for path in paths:

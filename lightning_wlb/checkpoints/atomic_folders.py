@@ -75,8 +75,8 @@ def old_folder(path: Path) -> Path:
 def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Those of ``paths``, checkpoints in a folder or its ``.old``, that strangers have put there.
 
-    If strangers could not write there (the folder is not open, :func:`.file_checks.is_open`, and no
-    stranger has made it in an open one), only open folders that hold a stranger's files are listed.
+    Where strangers could not write (the folder is not open, :func:`.file_checks.is_open`, and no
+    stranger has made it in an open one), a path is listed if it is open and has a stranger's file.
     All paths in the folder, or in ``.old``, are listed if a stranger's link leads to it.
     """
     places = [each for each in (folder, folder / _REPLACED) if paths and each.is_dir()]
@@ -97,8 +97,8 @@ def strangers(paths: Sequence[Path], folder: Path) -> list[Path]:
             owners = {each.lstat().st_uid for each in inside} - {owner}
             owners |= {owner, path.lstat().st_uid} if is_shared else set()
             return linked or not owners <= {mine, 0}
-        # It cannot be inspected, or has vanished.
-        return not os.path.lexists(path) or path.lstat().st_uid not in (mine, 0)
+        # It cannot be inspected, or something has vanished.
+        return _is_open(path) or not os.path.lexists(path) or path.lstat().st_uid not in (mine, 0)
 
     return [each for each in paths if is_strange(each)]
 

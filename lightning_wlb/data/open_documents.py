@@ -296,7 +296,7 @@ def _with_paths(name: str, source: Any) -> Any:
 def _check_open(pattern: str) -> None:
     """Raise ValueError for a folder that is unreadable, or comes twice under ``**``.
 
-    glob would skip the first, and by links that lead upwards find 2**40 paths.
+    glob would skip an unreadable one, and by links that lead upwards find 2**40 paths.
     """
     seen: dict[str, str] = {}
     above, *below = re.split(r"(?:(?<=/)|^)\*\*(?:/|$)", pattern, maxsplit=1)

@@ -68,13 +68,13 @@ def _running(name: str) -> FrameType | None:
 
 
 def refuse_other_loaders(in_worker: bool = False, noted: bool = False) -> None:
-    """Raise MisconfigurationException in a worker, or if a Trainer or Accelerate reads ahead.
+    """Raise MisconfigurationException in a worker, or where batches that are read are not noted.
 
     Lightning does not tell a loader to which Trainer it was given. But if a Trainer trains on it,
     one of Lightning's fetchers is on the stack, called by the training loop. (In a user's own loop
     within a hook, no fetcher is nearer than that loop.) A worker of another loader begins every
     epoch at the run's beginning. Accelerate's own loader requests one batch ahead. ``noted``: the
-    loader is a WLBDataModule's, whose hook notes the batches if the Trainer was given that module.
+    loader is a WLBDataModule's, whose hook notes the batches if Lightning calls it.
     """
     if in_worker:
         raise MisconfigurationException(
@@ -167,12 +167,12 @@ def refuse_part(module: L.LightningModule, trainer: L.Trainer | None) -> None:
         raise MisconfigurationException(
             f"{type(module).__name__} is a part of another module, so no checkpoint has its"
             " tokens_seen, by which warmup_tokens and decay_tokens count. Derive the outer module"
-            " from it, or leave these two out and make a schedule of your own."
+            " from it, or leave these two out and make a schedule by tokens that you save."
         )
 
 
-def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, run: object) -> None:
-    """Raise MisconfigurationException where a module would change Trainers during a fit."""
+def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer | None, run: object) -> None:
+    """Raise MisconfigurationException where a (data) module would change Trainers during a fit."""
     if before in (None, trainer):
         return
     if run not in (before.lightning_module, getattr(before, "datamodule", None)):
@@ -181,9 +181,9 @@ def refuse_two_runs(before: L.Trainer | None, trainer: L.Trainer, run: object) -
     ending = _running("on_run_end")  # it calls on_train_end, after the last batch
     if fits and (ending is None or ending.f_locals["self"] is not before.fit_loop):
         raise MisconfigurationException(
-            f"A Trainer was given the {type(run).__name__} with which another Trainer is in the"
-            " middle of a fit, whose position and counts it would take. Give it a WLBDataModule of"
-            " its own and a copy of the model, or evaluate in on_train_end or after the fit."
+            f"A Trainer was given the {type(run).__name__} of another one whose fit goes on, and"
+            " would take its position and counts. Give it a WLBDataModule of its own and a copy"
+            " of the model, or evaluate in on_train_end or after the fit."
         )
 
 

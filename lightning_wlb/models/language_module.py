@@ -153,7 +153,7 @@ class LanguageModule(LoadsCheckpoints):
         Raises:
             MisconfigurationException: gradients are accumulated, or another Trainer fits it.
         """
-        trainer_guards.refuse_two_runs(trainer_guards.fitting_trainer(), self.trainer, self)
+        trainer_guards.refuse_two_runs(trainer_guards.fitting_trainer(), self._trainer, self)
         if stage != TrainerFn.FITTING:
             return
         trainer_guards.refuse_accumulation(self.trainer)

@@ -155,7 +155,7 @@ class StepTotals:
 
     Args:
         predictor: a predictor that :func:`has_totals`.
-        replicas: all of a step, or some that share with each other only; shared work first.
+        replicas: a step's, or some that share only with each other; shared micro-batches first.
 
     Attributes:
         shares: whether any micro-batch is shared.

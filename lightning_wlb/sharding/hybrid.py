@@ -187,7 +187,7 @@ def _deal_shares(deal: _Deal, shares: list[_Share]) -> list[_Share]:
 def _equalise(deal: _Deal, held: list[_Share], longs: list[_Long]) -> list[int]:
     """Fill the ranks with the shares held back until each misses only tiles of the longest pieces.
 
-    Returns each rank's missing tiles, together all of ``longs``, whose first may lose some here.
+    Returns each rank's missing tiles, in sum those of ``longs``, whose first may be shortened.
     """
     ranks = range(len(deal.room))
     pieces = [(share.document, *chunk) for share in held for chunk in share.chunks]

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -91,9 +92,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 " nothing that is trained, or fail. Remove it; keep several checkpoints"
                 " (ModelCheckpoint(save_top_k=...)), and average their weights after the run."
             )
-        elif isinstance(each, ModelCheckpoint):
-            given = str(each.filename)
-            if "/" in (given if each.auto_insert_metric_name else re.sub("{.*?}", "", given)):
+        elif isinstance(each, ModelCheckpoint | OnExceptionCheckpoint):
+            given, inserts = str(each.filename), getattr(each, "auto_insert_metric_name", True)
+            if "/" in (given if inserts else re.sub("{.*?}", "", given)):
                 raise MisconfigurationException(
                     f"{name}(filename={given!r}) would save into subfolders, where no resumed run"
                     " looks. Take the / out; a metric named with one, as in 'loss={val/loss:.3f}',"

@@ -205,7 +205,7 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     """
     own, home = {each.resolve() for each in _folders(trainer)}, path.resolve().parent
     in_run = home in {*own, Path(trainer.default_root_dir).resolve()}
-    in_run = in_run and not atomic_folders.strangers([path], path.parent)
+    in_run = in_run and not atomic_folders.strangers([path.resolve()], home)
     known = {*runs_of(path)} if in_run else set()  # a stranger's manifest may claim any run
 
     def counts(each: Any) -> bool:

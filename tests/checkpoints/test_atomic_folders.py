@@ -146,7 +146,7 @@ def test_root_is_no_stranger(tmp_path, monkeypatch):
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o755, 0o1777])
-def test_an_open_folder_is_as_strange_as_what_lies_in_it(mode, tmp_path):
+def test_an_open_folder_is_as_strange_as_what_lies_in_it(mode, tmp_path, monkeypatch):
     """A stranger may have put a whole checkpoint into one of root's or this user's."""
     tmp_path.chmod(mode)
     owners = {"mine": (0, 0), "filled": (0, NOBODY), "closed": (0, NOBODY), "theirs": (1234, 1234)}
@@ -158,6 +158,9 @@ def test_an_open_folder_is_as_strange_as_what_lies_in_it(mode, tmp_path):
         os.chown(tmp_path / name / "meta.pt", writer, writer)
     strange = atomic_folders.strangers([tmp_path / name for name in owners], tmp_path)
     assert [each.name for each in strange] == ["filled", "theirs"][: 1 + (mode == 0o1777)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", lambda _: (tmp_path / "vanished").stat())
+        assert atomic_folders.strangers([tmp_path / "mine"], tmp_path) == [tmp_path / "mine"]
     (tmp_path / "mine" / "__0_0.distcp").symlink_to(tmp_path / "filled" / "meta.pt")
     os.lchown(tmp_path / "mine" / "__0_0.distcp", NOBODY, NOBODY)
     assert atomic_folders.strangers([tmp_path / "mine"], tmp_path) == [tmp_path / "mine"]

@@ -125,8 +125,9 @@ def test_no_other_trainer_runs_the_module_in_the_middle_of_a_fit(tmp_path, hook,
         plain = made(warmup_tokens=1000)
         trainer(tmp_path, max_steps=2).fit(plain, opened())
         assert module.tokens_seen == plain.tokens_seen > 0
+        copy.deepcopy(module).setup("validate")  # by hand, without a Trainer
     else:
-        with pytest.raises(MisconfigurationException, match=r"given the Taken with which another"):
+        with pytest.raises(MisconfigurationException, match=r"given the Taken of another one"):
             run.fit(module, opened())
 
 

@@ -66,7 +66,7 @@ def test_no_other_trainer_takes_the_data_module_of_a_fit(tmp_path):
         run.fit_loop.epoch_loop.max_steps = steps
         run.callbacks = [Probes(data)]
         if data is given:
-            with pytest.raises(MisconfigurationException, match="in the middle of a fit, whose"):
+            with pytest.raises(MisconfigurationException, match="whose fit goes on, and would"):
                 run.fit(made(), given)
         else:
             run.fit(made(), given)
@@ -79,7 +79,7 @@ def test_nor_does_it_at_the_end_of_a_validation(tmp_path):
             trainer(tmp_path).validate(made(), runner.datamodule, verbose=False)
 
     run = trainer(tmp_path, max_epochs=2, callbacks=[Evaluates()], num_sanity_val_steps=0)
-    with pytest.raises(MisconfigurationException, match="in the middle of a fit, whose"):
+    with pytest.raises(MisconfigurationException, match="whose fit goes on, and would"):
         run.fit(made(), validated())
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_wlb.strategy import checks
 from lightning_wlb.strategy.wlb import WLBStrategy
@@ -36,17 +36,18 @@ def test_a_script_is_run_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "inserts", "refused"),
+    ("saves", "refused"),
     [
-        ("{epoch}-{val/loss:.3f}", True, True),
-        ("{epoch}-{val/loss:.3f}", False, False),
-        ("best/{epoch}", False, True),
-        (None, True, False),
+        (ModelCheckpoint(filename="{epoch}-{val/loss:.3f}"), True),
+        (ModelCheckpoint(filename="{epoch}-{val/loss:.3f}", auto_insert_metric_name=False), False),
+        (ModelCheckpoint(filename="best/{epoch}", auto_insert_metric_name=False), True),
+        (ModelCheckpoint(), False),
+        (OnExceptionCheckpoint(".", "failed/one"), True),
+        (OnExceptionCheckpoint("."), False),
     ],
 )
-def test_no_checkpoint_is_saved_where_no_run_looks(name, inserts, refused, tmp_path) -> None:
+def test_no_checkpoint_is_saved_where_no_run_looks(saves, refused) -> None:
     """Lightning makes a folder of what stands before a slash."""
-    saves = ModelCheckpoint(tmp_path, filename=name, auto_insert_metric_name=inserts)
     run = trainer(WLBStrategy(), 1, callbacks=[saves], enable_checkpointing=True)
     if refused:
         with pytest.raises(MisconfigurationException, match=r"would save into subfolders, where"):

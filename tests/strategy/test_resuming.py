@@ -378,3 +378,19 @@ def test_last_says_where_else_the_logger_has_checkpoints(tmp_path):
 def test_a_position_without_its_name_is_not_taken_for_the_beginning():
     with pytest.raises(KeyError, match="planner"):
         data(SMALL).load_state_dict({"planned": None})
+
+
+def test_what_a_strangers_checkpoint_remembers_is_forgotten_by_whatever_link_it_is_read(scratch):
+    """Its manifest may claim to know the run. Where nobody else has put it, it is believed."""
+    mine = write(scratch / "step=3.ckpt", 3, 3.0, lr_schedulers=[])
+    runner = L.Trainer(default_root_dir=scratch, callbacks=ModelCheckpoint(scratch))
+    copy = shutil.copytree(mine, scratch / "step=4.ckpt")
+    inside, outside = scratch / "step=5.ckpt", scratch.parent / "link"
+    inside.symlink_to(shutil.copytree(mine, scratch.parent / "given"))
+    outside.symlink_to(copy)
+    cases = [(copy, 0, True), (copy, 65534, False), (outside, 0, True), (outside, 65534, False)]
+    for path, owner, believed in [*cases, (inside, 0, False)]:
+        os.chown(copy, owner, owner)
+        rest = {"callbacks": {"a": {"best_k_models": {str(mine): 0.0}}}}
+        resuming.forget_others(rest, path, runner)
+        assert rest["callbacks"]["a"]["best_k_models"] == ({str(mine): 0.0} if believed else {})

@@ -67,15 +67,19 @@ def has_index(path: Path) -> bool:
     if path.is_dir():
         if (twin := Path(f"{path}.idx")).exists():  # whose place a stranger's folder would take
             check_beside(twin, path)
-        return twin.exists() or any(path.glob("*.idx"))
+        return _is_pair(path) or any(path.glob("*.idx"))
     return Path(f"{_stem(path)}.idx").exists()
+
+
+def _is_pair(stem: Path) -> bool:
+    return all(Path(f"{stem}.{end}").exists() for end in ("idx", "bin"))
 
 
 def _stem(path: Path) -> Path:
     if path.is_dir():
         found = sorted(path.glob("*.idx"))
-        if (twin := Path(f"{path}.idx")).exists():
-            raise ValueError(f"{path} may mean {twin} or {[*found, 'the folder'][0]}. Give one.")
+        if _is_pair(path):
+            raise ValueError(f"{path} may mean {path}.idx or {[*found, path / '*'][0]}. Give one.")
         if len(found) != 1:
             raise ValueError(
                 f"{path} has {len(found)} .idx files. Give the path of one pair, such as"

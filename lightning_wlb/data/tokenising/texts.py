@@ -238,9 +238,9 @@ def hugging_face_tokenizer(name: str) -> Any:
         with _no_class_in_python():
             tokenizer = opener.from_pretrained(str(folder), config=config, **options)
         file = folder / get_fast_tokenizer_file(settings.get("fast_tokenizer_files", []))
-        files = {*tokenizer.vocab_files_names.values(), file.name, "tekken.json", "*.model"}
-        files -= {"tokenizer_config.json"}  # Blenderbot's
-        if not any(each.is_file() for name in files for each in folder.glob(name)):
+        files = {*tokenizer.vocab_files_names.values(), file.name, "tekken.json", "tiktoken.model"}
+        files = files - {"tokenizer_config.json", "normalizer.json"} | {"tokenizer.model"}
+        if not any((folder / name).is_file() for name in files):
             raise ValueError("the folder has no vocabulary: copy tokenizer.json to it")
         if not tokenizer.is_fast:  # Mistral's own
             raise ValueError(f"{type(tokenizer).__name__} {_NO_LIBRARY}")

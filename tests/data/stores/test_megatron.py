@@ -134,11 +134,14 @@ def test_no_stranger_adds_a_pair_or_takes_its_place(scratch: Path) -> None:
     (scratch / "kept").rename(f"{ours}.idx")
     ours.mkdir()
     assert len(documents(f"{ours}.idx").lengths) == len(TOKENS)
-    with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or the folder"):
+    with pytest.raises(ValueError, match=r"ours may mean .*/ours\.idx or .*/ours/\*\. Give"):
         documents(ours)
     write_arrow(ours / "a.arrow", pa.table({"input_ids": TOKENS}))
     with pytest.raises(ValueError, match=r"ours' may be a Hugging Face .*, or Megatron's \.bin"):
         documents(ours)
+    Path(f"{ours}.bin").rename(scratch / "kept")  # whose index may be another program's
+    assert len(documents(ours).lengths) == len(TOKENS)
+    (scratch / "kept").rename(f"{ours}.bin")
     (ours / "a.arrow").unlink()
     for end in ("idx", "bin"):
         os.chown(Path(f"{theirs}.{end}").rename(ours / f"other.{end}"), 0, 0)

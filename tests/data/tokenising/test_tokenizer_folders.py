@@ -173,6 +173,8 @@ def test_no_class_of_python_opens_what_its_settings_name(tmp_path, named, config
         ("T5Tokenizer", "tokenizer.vocab"),
         ("BertTokenizer", "chat_template.jinja"),
         ("BlenderbotTokenizer", "config.json"),
+        ("WhisperTokenizer", "normalizer.json"),
+        ("LlamaTokenizer", "spiece.model"),  # another family's
     ],
 )
 def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path, kind, left) -> None:
