@@ -28,7 +28,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -246,18 +246,23 @@ def make_shared(folder: Path, ranks: Ranks) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint, or a link; its name never belongs to a part of a checkpoint."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    refuse_foreign(path, manifest.CHECKPOINT)
-    _refuse_links(path)
-    if not path.exists():
-        return
-    gone = path.parent / _ASIDE / f"{path.name}-{uuid.uuid4().hex}"
-    make_folder(gone.parent)
-    path.rename(gone)
-    _delete(gone)
-    _tidy(path)
+    gone = f"{_ASIDE}/{path.name}-{uuid.uuid4().hex}"
+    with _opened(path.parent) as folder:
+        # After opening: a stranger may exchange a folder of his for a link while the run trains.
+        check_links(path.parent)
+        if not os.path.samestat(os.fstat(folder), path.parent.stat()):
+            raise ValueError(f"{path.parent} was exchanged while {path.name} was to be removed.")
+        if path.is_symlink():
+            os.unlink(path.name, dir_fd=folder)
+            return
+        refuse_foreign(path, manifest.CHECKPOINT)
+        _refuse_links(path)
+        if not path.exists():
+            return
+        make_folder(path.parent / _ASIDE)
+        os.rename(path.name, gone, src_dir_fd=folder, dst_dir_fd=folder)
+        _delete_at(gone, folder)
+        _tidy(path)
 
 
 def _refuse_links(path: Path) -> None:
@@ -298,24 +303,33 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def _opened_old(path: Path) -> Iterator[int]:
-    """Open ``.old`` beside a path; OSError if it is a link by now: :func:`begin` saw none.
-
-    A stranger may have made the link while shards were written, to somebody else's files.
-    """
-    folder = os.open(path.parent / _REPLACED, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """Open a folder, to rename and delete what is in it wherever its path leads by then."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
     try:
         yield folder
     finally:
         os.close(folder)
 
 
+def _opened_old(path: Path) -> AbstractContextManager[int]:
+    """Open ``.old`` beside a path; OSError if it is a link by now: :func:`begin` saw none.
+
+    A stranger may have made the link while shards were written, to somebody else's files.
+    """
+    return _opened(path.parent / _REPLACED, os.O_NOFOLLOW)
+
+
 def _delete_old(path: Path) -> None:
     with suppress(FileNotFoundError), _opened_old(path) as folder:
-        if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
-            shutil.rmtree(path.name, dir_fd=folder)
-        else:  # a link that a save has replaced, such as last.ckpt
-            os.unlink(path.name, dir_fd=folder)
+        _delete_at(path.name, folder)
+
+
+def _delete_at(name: str, folder: int) -> None:
+    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=folder)
+    else:  # a link that a save has replaced, such as last.ckpt
+        os.unlink(name, dir_fd=folder)
 
 
 def _tidy(path: Path) -> None:

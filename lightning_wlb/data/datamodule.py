@@ -182,8 +182,7 @@ class WLBDataModule(L.LightningDataModule):
         if store is None:
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
                 raise MisconfigurationException(
-                    "WLBDataModule has no validation documents (validation_documents=0). Give a"
-                    " document store, or the number of documents to hold out."
+                    "WLBDataModule has no validation_documents: give some, or a number to hold out."
                 )
             # An empty list means no validation, of which Lightning would warn.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
@@ -195,8 +194,7 @@ class WLBDataModule(L.LightningDataModule):
         store = self._stores()[2]
         if store is None:
             raise MisconfigurationException(
-                "WLBDataModule has no test documents. Give WLBDataModule(test_documents=...)"
-                " documents, or the number of documents to hold out."
+                "WLBDataModule has no test_documents: give some, or a number to hold out."
             )
         return self._evaluation(store)
 
@@ -279,14 +277,16 @@ class WLBDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, on this or another mesh."""
-        self._consumed.restore(state_dict["planner"])
-        if self.trainer is not None:
-            fits, mixed = self.trainer.state.fn == TrainerFn.FITTING, "evaluated" in state_dict
+        trainer, mixed = self.trainer, "evaluated" in state_dict
+        fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        if fits or (trainer and trainer.global_step):  # else the fit that may follow begins anew
+            self._consumed.restore(state_dict["planner"])
+        if trainer is not None:
             if fits and mixed and not called_by("_lr_find"):
                 refuse_evaluated()
             self._consumed.evaluated, self._consumed.anew = mixed or not fits, "anew" in state_dict
             # At the start of fit a search for a learning rate has begun to read elsewhere.
-            loop: Any = self.trainer.fit_loop
+            loop: Any = trainer.fit_loop
             loop._combined_loader = None
             # Else the loop may skip the rest of the current epoch, with its end.
             loop.epoch_loop.val_loop._has_run = False

@@ -340,7 +340,7 @@ class LanguageModule(LoadsCheckpoints):
             return optimizer
         trainer_guards.refuse_part(self, self._trainer)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.learning_rate_factor(self.tokens_seen)
+            optimizer, lambda step: self.learning_rate_factor(self._tokens_taken())
         )
         return [optimizer], [{"scheduler": schedule, "interval": "step", "name": "lr"}]
 

@@ -209,6 +209,34 @@ def test_nor_behind_one_that_is_made_while_the_folder_is_written(exchange, tmp_p
     assert text(folder / "run") == ("new" if exchange else "mine")
 
 
+@needs_root
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nothing_is_removed_where_a_strangers_folder_leads_by_then(when, tmp_path, monkeypatch):
+    """He may exchange it for a link while a run trains that saves below it."""
+    precious, folder, away = (tmp_path / name for name in ("precious", "theirs", "away"))
+    for each in (precious, folder):
+        atomic_folders.finish(write(each / "run", each.name))
+    tmp_path.chmod(0o1777)
+
+    def exchange(path=None):
+        folder.rename(away)
+        if when == "before":
+            folder.symlink_to(precious)
+            os.lchown(folder, NOBODY, NOBODY)
+        else:
+            precious.rename(folder)
+
+    if when == "before":
+        exchange()
+    else:
+        monkeypatch.setattr(atomic_folders, "check_links", exchange)
+    with pytest.raises(
+        ValueError, match=r"a link of user 65534, where|was exchanged while run was"
+    ):
+        atomic_folders.remove(folder / "run")
+    assert (text(folder / "run"), text(away / "run")) == ("precious", "theirs")
+
+
 @pytest.mark.parametrize("name", [".partial", ".old"])
 def test_nothing_is_removed_behind_a_link_beside_it(name, tmp_path):
     """Somebody hands over a folder in which saves would tidy up another one."""

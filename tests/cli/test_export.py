@@ -222,10 +222,11 @@ def test_the_command_exports_a_single_file(tmp_path, capsys):
     names = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"auto_map": names, "eos": "é"}))
     saved = torch.load(checkpoint, weights_only=True)
-    saved["hyper_parameters"]["config"]["auto_map"] = names
+    coded = ("auto_map", "custom_pipelines", "custom_generate")
+    saved["hyper_parameters"]["config"].update(dict.fromkeys(coded, names))
     torch.save(saved, tmp_path / "strange.ckpt")
     export(tmp_path / "strange.ckpt", tmp_path / "plain", tokenizer=tokenizer)
-    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    assert not json.loads((tmp_path / "plain/config.json").read_text()).keys() & {*coded}
     assert json.loads((tmp_path / "plain/tokenizer_config.json").read_text()) == {"eos": "é"}
     # Only an export is replaced.
     (out / "notes.md").write_text("mine")

@@ -206,6 +206,18 @@ def test_an_evaluation_by_another_trainer_leaves_the_position_alone(tmp_path: Pa
     assert module.steps == [*range(5)]
 
 
+def test_a_new_run_that_has_evaluated_a_checkpoint_begins_at_its_own_beginning(tmp_path) -> None:
+    """As one that is compared with where it begins: the checkpoint's weights alone are taken."""
+    first = trainer(tmp_path, max_steps=3)
+    first.fit(Recorder(), data(validation_documents=10))
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    module, datamodule, runner = Recorder(), data(validation_documents=10), trainer(tmp_path)
+    runner.validate(module, datamodule, ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    runner.fit_loop.epoch_loop.max_steps = 2
+    runner.fit(module, datamodule)
+    assert module.steps == [0, 1]
+
+
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
     module, datamodule = Recorder(), data(validation_documents=10)
     runner = trainer(tmp_path, max_steps=6, val_check_interval=2, check_val_every_n_epoch=None)
@@ -275,7 +287,7 @@ def test_bad_input_is_answered(tmp_path: Path) -> None:
     ]:
         with pytest.raises(MisconfigurationException, match=message):
             trainer(tmp_path, max_steps=1).fit(module, datamodule)
-    with pytest.raises(MisconfigurationException, match="has no validation documents"):
+    with pytest.raises(MisconfigurationException, match="has no validation_documents"):
         trainer(tmp_path).validate(Recorder(), data())
     with pytest.raises(MisconfigurationException, match="needs a Trainer"):
         data().train_dataloader()
@@ -304,7 +316,7 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
     store = InMemoryDocuments([[1, 2], [3], [4, 5, 6]])
     trainer(tmp_path).test(module, data(test_documents=store), verbose=False)
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
-    with pytest.raises(MisconfigurationException, match="no test documents"):
+    with pytest.raises(MisconfigurationException, match="no test_documents"):
         trainer(tmp_path).test(Evaluated(), data())
 
 

@@ -152,10 +152,31 @@ def test_learning_rate_goes_by_tokens_and_resumes(tmp_path):
     assert later.rates == recorder.rates[4:]
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
+    loaded = LanguageModule.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert loaded.tokens_seen == 0, "a new run, in a loop of one's own too"
 
     anew = Recorder()
     trainer(tmp_path, max_steps=3, callbacks=[anew]).fit(resumed, loader(batches))
     assert anew.rates == recorder.rates[:3]
+
+
+def test_a_step_that_failed_and_is_trained_by_a_second_fit_has_its_own_rate(tmp_path):
+    class Fails(LanguageModule):
+        fails = True
+
+        def on_after_backward(self):
+            if self.fails and self.global_step == 2:
+                self.fails = False
+                raise ZeroDivisionError
+
+    options = {"learning_rate": 0.1, "warmup_tokens": 850, "seed": 3}
+    batches = [step_batch(documents(), step=step) for step in range(6)]
+    seen = Recorder()
+    run, broken = trainer(tmp_path, max_steps=6, callbacks=[seen]), Fails(config(), **options)
+    with pytest.raises(ZeroDivisionError):
+        run.fit(broken, loader(batches))
+    run.fit(broken, loader(batches[2:]))
+    assert seen.rates == pytest.approx([0.01 * step for step in range(6)])
 
 
 def test_a_run_goes_on_with_its_own_model_and_position(tmp_path):

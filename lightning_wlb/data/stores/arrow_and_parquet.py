@@ -12,8 +12,8 @@ includes the file's size and time of change. The copy of an older file is remove
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
 first opening of a Parquet file unpacks the columns and writes 4 bytes for each token and label
-(more than Parquet takes). Its memory is bounded by a few million tokens if the documents of a row
-group have similar lengths, else by the longest of them together.
+(more than Parquet takes). It takes the memory of 64 documents that follow one another, or of a few
+million tokens.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ PARTIAL = "lightning_wlb.partial.json"
 """The file that ``lightning-wlb tokenize`` keeps in a folder until the folder is complete."""
 
 _CACHE_VERSION = 2
-_TOKENS_AT_ONCE = 4_000_000
-"""Tokens of a Parquet file that are unpacked at once."""
+_TOKENS_AT_ONCE, _ROWS_AT_ONCE = 4_000_000, 64
+"""Tokens of a Parquet file that are written at once, and most of its rows that are unpacked."""
 
 
 class ArrowDocuments(CheckedDocuments):
@@ -307,13 +307,16 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
     most = 8 * path.stat().st_size + 1_000_000
     with pa.ipc.new_stream(str(folder / "data.arrow"), schema) as writer:
         for group in shown(range(parquet.num_row_groups), f"Reading {path.name}"):
-            rows = parquet.metadata.row_group(group).num_rows
+            rows, held, waiting = parquet.metadata.row_group(group).num_rows, [], 0
+            # Few rows at once, because a file may say that its rows have fewer tokens.
+            at_once = min(_ROWS_AT_ONCE, _TOKENS_AT_ONCE * rows // max(1, rows, counts[group]))
             for batch in parquet.iter_batches(
-                max(1, _TOKENS_AT_ONCE * rows // max(1, rows, counts[group])),
-                row_groups=[group],
-                columns=columns.names,
+                max(1, at_once), row_groups=[group], columns=columns.names
             ):
-                counts[group] -= len(batch.column(columns.tokens).values)
+                tokens = len(batch.column(columns.tokens).values)
+                counts[group], waiting = counts[group] - tokens, waiting + tokens
+                if any(len(batch.column(name).values) > tokens for name in columns.names):
+                    raise ValueError(f"{path} has more values than {columns.tokens!r}. Mend it.")
                 if counts[group] < 0:
                     raise ValueError(
                         f"{path}: row group {group} unpacks to more tokens than it says. The file"
@@ -325,7 +328,11 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
                         f"{path} has more rows than are believed of a file of its size: 8 a byte,"
                         " and a million. Leave empty rows out, or make the file again."
                     )
-                writer.write_batch(batch.select(columns.names).cast(schema))
+                held.append(batch.select(columns.names).cast(schema))
+                if waiting >= _TOKENS_AT_ONCE:
+                    writer.write_table(pa.Table.from_batches(held).combine_chunks())
+                    held, waiting = [], 0
+            writer.write_table(pa.Table.from_batches(held, schema).combine_chunks())
 
 
 def check_room(folder: Path, needed: int, source: Path) -> None:

@@ -217,7 +217,8 @@ def write_model(
         for own, value in revert_weight_conversion(model, state).items():
             files.add(own, value)
         report(number + 1, len(groups))
-    vars(config).pop("auto_map", None)  # names code in the folder from which training began
+    for name in ("auto_map", "custom_pipelines", "custom_generate"):  # of where training began
+        vars(config).pop(name, None)  # they name code, which would be passed on
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = dtype

@@ -59,6 +59,27 @@ def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path,
         documents(path)
 
 
+def test_no_file_has_many_rows_unpacked_by_saying_that_they_are_short(tmp_path, monkeypatch):
+    seen = []
+    read = pq.ParquetFile.iter_batches
+
+    def reads(self, rows, **options):
+        seen.append(rows)
+        return read(self, rows, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", reads)
+    texts = [[number] * (number % 7 + 1) for number in range(1000)]
+    monkeypatch.setattr(parquet, "_TOKENS_AT_ONCE", 500)  # the copy is written in several parts
+    pq.write_table(pa.table({"input_ids": texts}), tmp_path / "a.parquet")
+    check(documents(tmp_path / "a.parquet"), texts)
+    both = pa.table({"input_ids": [[7]] * 1000, "loss_mask": [[True] * 1000] * 1000})
+    pq.write_table(both, tmp_path / "both.parquet")
+    monkeypatch.setattr(parquet, "_token_counts", lambda *_: [1000])
+    with pytest.raises(ValueError, match=r"both.parquet has more values than 'input_ids'"):
+        documents(tmp_path / "both.parquet")
+    assert max(seen) == 64
+
+
 def test_hidden_files_are_passed_over_and_copies_refused(tmp_path):
     path = write_parquet(tmp_path / "train-00000-of-00001.parquet", [[7] * 10])
     shutil.copy(path, tmp_path / ".x.parquet")
