@@ -247,6 +247,8 @@ def make_shared(folder: Path, ranks: Ranks) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint, or a link; its name never belongs to a part of a checkpoint."""
     gone = f"{_ASIDE}/{path.name}-{uuid.uuid4().hex}"
+    if not path.parent.is_dir():
+        return
     with _opened(path.parent) as folder:
         # After opening: a stranger may exchange a folder of his for a link while the run trains.
         check_links(path.parent)

@@ -38,7 +38,6 @@ class LoadsCheckpoints(L.LightningModule):
 
     describing: ClassVar[frozenset[str]] = frozenset()
     """Fields of ``config`` that do not affect what the model computes."""
-    tokens_seen: int
 
     def compare_config(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint was saved with another config."""
@@ -116,7 +115,6 @@ class LoadsCheckpoints(L.LightningModule):
         finally:
             STORED.reset(token)
         assert isinstance(module, cls)
-        module.tokens_seen = 0  # the learning rate of a new run begins anew
         return module if map_location is None else module.to(map_location)
 
 

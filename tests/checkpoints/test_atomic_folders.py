@@ -108,6 +108,7 @@ def test_what_somebody_else_keeps_there_stays(tmp_path):
         write(tmp_path / "run", "new")
     atomic_folders.finish(write(tmp_path / "other", "new"))
     atomic_folders.remove(tmp_path / "other")
+    atomic_folders.remove(tmp_path / "gone" / "other")
     found = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
     assert found == {".partial/thesis", ".old/run/notes"}
 

@@ -152,8 +152,6 @@ def test_learning_rate_goes_by_tokens_and_resumes(tmp_path):
     assert later.rates == recorder.rates[4:]
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
-    loaded = LanguageModule.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert loaded.tokens_seen == 0, "a new run, in a loop of one's own too"
 
     anew = Recorder()
     trainer(tmp_path, max_steps=3, callbacks=[anew]).fit(resumed, loader(batches))

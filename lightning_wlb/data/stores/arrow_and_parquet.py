@@ -315,8 +315,9 @@ def _write(folder: Path, parquet: Any, columns: Columns, path: Path) -> None:
             ):
                 tokens = len(batch.column(columns.tokens).values)
                 counts[group], waiting = counts[group] - tokens, waiting + tokens
-                if any(len(batch.column(name).values) > tokens for name in columns.names):
-                    raise ValueError(f"{path} has more values than {columns.tokens!r}. Mend it.")
+                longer = [name for name in columns.names if len(batch.column(name).values) > tokens]
+                if longer:
+                    raise ValueError(f"{path}: {longer[0]!r} has more values than tokens. Mend it.")
                 if counts[group] < 0:
                     raise ValueError(
                         f"{path}: row group {group} unpacks to more tokens than it says. The file"
