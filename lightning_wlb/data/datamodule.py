@@ -145,6 +145,8 @@ class WLBDataModule(L.LightningDataModule):
             refuse_other_namespace(f"WLBDataModule was given to a Trainer of {home}.")
         if trainer is not None:  # Lightning sets it at each run
             refuse_two_runs(self._trainer, trainer, self)
+            # What an earlier run was refused, from which this one would go on.
+            trainer._checkpoint_connector._loaded_checkpoint = {}
             if self._positions is None:
                 self._positions = WeakKeyDictionary()
             self._consumed = self._positions.setdefault(trainer, ConsumedState())
@@ -193,9 +195,7 @@ class WLBDataModule(L.LightningDataModule):
         """The steps of one pass over the test documents, in the store's order."""
         store = self._stores()[2]
         if store is None:
-            raise MisconfigurationException(
-                "WLBDataModule has no test_documents: give some, or a number to hold out."
-            )
+            raise MisconfigurationException("No test_documents: give some, or a number of them.")
         return self._evaluation(store)
 
     def predict_dataloader(self) -> NoReturn:

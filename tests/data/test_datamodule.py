@@ -4,6 +4,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -218,6 +219,18 @@ def test_a_new_run_that_has_evaluated_a_checkpoint_begins_at_its_own_beginning(t
     assert module.steps == [0, 1]
 
 
+def test_no_run_goes_on_from_a_checkpoint_that_an_earlier_one_was_refused(tmp_path) -> None:
+    first = trainer(tmp_path, max_steps=3)
+    first.fit(Recorder(), data())
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    runner, fresh = trainer(tmp_path, max_steps=4), Recorder()
+    fails = mock.patch.object(Recorder, "on_load_checkpoint", side_effect=ZeroDivisionError)
+    with fails, pytest.raises(ZeroDivisionError):
+        runner.fit(Recorder(), data(), ckpt_path=tmp_path / "three.ckpt")
+    runner.fit(fresh, data())
+    assert fresh.steps == [0, 1, 2, 3]
+
+
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:
     module, datamodule = Recorder(), data(validation_documents=10)
     runner = trainer(tmp_path, max_steps=6, val_check_interval=2, check_val_every_n_epoch=None)
@@ -316,7 +329,7 @@ def test_test_documents_are_read_once(tmp_path: Path) -> None:
     store = InMemoryDocuments([[1, 2], [3], [4, 5, 6]])
     trainer(tmp_path).test(module, data(test_documents=store), verbose=False)
     assert sorted(number for step in module.validated for number in step) == [0, 1, 2]
-    with pytest.raises(MisconfigurationException, match="no test_documents"):
+    with pytest.raises(MisconfigurationException, match="No test_documents"):
         trainer(tmp_path).test(Evaluated(), data())
 
 
