@@ -42,6 +42,7 @@ class AnyTrainer(SimpleNamespace):
 
     __hash__ = object.__hash__
     state = SimpleNamespace(fn=None)
+    _checkpoint_connector = SimpleNamespace()
 
 
 MODULE = SimpleNamespace(model_shape=SHAPE, planned_checkpointing="auto")
