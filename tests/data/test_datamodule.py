@@ -4,7 +4,6 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -205,30 +204,6 @@ def test_an_evaluation_by_another_trainer_leaves_the_position_alone(tmp_path: Pa
     runner.fit_loop.epoch_loop.max_steps = 5
     runner.fit(module, datamodule)
     assert module.steps == [*range(5)]
-
-
-def test_a_new_run_that_has_evaluated_a_checkpoint_begins_at_its_own_beginning(tmp_path) -> None:
-    """As one that is compared with where it begins: the checkpoint's weights alone are taken."""
-    first = trainer(tmp_path, max_steps=3)
-    first.fit(Recorder(), data(validation_documents=10))
-    first.save_checkpoint(tmp_path / "three.ckpt")
-    module, datamodule, runner = Recorder(), data(validation_documents=10), trainer(tmp_path)
-    runner.validate(module, datamodule, ckpt_path=tmp_path / "three.ckpt", verbose=False)
-    runner.fit_loop.epoch_loop.max_steps = 2
-    runner.fit(module, datamodule)
-    assert module.steps == [0, 1]
-
-
-def test_no_run_goes_on_from_a_checkpoint_that_an_earlier_one_was_refused(tmp_path) -> None:
-    first = trainer(tmp_path, max_steps=3)
-    first.fit(Recorder(), data())
-    first.save_checkpoint(tmp_path / "three.ckpt")
-    runner, fresh = trainer(tmp_path, max_steps=4), Recorder()
-    fails = mock.patch.object(Recorder, "on_load_checkpoint", side_effect=ZeroDivisionError)
-    with fails, pytest.raises(ZeroDivisionError):
-        runner.fit(Recorder(), data(), ckpt_path=tmp_path / "three.ckpt")
-    runner.fit(fresh, data())
-    assert fresh.steps == [0, 1, 2, 3]
 
 
 def test_validation_leaves_the_position_alone(tmp_path: Path) -> None:

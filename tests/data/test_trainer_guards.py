@@ -120,21 +120,6 @@ class Two(LanguageModule):
         second.step()
 
 
-def test_accelerate_is_not_given_a_loader_of_steps():
-    """It takes a batch ahead, so that the position of the user's loader would be a step ahead."""
-    accelerate = pytest.importorskip("accelerate")
-    state = pytest.importorskip("accelerate.state")
-    settings = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
-    try:
-        prepared = accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(
-            steps_of(module())
-        )
-        with pytest.raises(MisconfigurationException, match="given to accelerator"):
-            next(iter(prepared))
-    finally:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def test_gradients_of_several_batches_are_not_added_up_by_hand(tmp_path):
     """Each epoch would have repeated the last one, and half of the tokens been counted."""
     data = WLBDataModule(documents(), context_window=32, micro_batches=1, num_workers=0)

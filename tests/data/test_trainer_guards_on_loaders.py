@@ -1,6 +1,7 @@
 """What a Trainer trains on is noted, and what it trains stays its own until the fit is over."""
 
 import copy
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -100,6 +101,21 @@ def test_nor_is_one_of_the_users_own_by_a_module_with_that_hook(tmp_path):
         trainer(tmp_path, max_steps=1).fit(made(Watches), StepLoader(dataset()))
 
 
+def test_accelerate_is_not_given_a_loader_of_steps():
+    """It takes a batch ahead, so that the position of the user's loader would be a step ahead."""
+    accelerate = pytest.importorskip("accelerate")
+    state = pytest.importorskip("accelerate.state")
+    settings = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+    try:
+        prepared = accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(
+            StepLoader(dataset())
+        )
+        with pytest.raises(MisconfigurationException, match="given to accelerator"):
+            next(iter(prepared))
+    finally:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_data_module_that_passes_its_batches_on_may_hold_one(tmp_path):
     module, whole = made(), made()
     trainer(tmp_path, max_epochs=2).fit(module, Forwards())
@@ -155,3 +171,20 @@ def test_a_part_of_another_module_has_no_schedule_by_tokens(tmp_path, options):
     else:
         run.fit(Around(), opened())
         assert run.global_step == 2
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_run_without_a_checkpoint_begins_at_its_own_beginning(tmp_path, refused):
+    """Whether the Trainer has evaluated a checkpoint, or a fit was refused one, before."""
+    first, run = trainer(tmp_path, max_steps=3), trainer(tmp_path, max_steps=2)
+    first.fit(made(), opened())
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    module, data = made(), opened(validation_documents=documents())
+    if refused:
+        fails = mock.patch.object(Taken, "on_load_checkpoint", side_effect=ZeroDivisionError)
+        with fails, pytest.raises(ZeroDivisionError):
+            run.fit(made(), data, ckpt_path=tmp_path / "three.ckpt")
+    else:
+        run.validate(module, data, ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    run.fit(module, data)
+    assert module.steps == [(0, 0), (0, 1)]
