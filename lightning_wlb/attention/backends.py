@@ -125,8 +125,7 @@ class VarlenAttention:
     def __init__(self, backend: str = "auto") -> None:
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(
-                f"unknown attention backend {backend!r}; the known ones are"
-                f" {', '.join(['auto', *BACKENDS])}."
+                f"unknown backend {backend!r}; known are {', '.join(['auto', *BACKENDS])}."
             )
         self.backend = backend
         self._kernels: dict[str, tuple[str, Kernel]] = {}

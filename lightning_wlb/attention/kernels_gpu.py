@@ -108,9 +108,8 @@ def load_flash() -> tuple[str, Kernel]:
         if options.softcap is not None:
             if generation == 4:
                 raise ValueError(
-                    f"softcap={options.softcap}: flash-attn 4 has no backward that caps scores of"
-                    " packed segments. Install flash-attn 2.7 or newer, of 2.x, or FlashAttention-3"
-                    " on Hopper."
+                    f"softcap={options.softcap}: flash-attn 4 cannot cap packed scores in backward."
+                    " Install flash-attn 2 (2.7 or newer), or FlashAttention-3 on Hopper."
                 )
             extra["softcap"] = options.softcap
         # By keyword, because the order of parameters differs between generations.

@@ -28,7 +28,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -187,7 +187,8 @@ def finish(aside: PartialFolder) -> None:
             _delete_old(path)
             old = old_folder(path)
             make_folder(old.parent)
-            with _opened_old(path) as folder:
+            # Not if it is a link by now, made by a stranger while shards were written.
+            with _opened(old.parent, os.O_NOFOLLOW) as folder:
                 os.rename(path, path.name, dst_dir_fd=folder)
             undo.callback(old.rename, path)
             sync_folder(old.parent)
@@ -314,16 +315,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(folder)
 
 
-def _opened_old(path: Path) -> AbstractContextManager[int]:
-    """Open ``.old`` beside a path; OSError if it is a link by now: :func:`begin` saw none.
-
-    A stranger may have made the link while shards were written, to somebody else's files.
-    """
-    return _opened(path.parent / _REPLACED, os.O_NOFOLLOW)
-
-
 def _delete_old(path: Path) -> None:
-    with suppress(FileNotFoundError), _opened_old(path) as folder:
+    with suppress(FileNotFoundError), _opened(path.parent / _REPLACED, os.O_NOFOLLOW) as folder:
         _delete_at(path.name, folder)
 
 

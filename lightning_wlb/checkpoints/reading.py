@@ -188,7 +188,6 @@ def _read_rest(folder: Path, listed: Manifest) -> dict[str, Any]:
     rest = load_state(folder / REST)
     if rest.pop(OWN, None) != {"save": listed.save}:
         raise manifest.Damaged(
-            f"{folder} is damaged: {REST} is of another save than {manifest.NAME}. Use another"
-            " checkpoint."
+            f"{folder} is damaged, {REST} is of another save than {manifest.NAME}. Use another."
         )
     return rest

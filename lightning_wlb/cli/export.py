@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         help="tokenizer.json, or its folder, to copy beside the weights with the files that belong"
-        " to it, or a file of another name, to copy alone (default: the one that training started"
-        " from)",
+        " to it, or a file of another name, to copy alone (default: the one training started from)",
     )
     parser.add_argument(
         "--dtype",

@@ -130,8 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         required=True,
-        help=f"device profile: {', '.join(shipped_profiles())}, or a file that `lightning-wlb"
-        " profile` wrote",
+        help=f"{', '.join(shipped_profiles())}, or a file that `lightning-wlb profile` wrote",
     )
     add(
         "--precision",
@@ -141,8 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--reduce-dtype",
         choices=("float32", "bfloat16"),
-        help="dtype in which tensor- and context-parallel ranks send what they add up (default:"
-        " float32 or wider)",
+        help="dtype in which tensor- and context-parallel ranks send sums (default float32)",
     )
     add("--compile", action="store_true", help="predict runs of modules with compile=True")
     add(
@@ -192,8 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write",
         type=Path,
         metavar="PLANS.jsonl",
-        help="write the plans of the last row, one step a line (docs/planner.md says what a line"
-        " means)",
+        help="write the plans of the last row, one step a line (see docs/planner.md)",
     )
     add("--json", action="store_true", help="print one JSON object as the last line")
 

@@ -206,8 +206,7 @@ class WLBDataModule(L.LightningDataModule):
         if isinstance(store, MixedDocuments):
             raise MisconfigurationException(
                 f"{store!r} is a mixture, whose stores are repeated in proportions, but validation"
-                " and test pass every document once. Give one store, or a number of documents to"
-                " hold out."
+                " and test pass every document once. Give one store, or a number to hold out."
             )
         settings = replace(self.settings, shuffle=False, max_tokens=None)
         return self._loader(self._dataset(store, settings), lambda: None)

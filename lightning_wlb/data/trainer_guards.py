@@ -122,9 +122,8 @@ def refuse_without_position(batch: Any) -> None:
     if not isinstance(batch, StepBatch):
         raise MisconfigurationException(
             f"A batch to train on came as a {type(batch).__name__}: the position in the documents"
-            " would not move, and every epoch and every resumed run repeat them. Let"
-            " train_dataloader return the loader of WLBDataModule as it is, and"
-            " on_before_batch_transfer its StepBatch."
+            " would not move, and every epoch and resumed run repeat them. Let train_dataloader"
+            " return WLBDataModule's loader as it is, and on_before_batch_transfer its StepBatch."
         )
 
 
@@ -313,6 +312,26 @@ def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
     # Lightning calls forward and backward in a closure, and then hooks in _after_closure.
     names = {frame.f_code.co_name for frame, _ in walk_tb(failed.__traceback__)}
     return steps.ready > steps.completed and names.isdisjoint({"closure", "_after_closure"})
+
+
+def fit_of(trainer: L.Trainer, before: object) -> object:
+    """What identifies a Trainer's fit, also in a copy; in a learning rate search ``before``."""
+    return before if called_by("_lr_find") else trainer.fit_loop.epoch_progress
+
+
+def has_other_weights(trainer: L.Trainer | None, fit: object, tokens: int) -> bool:
+    """Whether the weights of a fit are not those after the Trainer's steps, which a warning says.
+
+    ``tokens``: those that the module has seen. A module without any may have new weights.
+    """
+    if trainer is None or fit is fit_of(trainer, fit) or not (trainer.global_step or tokens):
+        return False
+    rank_zero_warn(
+        f"The weights are not those after this Trainer's {trainer.global_step} steps: an evaluation"
+        " has loaded a checkpoint, or another Trainer or module has been there since. A fit goes on"
+        " from them, but cannot resume from a checkpoint of them."
+    )
+    return True
 
 
 def refuse_evaluated() -> NoReturn:

@@ -115,8 +115,7 @@ class LanguageModule(LoadsCheckpoints):
         if decay_tokens is not None and decay_tokens <= warmup_tokens:
             raise ValueError(
                 f"warmup_tokens={warmup_tokens}, decay_tokens={decay_tokens}: the decay ends at"
-                " decay_tokens, counted from the start of training. Give"
-                " 0 <= warmup_tokens < decay_tokens."
+                " decay_tokens, counted from the start. Give 0 <= warmup_tokens < decay_tokens."
             )
         self.config, plain = self.read_config(config)
         self.save_hyperparameters(ignore=["config"])
@@ -131,6 +130,7 @@ class LanguageModule(LoadsCheckpoints):
         self.tokens_seen = 0
         # The last counted step: its tokens, its Trainer and the number of steps before it.
         self._counted = 0, 0, 0
+        self._fit: object = None  # the progress of the fit of which weights and tokens_seen are
 
     def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
         """The configuration that ``config`` gives, and the same in plain types for checkpoints."""
@@ -162,6 +162,8 @@ class LanguageModule(LoadsCheckpoints):
 
     def on_train_start(self) -> None:
         """Let a resumed run count epochs as an unbroken one; WLBStrategy does so itself."""
+        trainer_guards.has_other_weights(self.trainer, self._fit, 0)
+        self._fit = trainer_guards.fit_of(self.trainer, self._fit)
         if not isinstance(self.trainer.strategy, PlanningStrategy):
             trainer_guards.count_as_unbroken(self.trainer)
 
@@ -305,10 +307,9 @@ class LanguageModule(LoadsCheckpoints):
         for micro_batch in batch.micro_batches:
             if planned not in ("auto", micro_batch.recompute):
                 raise ValueError(
-                    f"the plan has a micro-batch that recomputes {micro_batch.recompute!r}, but"
-                    " plans for this module and its model have"
-                    f" activation_checkpointing={planned!r}. Give StepDataset.for_model"
-                    " activation_checkpointing=module.planned_checkpointing."
+                    f"a micro-batch of the plan recomputes {micro_batch.recompute!r}, but plans for"
+                    f" this module and its model have activation_checkpointing={planned!r}. Give"
+                    " StepDataset.for_model activation_checkpointing=module.planned_checkpointing."
                 )
 
     def log(self, *args: Any, **options: Any) -> None:
@@ -363,7 +364,9 @@ class LanguageModule(LoadsCheckpoints):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save ``tokens_seen``; an epoch that was cut short is not over."""
         trainer_guards.leave_open_epoch(checkpoint)
-        checkpoint["tokens_seen"] = self._tokens_taken()
+        checkpoint["tokens_seen"] = tokens = self._tokens_taken()
+        if trainer_guards.has_other_weights(trainer_guards.saving_trainer(), self._fit, tokens):
+            checkpoint["evaluated"] = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore ``tokens_seen``, and convert optimizer state from parameter names to numbers.
@@ -377,17 +380,10 @@ class LanguageModule(LoadsCheckpoints):
             return
         self.compare_config(checkpoint)
         if self.trainer.state.fn != TrainerFn.FITTING:
+            self._fit = None
             return
-        data = getattr(self.trainer, "datamodule", None)
-        name = type(data).__qualname__
-        position = (checkpoint.get(name) or {}).get("planner", data)
-        begun = position is None and checkpoint.get("global_step")  # only an edit can lead to this
-        if data is not None and (begun or position is data):
-            raise ValueError(
-                f"the checkpoint has no position in the documents of a {name}, the class name by"
-                " which Lightning looks it up: documents would be repeated. Resume with the data"
-                " module's class, of the same name, with which the checkpoint was saved."
-            )
+        self.require_position(checkpoint)
+        self._fit = trainer_guards.fit_of(self.trainer, self._fit)
         if states := checkpoint.get("optimizer_states"):
             checkpoint["optimizer_states"] = numbered(self, states)
 

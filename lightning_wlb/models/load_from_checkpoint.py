@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_wlb.checkpoints.stored_checkpoint import StoredCheckpoint
+from lightning_wlb.data.trainer_guards import refuse_evaluated
 from lightning_wlb.models.decoder import STORED, StoredWeights
 
 
@@ -56,6 +57,21 @@ class LoadsCheckpoints(L.LightningModule):
                 f" {changed}. Resume with the config of the checkpoint. For a new run with another"
                 " give it to load_from_checkpoint; with a Hugging Face model's, export the"
                 " checkpoint, change config.json and start from it by pretrained."
+            )
+
+    def require_position(self, checkpoint: dict[str, Any]) -> None:
+        """Raise an error if no fit can go on from a checkpoint's weights in its documents."""
+        if "evaluated" in checkpoint:
+            refuse_evaluated()
+        data = getattr(self.trainer, "datamodule", None)
+        name = type(data).__qualname__
+        position = (checkpoint.get(name) or {}).get("planner", data)
+        begun = position is None and checkpoint.get("global_step")  # only an edit can lead to this
+        if data is not None and (begun or position is data):
+            raise ValueError(
+                f"the checkpoint has no position in the documents of a {name}, the class name by"
+                " which Lightning looks it up: documents would be repeated. Resume with the data"
+                " module's class, of the same name, with which the checkpoint was saved."
             )
 
     @_restricted_classmethod

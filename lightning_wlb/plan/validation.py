@@ -174,8 +174,7 @@ def _check_order(step: int, replicas: Sequence[ReplicaPlan]) -> None:
                     at, before = seen[key]
                     raise ValueError(
                         f"step {step}, replica {number}: slice {before} in micro-batch {at} runs"
-                        f" before {part} in micro-batch {index}; slices of a piece run in order,"
-                        " each once."
+                        f" before {part} in micro-batch {index}; slices run in order, each once."
                     )
                 seen[key] = index, part
 

@@ -71,7 +71,6 @@ class Checkpointer:
         self._start: str | None = None  # the checkpoint that the run resumes from, if any
         self._begun, self._resumes, self._restored = True, False, True
         self._thread: int | None = None  # the thread that trains now
-        self._read_to_evaluate = False  # weights were read since the last fit, optimizers were not
         self._handled = id(None)  # the exception that the script handled as it started this run
         self._jobs = BackgroundSaves()
         self._keepers: list[ModelCheckpoint] = []  # those whose file system and links are ours
@@ -104,7 +103,6 @@ class Checkpointer:
             start = connector._parse_ckpt_path(TrainerFn.FITTING, start, True, True)
         self._start = None if start in (None, "last") else str(start)
         self._restored = self._start is None or not fitting
-        self._read_to_evaluate = self._read_to_evaluate and not fitting
         with nullcontext() if fitting else resuming.own_weights(trainer, call.arguments):
             return launch(function, *call.args, trainer=trainer, **call.kwargs)
 
@@ -168,7 +166,7 @@ class Checkpointer:
                 " attempt would take it for the newest. Save in on_train_start, not on_fit_start."
             )
         weights_only = "optimizer_states" not in checkpoint
-        if not optimizers or self._read_to_evaluate:
+        if not optimizers or "evaluated" in checkpoint:
             # Outside of a fit a save has nothing to resume from: "last" passes it over.
             checkpoint.pop(resuming.RESUMABLE, None)
             weights_only = True
@@ -342,7 +340,6 @@ class Checkpointer:
             )
         self._restored = self._restored or not taken.name.startswith(resuming.SEARCH)
         self._run.knows(taken)
-        self._read_to_evaluate = not fitting
         resuming.check_counts(rest, taken, trainer)
         resuming.forget_others(rest, taken, trainer)
         # Lightning logs this path as restored, and ModelCheckpoint does not remove it.

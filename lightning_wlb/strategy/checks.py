@@ -78,8 +78,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         if isinstance(each, BatchSizeFinder):
             raise MisconfigurationException(
                 f"{name} looks for a batch size, but the size of a step is that of its documents."
-                " Remove it; lightning-wlb plan says how many tokens of a micro-batch (cap) fit in"
-                " memory."
+                " Remove it; lightning-wlb plan says how many tokens (cap) fit in memory."
             )
         elif isinstance(each, ModelPruning):
             raise MisconfigurationException(
@@ -148,8 +147,7 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
     if any(isinstance(each, LBFGS) for each in module.trainer.optimizers):
         raise MisconfigurationException(
             "LBFGS evaluates the loss several times per step and needs the whole gradient on every"
-            " rank, which sharded parameters do not have. Use AdamW or another first-order"
-            " optimizer."
+            " rank, which sharded parameters do not have. Use a first-order optimizer."
         )
 
 
@@ -176,9 +174,9 @@ def check_precision(plugin: Precision) -> None:
     """Raise MisconfigurationException for a user's own plugin: only its name would be used."""
     if not type(plugin).__module__.startswith("lightning."):
         raise MisconfigurationException(
-            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}:"
-            " parameters are cast where they are gathered, and there is no autocast. Remove it and"
-            " use Trainer(precision=...)."
+            f"WLBStrategy would not run the precision plugin {type(plugin).__name__}: parameters"
+            " are cast where gathered, and there is no autocast. Remove it and use"
+            " Trainer(precision=...)."
         )
 
 

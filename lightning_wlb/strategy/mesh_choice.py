@@ -174,9 +174,8 @@ def choose_run_mesh(
             PROGRESS.begin()
             return mesh, schedule, True, profile
         rank_zero_info(
-            "WLBStrategy: no mesh is chosen, since no device profile is known of"
-            f" {devices.device.type} devices on {devices.nodes} nodes. Give"
-            " WLBDataModule(profile=...), or the sizes."
+            f"WLBStrategy: no mesh is chosen: no device profile is known of {devices.device.type}"
+            f" devices on {devices.nodes} nodes. Give WLBDataModule(profile=...), or the sizes."
         )
     rank_zero_info(f"WLBStrategy: mesh {mesh}")
     return mesh, schedule, searched, profile

@@ -284,7 +284,13 @@ def strangers(rank: int, home: Path) -> tuple[list[str], list[str], str, list[bo
     runner.fit_loop.max_epochs, runner.fit_loop.epoch_loop.max_steps = 9, 3
     runner.fit(runner.lightning_module, runner.datamodule)
     runner.save_checkpoint(home / "again.ckpt")
-    saved = ("trained", "evaluated", "again")
+    other = trainer(WLBStrategy(), 1)
+    given = data(SMALL, validation_documents=4)
+    other.validate(
+        runner.lightning_module, given, ckpt_path=home / "victim/one.ckpt", verbose=False
+    )
+    runner.save_checkpoint(home / "other.ckpt")
+    saved = ("trained", "evaluated", "again", "other")
     resumable = [resuming.can_resume(home / f"{name}.ckpt") for name in saved]
     there = names(list((home / "victim").iterdir()))
     return there, [str(each.message) for each in said], best, resumable
@@ -296,7 +302,7 @@ def test_what_a_stranger_remembers_is_not_removed_and_an_evaluated_one_not_resum
     assert sum("they are forgotten, and neither removed nor the best" in each for each in said) == 1
     assert Path(best).parent == tmp_path / "kept"
     # Weights of one checkpoint with the optimizers of another are nothing to go on from.
-    assert resumable == [True, False, True]
+    assert resumable == [True, False, True, False]
 
 
 def counts(rank: int, home: Path) -> list[str]:

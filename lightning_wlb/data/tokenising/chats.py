@@ -272,7 +272,6 @@ def _learned(spans: list[Span], learned: list[bool]) -> list[Span]:
     if len(spans) != len(learned):
         raise ValueError(
             f"it marks {len(spans)} parts for {len(learned)} messages of the assistant, so that"
-            " those of weight 0 cannot be told from the others. Use a template that marks each"
-            " message once."
+            " those of weight 0 cannot be told from the others. A template must mark each once."
         )
     return [span for span, counts in zip(spans, learned, strict=True) if counts]

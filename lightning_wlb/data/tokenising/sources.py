@@ -229,8 +229,7 @@ def _record(line: bytes, path: Path, at: int) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=file_checks.unambiguous)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{_place(path, at)} is no UTF-8 from byte {error.start} of the line on. Convert the"
-            " file to UTF-8."
+            f"{_place(path, at)} is no UTF-8 from byte {error.start} of the line on. Convert it."
         ) from error
     except json.JSONDecodeError as error:
         raise ValueError(

@@ -132,10 +132,7 @@ class TextEncoder:
         elif self._eos is False:
             end = "have no end-of-document token, as asked"
         else:
-            end = (
-                "have no end-of-document token, since the tokenizer names none (--eos TOKEN,"
-                " eos: TOKEN adds one)"
-            )
+            end = "have no end-of-document token, as the tokenizer names none (eos adds one)"
         return f"Documents {' and '.join(filter(None, (start, end)))}."
 
 
@@ -215,8 +212,7 @@ def hugging_face_tokenizer(name: str) -> Any:
         from transformers.tokenization_utils_base import get_fast_tokenizer_file
     except ImportError as error:
         raise ValueError(
-            f"The tokenizer {name!r} is no tokenizer.json file, and any other needs transformers:"
-            f" {EXTRA}."
+            f"The tokenizer {name!r} is no tokenizer.json file, others need transformers: {EXTRA}."
         ) from error
     with explained(f"The tokenizer {name!r} cannot be opened"):
         folder = Path(name) if is_here(name) else hub_copy(name)

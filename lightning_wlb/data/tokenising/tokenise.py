@@ -90,8 +90,7 @@ class TokeniseRequest:
             raise wrong_type("eos", self.eos, f"{token}, or False for none")
         if self.kind == "chats" and self.eos is not True:
             raise ValueError(
-                f"eos={self.eos!r} for chats, whose end is what the chat template writes. Leave it"
-                " out."
+                f"eos={self.eos!r} for chats, whose end the chat template writes. Leave it out."
             )
         if not self.files.is_lines and (self.kind == "chats" or self.column not in (None, "text")):
             raise ValueError(
