@@ -208,14 +208,14 @@ def check_model(path: str | Path) -> None:
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse tokenizer settings that name files, and entries of special tokens that are none."""
+    """Refuse settings that name files or ask for code, and special tokens that are none."""
     fields = read_json(path)
     for name, value in fields.items() if isinstance(fields, Mapping) else ():
         opens = isinstance(value, str) and name in _OPENED
         opens |= name == "fast_tokenizer_files" and re.search(r"[/\\]", str(value)) is not None
-        opens |= name == "init_inputs" and bool(value)
+        opens |= name in ("init_inputs", "trust_remote_code") and bool(value)
         # A special tokens map overrides other settings, even those that were checked before.
         if opens or (path.name == "special_tokens_map.json" and not _TOKENS.fullmatch(name)):
             raise ValueError(
-                f"{path} has {name}={value!r:.80}, which may open files elsewhere: take it out."
+                f"{path} has {name}={value!r:.80}, which may open files elsewhere, or code: take it out."
             )

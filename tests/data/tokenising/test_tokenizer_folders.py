@@ -125,6 +125,7 @@ def test_a_tokenizer_of_one_s_own_beside_a_model_is_the_file_s(tmp_path) -> None
     [
         *(("vocab", "/dev/zero"), ("merges", "/dev/zero"), ("gguf_file", "/dev/zero")),
         *(("vocab_file", "/dev/zero"), ("merges_file", "/dev/zero"), ("spm_file", "/dev/zero")),
+        ("trust_remote_code", True),  # which some calls within transformers heed
         *(("init_inputs", ["/dev/zero"]), ("fast_tokenizer_files", ["/tmp/tokenizer.4.0.json"])),
     ],
 )
