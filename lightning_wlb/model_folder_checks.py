@@ -217,5 +217,5 @@ def _check_settings(path: Path) -> None:
         # A special tokens map overrides other settings, even those that were checked before.
         if opens or (path.name == "special_tokens_map.json" and not _TOKENS.fullmatch(name)):
             raise ValueError(
-                f"{path} has {name}={value!r:.80}, which may open files elsewhere, or code: take it out."
+                f"{path} has {name}={value!r:.80}, which may open files elsewhere: take it out."
             )

@@ -125,7 +125,6 @@ def test_a_tokenizer_of_one_s_own_beside_a_model_is_the_file_s(tmp_path) -> None
     [
         *(("vocab", "/dev/zero"), ("merges", "/dev/zero"), ("gguf_file", "/dev/zero")),
         *(("vocab_file", "/dev/zero"), ("merges_file", "/dev/zero"), ("spm_file", "/dev/zero")),
-        ("trust_remote_code", True),  # which some calls within transformers heed
         *(("init_inputs", ["/dev/zero"]), ("fast_tokenizer_files", ["/tmp/tokenizer.4.0.json"])),
     ],
 )
@@ -140,6 +139,21 @@ def test_no_file_elsewhere_is_a_folder_s_vocabulary(tmp_path, field, value) -> N
         said = re.escape(f"{name} has {field}={value!r}, which may open files")
         with pytest.raises(ValueError, match=said):
             TextEncoder(str(tmp_path), "text")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_settings_that_ask_for_code_reach_no_call_of_transformers(tmp_path, name, monkeypatch):
+    """Some of its calls pass them on to others, past what was said to the first."""
+    transformers = pytest.importorskip("transformers")
+    path = Path(saved_chat_tokenizer(tmp_path, None))
+    settings = json.loads((path / name).read_text()) if (path / name).exists() else {}
+    (path / name).write_text(json.dumps(settings | {"trust_remote_code": False}))
+    if name == "tokenizer_config.json":
+        TextEncoder(str(path), "text")
+    (path / name).write_text(json.dumps(settings | {"trust_remote_code": True}))
+    monkeypatch.delattr(transformers.AutoTokenizer, "from_pretrained")
+    with pytest.raises(ValueError, match="It asks for Python code of its own, which is not run"):
+        TextEncoder(str(path), "text")
 
 
 @pytest.mark.parametrize(
