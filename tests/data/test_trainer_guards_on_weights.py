@@ -138,6 +138,16 @@ def test_a_run_that_keeps_or_restores_its_weights_hears_nothing(tmp_path, fit):
     quietly(new.save_checkpoint, tmp_path / "new.ckpt")
 
 
+def test_nor_does_a_fit_resume_from_weights_without_their_steps(tmp_path, fit):
+    read, run = LanguageModule.load_from_checkpoint(fit[2]), trainer(tmp_path)
+    run.validate(read, opened(), verbose=False)
+    with pytest.warns(match="after this Trainer's 0 steps"):
+        run.save_checkpoint(tmp_path / "read.ckpt")
+    saved = {}
+    quietly(read.on_save_checkpoint, saved)  # by another way than a Trainer's
+    assert saved == {"tokens_seen": read.tokens_seen}
+
+
 def test_a_search_for_a_learning_rate_leaves_it_known_whose_weights_there_are(tmp_path, fit):
     run, module, one = fit
     options = {"num_training": 3, "early_stop_threshold": None, "update_attr": False}
