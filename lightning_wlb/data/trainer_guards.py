@@ -327,9 +327,9 @@ def has_other_weights(trainer: L.Trainer | None, fit: object, tokens: int) -> bo
     if trainer is None or fit is fit_of(trainer, fit) or not (trainer.global_step or tokens):
         return False
     rank_zero_warn(
-        f"The weights are not those after this Trainer's {trainer.global_step} steps: an evaluation"
-        " has loaded a checkpoint, or another Trainer or module has been there since. A fit goes on"
-        " from them, but cannot resume from a checkpoint of them."
+        f"The weights may not be those after this Trainer's {trainer.global_step} steps: an"
+        " evaluation has loaded a checkpoint, or another Trainer or module has been there since. A"
+        " fit goes on from them, but cannot resume from a checkpoint of them."
     )
     return True
 
@@ -338,8 +338,8 @@ def refuse_evaluated() -> NoReturn:
     """Raise MisconfigurationException: a checkpoint's weights do not belong to its steps."""
     raise MisconfigurationException(
         "A fit cannot resume from this checkpoint: it was saved after an evaluation had loaded"
-        " another one (trainer.test(ckpt_path=...)), and has its weights but the steps of the fit"
-        " before. Resume from a checkpoint of the fit; this one serves to evaluate."
+        " another one (trainer.test(ckpt_path=...)), or another Trainer or module had been there,"
+        " with the steps of a fit. Resume from one of the fit; this one serves to evaluate."
     )
 
 

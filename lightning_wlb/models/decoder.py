@@ -204,24 +204,27 @@ def machine_bytes() -> int:
 def check_size(model: nn.Module, machines: int = 1) -> None:
     """Refuse a model, built without values, whose values would fill the memory.
 
-    While a checkpoint is loaded, the model's state dict and tables must not have far more values
-    than the checkpoint (a module's hooks may rename or pad weights; torch compares them one by one
-    later). All values must fit into ``machines`` machines like this one, which share them evenly.
+    The model's state dict and tables must not have far more values than the state dict, or the
+    checkpoint that is loaded (a module's hooks may rename or pad weights; torch compares them one
+    by one later): a small config may ask for tables of any size. All values must fit into
+    ``machines`` machines like this one, which share them evenly.
     """
-    kept = {id(each) for each in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
+    weights = {id(each): each for each in model.state_dict(keep_vars=True).values()}
+    kept = {*weights, *map(id, model.buffers())}
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     values = sum(each.numel() for key, each in tensors.items() if key in kept)
     need = sum(each.nbytes for each in tensors.values()) // machines
     stored, said = STORED.get(), ""
-    if stored is not None and values > 2 * stored.values + _FEW_VALUES:
-        held = f"{stored.values:,}"
-        said = f"has {values:,} values by the checkpoint's hyperparameters, but it holds {held}"
+    held = stored.values if stored else sum(each.numel() for each in weights.values())
+    if values > 2 * held + _FEW_VALUES:
+        said = f"has {values:,} values by its hyperparameters, but its weights hold {held:,}"
     elif hasattr(os, "sysconf") and need > machine_bytes():
         said = f"needs {need:,} bytes of memory, and this machine has {machine_bytes():,}"
     if said:
-        name, largest = max(model.named_parameters(), key=lambda each: each[1].nbytes)
+        named = (*model.named_parameters(), *model.named_buffers())
+        name, largest = max(named, key=lambda each: each[1].nbytes)
         raise ValueError(
-            f"The {type(model).__name__} {said}. Its largest parameter is {name},"
+            f"The {type(model).__name__} {said}. Its largest tensor is {name},"
             f" {tuple(largest.shape)}. Mend the config's sizes, or split it (WLBStrategy)."
         )
 

@@ -130,7 +130,7 @@ class LanguageModule(LoadsCheckpoints):
         self.tokens_seen = 0
         # The last counted step: its tokens, its Trainer and the number of steps before it.
         self._counted = 0, 0, 0
-        self._fit: object = None  # the progress of the fit of which weights and tokens_seen are
+        self._weights_of: object = None  # the progress of the fit whose weights these are
 
     def read_config(self, config: Any) -> tuple[Any, dict[str, Any]]:
         """The configuration that ``config`` gives, and the same in plain types for checkpoints."""
@@ -158,12 +158,12 @@ class LanguageModule(LoadsCheckpoints):
             return
         trainer_guards.refuse_accumulation(self.trainer)
         if not self.trainer.global_step:
-            self.tokens_seen, self._counted = 0, (0, 0, 0)
+            self.tokens_seen, self._counted, self._weights_of = 0, (0, 0, 0), None
 
     def on_train_start(self) -> None:
         """Let a resumed run count epochs as an unbroken one; WLBStrategy does so itself."""
-        trainer_guards.has_other_weights(self.trainer, self._fit, 0)
-        self._fit = trainer_guards.fit_of(self.trainer, self._fit)
+        trainer_guards.has_other_weights(self.trainer, self._weights_of, 0)
+        self._weights_of = trainer_guards.fit_of(self.trainer, self._weights_of)
         if not isinstance(self.trainer.strategy, PlanningStrategy):
             trainer_guards.count_as_unbroken(self.trainer)
 
@@ -365,7 +365,8 @@ class LanguageModule(LoadsCheckpoints):
         """Save ``tokens_seen``; an epoch that was cut short is not over."""
         trainer_guards.leave_open_epoch(checkpoint)
         checkpoint["tokens_seen"] = tokens = self._tokens_taken()
-        if trainer_guards.has_other_weights(trainer_guards.saving_trainer(), self._fit, tokens):
+        trainer = trainer_guards.saving_trainer()
+        if trainer_guards.has_other_weights(trainer, self._weights_of, tokens):
             checkpoint["evaluated"] = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -375,16 +376,15 @@ class LanguageModule(LoadsCheckpoints):
             ValueError: the checkpoint is of another config, or lacks the position in the documents.
         """
         seen = whole("the checkpoint's tokens_seen", checkpoint.get("tokens_seen", 0), 0)
+        fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if self._trainer is not None:
+            self.compare_config(checkpoint)
+        if fits:
+            self.require_position(checkpoint)
+        # Only now: what is refused leaves the counts, which another Trainer may save.
         self.tokens_seen, self._counted = seen, (0, 0, 0)
-        if self._trainer is None:
-            return
-        self.compare_config(checkpoint)
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            self._fit = None
-            return
-        self.require_position(checkpoint)
-        self._fit = trainer_guards.fit_of(self.trainer, self._fit)
-        if states := checkpoint.get("optimizer_states"):
+        self._weights_of = trainer_guards.fit_of(self.trainer, self._weights_of) if fits else None
+        if fits and (states := checkpoint.get("optimizer_states")):
             checkpoint["optimizer_states"] = numbered(self, states)
 
 

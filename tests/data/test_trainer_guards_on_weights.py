@@ -14,7 +14,7 @@ from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.models.language_module import LanguageModule
 from tests.models.steps import config, documents, trainer
 
-OTHERS = "The weights are not those after this Trainer's [24] steps"
+OTHERS = "The weights may not be those after this Trainer's [24] steps"
 
 
 def made():
@@ -29,7 +29,7 @@ def opened():
 def quietly(call, *given, **options):
     """Call with the warning of other weights as an error."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="The weights are not")
+        warnings.filterwarnings("error", message="The weights may not be")
         return call(*given, **options)
 
 
@@ -136,6 +136,43 @@ def test_a_run_that_keeps_or_restores_its_weights_hears_nothing(tmp_path, fit):
     new = trainer(tmp_path, max_steps=1)
     quietly(new.fit, LanguageModule.load_from_checkpoint(one), opened())
     quietly(new.save_checkpoint, tmp_path / "new.ckpt")
+
+
+class Fails(L.Callback):
+    def on_fit_start(self, *_):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("what", ["config", "evaluated", "position"])
+def test_a_checkpoint_that_is_refused_changes_no_counts(tmp_path, fit, what):
+    run, module, one = fit
+    saved = torch.load(one, weights_only=True)
+    if what == "config":
+        saved["hyper_parameters"]["config"]["dim"] += 2
+    elif what == "evaluated":
+        saved["evaluated"] = True
+    else:
+        del saved["WLBDataModule"]
+    torch.save(saved, tmp_path / "refused.ckpt")
+    seen = module.tokens_seen
+    again = trainer(tmp_path, max_steps=4)
+    with pytest.raises((ValueError, MisconfigurationException), match=r"config|evaluate|position"):
+        run.fit(module, run.datamodule, ckpt_path=tmp_path / "refused.ckpt")
+    assert module.tokens_seen == seen
+    run.fit_loop.epoch_loop.max_steps = 4
+    quietly(run.fit, module, run.datamodule)
+    quietly(again.fit, whole := made(), opened())
+    assert module.tokens_seen == whole.tokens_seen > seen
+
+
+def test_a_fit_that_ends_before_it_begins_leaves_it_known_that_counts_began_anew(tmp_path, fit):
+    run, module, _ = fit
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, max_steps=4, callbacks=[Fails()]).fit(module, opened())
+    with pytest.warns(match=OTHERS):
+        run.save_checkpoint(tmp_path / "counts.ckpt")
+    with pytest.raises(MisconfigurationException, match="or another Trainer or module"):
+        trainer(tmp_path, max_steps=4).fit(made(), opened(), ckpt_path=tmp_path / "counts.ckpt")
 
 
 def test_nor_does_a_fit_resume_from_weights_without_their_steps(tmp_path, fit):

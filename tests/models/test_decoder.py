@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+from lightning_wlb.models import decoder
 from lightning_wlb.models.decoder import Decoder, check_decoder
 from lightning_wlb.models.language_module import LanguageModule
 from tests.models.steps import config, documents, step_batch
@@ -53,3 +55,16 @@ def test_a_plan_with_another_recomputation_is_refused(asked, own):
     batch = step_batch(documents(), recompute=("none", "full"))
     with pytest.raises(ValueError, match=r"recomputes 'full', but plans .*checkpointing='none'"):
         module.step(batch)
+
+
+@pytest.mark.parametrize("own", [0, 3])
+def test_tables_may_have_as_many_values_as_the_weights_and_a_few(monkeypatch, own):
+    """Fields of a small config may size them, as no stored weight shows."""
+    monkeypatch.setattr(decoder, "_FEW_VALUES", own)
+    model = nn.Linear(4, 2, bias=False)
+    model.register_buffer("table", torch.zeros(8 + own), persistent=False)
+    decoder.check_size(model)
+    model.register_buffer("table", torch.zeros(9 + own), persistent=False)
+    said = rf"has {17 + own} values .* weights hold 8\. Its largest tensor is table, \({9 + own},\)"
+    with pytest.raises(ValueError, match=said):
+        decoder.check_size(model)
