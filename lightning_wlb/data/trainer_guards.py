@@ -320,9 +320,9 @@ def fit_of(trainer: L.Trainer, before: object) -> object:
 
 
 def has_other_weights(trainer: L.Trainer | None, fit: object, tokens: int) -> bool:
-    """Whether the weights of a fit are not those after the Trainer's steps, which a warning says.
+    """Whether a module's weights may be others than those after the Trainer's steps; then it warns.
 
-    ``tokens``: those that the module has seen. A module without any may have new weights.
+    ``fit``: the fit whose weights they are. ``tokens``: those seen; without any they are new.
     """
     if trainer is None or fit is fit_of(trainer, fit) or not (trainer.global_step or tokens):
         return False

@@ -60,7 +60,7 @@ class LoadsCheckpoints(L.LightningModule):
             )
 
     def require_position(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if no fit can go on from a checkpoint's weights in its documents."""
+        """Raise an error if weights are not of their steps, or documents lack a position."""
         if "evaluated" in checkpoint:
             refuse_evaluated()
         data = getattr(self.trainer, "datamodule", None)
