@@ -125,7 +125,7 @@ class VarlenAttention:
     def __init__(self, backend: str = "auto") -> None:
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(
-                f"unknown backend {backend!r}; known are {', '.join(['auto', *BACKENDS])}."
+                f"unknown attention backend {backend!r}, not {', '.join(['auto', *BACKENDS])}."
             )
         self.backend = backend
         self._kernels: dict[str, tuple[str, Kernel]] = {}

@@ -124,7 +124,7 @@ def _mixture(entries: Sequence[Mapping[str, Any]]) -> MixedDocuments:
     for place, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not {"documents", "weight"} <= set(entry) <= known:
             raise ValueError(
-                f"mixture[{place}]={entry!r}: give documents, weight, and at most repeat, name."
+                f"mixture[{place}]={entry!r}: give documents and weight, besides only repeat, name."
             )
         path = _path_of(entry["documents"])
         name = entry.get("name") or (place if path is None else path.stem)

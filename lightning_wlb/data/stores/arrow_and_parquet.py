@@ -152,7 +152,7 @@ class ArrowDocuments(CheckedDocuments):
             raise ValueError(
                 f"document {row} of {self.name}: its label at position {start + first} is"
                 f" {flags[first]}, its token {tokens[first]}. Labels equal the tokens or are"
-                f" {IGNORED_LABEL}; they are not shifted. Mend or ignore them by mask_column=None."
+                f" {IGNORED_LABEL}; they are not shifted. Mend them, or set mask_column=None."
             )
         return np.asarray(mask)
 

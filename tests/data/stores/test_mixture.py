@@ -180,7 +180,7 @@ ENTRY = {"documents": [[1]], "weight": 1.0}
     [
         ([], r"mixture=\[\] is no list of stores"),
         (ENTRY, r"is no list of stores. Give \[\{documents: ..., weight: 0.7\}, "),
-        ([{"documents": [[1]]}], r"mixture\[0\]=.*: give documents and weight, and besides"),
+        ([{"documents": [[1]]}], r"mixture\[0\]=.*: give documents and weight, besides"),
         ([ENTRY, {**ENTRY, "wieght": 1}], r"mixture\[1\]=.*besides only repeat"),
         ([{**ENTRY, "weight": 0}], r"mixture\[0\]: weight=0 is out of range"),
         ([{**ENTRY, "weight": 1e308}], r"weight=1e\+308 is out of range. Give .* to 1e\+18"),
