@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--reduce-dtype",
         choices=("float32", "bfloat16"),
-        help="dtype in which tensor- and context-parallel ranks send sums (default float32)",
+        help="dtype in which tensor- and context-parallel ranks send sums (default: >= float32)",
     )
     add("--compile", action="store_true", help="predict runs of modules with compile=True")
     add(
