@@ -249,13 +249,12 @@ def own_folder(path: Path) -> Path:
         OSError: it cannot be made or inspected.
         ValueError: it is no folder (a link is none), or others may write to it or exchange it.
     """
-    check_links(path.parent)
+    path = check_links(path.parent) / path.name  # from here on links are a stranger's
     for each in (*reversed(path.parents), path):
         if not os.path.lexists(each):
             # Refused before it is made: root leaves no folder in a user's home.
-            check_parents(each.parent.resolve() / each.name)
+            check_parents(each)
             each.mkdir(0o700, exist_ok=True)  # by default a umask of 002 lets the group write
-    path = path.parent.resolve() / path.name
     check_parents(path)
     status = path.lstat()
     rights = stat.S_IMODE(status.st_mode)
@@ -352,14 +351,14 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
 
 
 def check_links(path: Path) -> Path:
-    """Return a path; raises ValueError if a stranger's link is on the way (:func:`follow`)."""
+    """Where a path leads; ValueError if a stranger's link is on the way (:func:`follow`)."""
     real, found = follow(path)
     if link := next((each for each in found if stat.S_ISLNK(found[each].st_mode)), None):
         raise ValueError(
             f"{path} leads to {real} by {link}, a link of user {found[link].st_uid}, where others"
             f" may put what they like. Use a folder of your own or, if you trust that link, {real}."
         )
-    return path
+    return real
 
 
 def check_owner(status: os.stat_result, path: Path, owners: Iterable[int] = ()) -> None:

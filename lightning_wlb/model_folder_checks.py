@@ -1,8 +1,7 @@
 """Checks of a model's or tokenizer's folder that somebody else may have made.
 
 A few bytes of a config can ask for any number of layers, and settings can name any file, even a
-FIFO or a device. Whoever opens such a folder with transformers calls :func:`check_model` first.
-Cost: its JSON files are read once more.
+FIFO or a device. :func:`check_model` comes before transformers; JSON files are read once more.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def test_a_link_of_ones_own_may_lead_to_a_strangers(linked: str, scratch: Path) 
             file_checks.own_folder(mine / "far/cache")
         assert not list((mine / "in").iterdir())
     else:
-        assert file_checks.check_links(mine / "far") == mine / "far"
+        assert file_checks.check_links(mine / "far") == (mine / "far").resolve()
 
 
 def test_a_stranger_s_link_in_a_stranger_s_folder_is_seen(scratch: Path) -> None:
@@ -288,6 +288,23 @@ def test_a_stranger_s_link_in_a_stranger_s_folder_is_seen(scratch: Path) -> None
     assert [*file_checks.follow(scratch / "theirs/run/new")[1]] == steps
     with pytest.raises(ValueError, match=f"by {steps[1]}, a link of user 65534"):
         file_checks.check_links(scratch / "theirs/run/new")
+
+
+def test_a_link_made_after_the_look_leads_nowhere(scratch: Path, monkeypatch: Any) -> None:
+    """In the time between the look at a folder's path and the making of the folder."""
+    look, home = file_checks.follow, scratch.parent / "home"
+
+    def looked(path: str | Path) -> Any:
+        seen = look(path)
+        if not (scratch / "mine").is_symlink():
+            (scratch / "mine").symlink_to(home)
+            os.lchown(scratch / "mine", 65534, 65534)
+        return seen
+
+    monkeypatch.setattr(file_checks, "follow", looked)
+    with pytest.raises(ValueError, match=f"^Others may write to {scratch / 'mine'} and exchange"):
+        file_checks.own_folder(scratch / "mine/cache/documents")
+    assert [each.name for each in home.iterdir()] == ["in"]
 
 
 def test_ones_own_links_and_roots_are_followed(scratch: Path, monkeypatch: Any) -> None:

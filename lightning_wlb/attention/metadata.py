@@ -1,8 +1,7 @@
 """Which keys the rows of a micro-batch see, and where these keys are.
 
 The data loader makes the metadata by index arithmetic (:mod:`lightning_wlb.sharding`), and moves it
-to the device with the batch. Metadata is never changed: a layer, or a step with its cache of keys,
-gets a copy with its own fields.
+to the device with the batch. Nobody changes it: layers, and steps with a cache of keys, get copies.
 """
 
 from __future__ import annotations

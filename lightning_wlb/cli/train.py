@@ -148,8 +148,7 @@ class WLBCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the configuration says what the model is.
 
-        LightningCLI would replace the configuration by the arguments in a checkpoint's file, and
-        import the classes that they name.
+        LightningCLI would take arguments, and import classes, that a checkpoint's file names.
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:

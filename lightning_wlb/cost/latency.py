@@ -268,8 +268,7 @@ class LatencyModel:
     ) -> int:
         """Time to join keys and values of one layer on a rank; backward sums their gradients.
 
-        Without context parallelism nothing is received: the keys of earlier slices and the own keys
-        are copied in the order of the segments.
+        Without context parallelism, keys are only copied in the order of the segments.
 
         Args:
             received: rows of other ranks' keys, as many as the busiest rank receives or sends.

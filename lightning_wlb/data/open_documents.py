@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import random
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
@@ -278,8 +278,7 @@ def _with_paths(name: str, source: Any) -> Any:
         if Path(source).exists():  # a file of that very name
             check_beside(Path(*plain), Path(source))
             return Path(source)
-        _check_open(source)
-        found = sorted(set(map(Path, glob.glob(source, recursive=True))))
+        found = _fitting(source)
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         check_beside(Path(*plain), *found)
@@ -292,31 +291,41 @@ def _with_paths(name: str, source: Any) -> Any:
     return source
 
 
-def _check_open(pattern: str) -> None:
-    """Raise ValueError for a folder that is unreadable, or comes twice under ``**``.
+def _fitting(pattern: str) -> list[Path]:
+    """The files and folders that fit a pattern, as ``glob.glob`` finds them with ``recursive``.
 
-    glob would skip an unreadable one, and by links that lead upwards find 2**40 paths.
+    But glob passes over unreadable folders, and by links that lead upwards finds 2**40 paths: here
+    ValueError is raised for both. Nothing is looked for in a ``lost+found``.
     """
-    seen: dict[str, str] = {}
-    above, *below = re.split(r"(?:(?<=/)|^)\*\*(?:/|$)", pattern, maxsplit=1)
-    for folder in _folders(above) if below else ():
-        for _ in folders_below(folder, seen):
-            pass
-    while glob.has_magic(pattern):
-        pattern, name = os.path.split(pattern)
-        for folder in _folders(pattern):
-            try:
-                if glob.has_magic(name):
-                    os.scandir(folder).close()
-                else:
-                    os.stat(os.path.join(folder, "."))
-            except OSError as error:
-                refuse_closed(error)
+    parts = [*Path(pattern).parts, *([""] if pattern.endswith("/") else [])]
+    found: dict[Path, None] = {Path(): None}
+    for place, part in enumerate(parts, 1):
+        folders, found = [*filter(os.path.isdir, found)], {}
+        seen: dict[str, str] = {}
+        for folder in folders:
+            if part != "**":
+                found.update(dict.fromkeys(_fitting_in(folder, part)))
+            elif folder not in found:  # a folder above it was not walked through
+                for at, names in folders_below(folder, seen):
+                    files = [each for each in names if each[0] != "." and place == len(parts)]
+                    found.update(dict.fromkeys(Path(at, each) for each in ("", *files)))
+    return sorted(found)
 
 
-def _folders(pattern: str) -> list[str]:
-    found = filter(os.path.isdir, glob.glob(pattern or ".", recursive=True))
-    return [each for each in found if Path(each).name != "lost+found"]
+def _fitting_in(folder: Path, part: str) -> list[Path]:
+    """The files and folders in a folder that fit one part of a pattern."""
+    try:
+        if not glob.has_magic(part):
+            (folder / part).lstat()
+            return [folder / part]
+        with os.scandir(folder) as entries:
+            names = fnmatch.filter((each.name for each in entries), part)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        refuse_closed(error)
+    shown = [each for each in names if part[0] == "." or each[0] != "."]
+    return [folder / each for each in shown if each != "lost+found"]
 
 
 def _kind_of(name: str, source: Any) -> Kind:

@@ -197,10 +197,12 @@ def leave_open_epoch(checkpoint: dict[str, Any]) -> None:
     batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
     trainer: Any = saving_trainer()
     fetcher = trainer and trainer.fit_loop._data_fetcher
-    # Lightning takes a batch for the epoch's last before it is moved to the device and begun.
-    if fetcher and fetcher.fetched > batches["current"]["ready"]:
-        batches["is_last_batch"] = False
     current = epochs["current"]  # ready > started: no epoch is open, the next one begins
+    # Lightning takes a batch for the epoch's last before it is moved to the device and begun. A
+    # resumed run that has nothing left to train reads a batch, too: of an epoch that is not open.
+    is_open = current["processed"] < current["started"]
+    if fetcher and is_open and fetcher.fetched > batches["current"]["ready"]:
+        batches["is_last_batch"] = False
     inside = batches["current"]["ready"] or current["ready"] == current["started"] > 0
     if inside and not batches["is_last_batch"] and current["processed"] == current["started"]:
         for each in epochs.values():

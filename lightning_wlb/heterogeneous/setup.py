@@ -114,8 +114,7 @@ def attach_pipelines(
     Ranks().each(lambda: check_rebuilt(module, whole))
     for number, schemes in enumerate(choices, 1):
         rank_zero_info(
-            f"WLBStrategy: in place of the mesh a step may take strategy {number}:"
-            f" {described(schemes)}."
+            f"WLBStrategy: a step may also take strategy {number}: {described(schemes)}."
         )
     group = exchange_group(rank, mesh.devices, pipeline.device)
     executor.heterogeneous = HeterogeneousPipelines(

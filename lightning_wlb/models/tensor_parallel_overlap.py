@@ -105,8 +105,7 @@ class GatheredRows:
 def summed_products(y: Tensor, weight: Tensor, travel: RowTravel) -> Tensor:
     """The sum over the ranks of ``y`` times a matrix; each rank gets its own rows.
 
-    ``y`` [group size · rows, columns], shaped alike on all ranks; ``weight`` [dim, columns]; the
-    result [rows, dim].
+    ``y`` [group size · rows, columns] on all ranks; ``weight`` [dim, columns]; gives [rows, dim].
     """
     size = group_size(travel.group)
     if travel.chunks == 0 or size == 1 or len(y) == 0 or len(y) % size:

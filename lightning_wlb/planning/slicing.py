@@ -2,8 +2,7 @@
 
 Phase 1 of SlimPack deals whole pieces to replicas, by work
 (:class:`~lightning_wlb.planning.dp_merge.Dealing`). Phase 2, :func:`slice_pieces`, fills the M
-MicroPacks of each replica one after another, each to the work that is left divided by the packs
-that are left:
+MicroPacks of each replica in turn, each to the work that is left divided by the packs left:
 
 * a piece with more work than a pack starts in an empty pack and is cut where the target is reached
   ("slim"); its last slice leaves a gap;

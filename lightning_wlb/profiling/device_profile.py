@@ -1,7 +1,6 @@
 """Measures this device with the real kernels and layers, and makes a device profile of it.
 
-:func:`measure` makes the profile that ``lightning-wlb profile`` keeps, in one to two minutes on a
-CPU:
+:func:`measure` makes the profile that ``lightning-wlb profile`` keeps, in 1 to 2 minutes on a CPU:
 
 * the attention kernel alone, forward and backward, over a grid of queries and keys;
 * pipeline stages of the reference decoder with one and with three layers over a grid of rows,

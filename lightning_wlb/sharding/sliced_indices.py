@@ -2,8 +2,7 @@
 
 A piece may be cut into slices that lie in several micro-batches of a replica. The queries of a
 slice then see the keys of the slices before it, which stay on the ranks that computed them. For one
-micro-batch and one rank of the context-parallel group this module says where to find them, in two
-steps:
+micro-batch and one rank of the context-parallel group this module finds them, in two steps:
 
 1. Every rank concatenates rows: first the rows of earlier micro-batches that it holds and that a
    query of this micro-batch sees, then all of its rows of this micro-batch. They are listed as runs

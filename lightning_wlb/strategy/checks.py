@@ -49,10 +49,9 @@ def checked_module(module: pl.LightningModule | None) -> LanguageModule:
         )
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{type(module).__name__} sets automatic_optimization=False. WLBStrategy runs all"
-            " forwards and backwards of a step itself, in the order of the plan, so manual"
-            " optimization cannot work. Remove the setting and return the loss of"
-            " self.step(batch) from training_step."
+            f"{type(module).__name__} sets automatic_optimization=False. WLBStrategy runs the"
+            " forwards and backwards of a step, in the order of the plan, so manual optimization"
+            " cannot work. Remove it and return the loss of self.step(batch) from training_step."
         )
     return module
 
@@ -175,8 +174,7 @@ def check_precision(plugin: Precision) -> None:
     if not type(plugin).__module__.startswith("lightning."):
         raise MisconfigurationException(
             f"WLBStrategy would not run the precision plugin {type(plugin).__name__}: parameters"
-            " are cast where gathered, and there is no autocast. Remove it and use"
-            " Trainer(precision=...)."
+            " are cast where gathered, and there is no autocast. Use Trainer(precision=...)."
         )
 
 

@@ -289,7 +289,7 @@ def _lines(found: MeshChoice, profile: Profile) -> Iterator[str]:
         yield "no other mesh that fits in memory came near."
     yield (
         f"beside arithmetic, {best.bound_by} takes most of the ranks' time there,"
-        f" {best.shares[best.bound_by]:.0%}. To have this mesh without a search give"
+        f" {best.shares[best.bound_by]:.0%}. To skip the search give"
         f" WLBStrategy({', '.join(map(str, best.mesh.shape))}, schedule={best.schedule!r},"
         f" virtual_pipeline_size={best.mesh.virtual_stages})."
     )

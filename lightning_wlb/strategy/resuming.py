@@ -306,7 +306,8 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
             found.append(each._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         elif isinstance(each, OnExceptionCheckpoint):
             found.append(each.dirpath)
-    return [check_links(Path(each).expanduser()) for each in found if "://" not in str(each)]
+    paths = (Path(each).expanduser() for each in found if "://" not in str(each))
+    return [path for path in paths if check_links(path)]  # which raises, or is true
 
 
 def is_checkpoint(path: Path) -> bool:

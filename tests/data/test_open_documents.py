@@ -1,3 +1,4 @@
+import glob
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_wlb as wlb
 from lightning_wlb.cost.flops import ModelShape
+from lightning_wlb.data import open_documents
 from lightning_wlb.data.loader import StepDataset
 from lightning_wlb.data.open_documents import KINDS, check_documents, documents
 from lightning_wlb.data.stores.arrow_and_parquet import ArrowDocuments
@@ -248,6 +250,32 @@ def test_links_that_lead_upwards_end_a_pattern(tmp_path: Path, corpus: Path) -> 
     for pattern in ("**/*.arrow", "*/**"):
         with pytest.raises(ValueError, match="are the same by a link, or named twice"):
             documents(f"{tmp_path}/{pattern}")
+    # Folders that a walk leaves out are left out here too, or walked through when they are named.
+    for name in ("lost+found", ".hidden"):
+        (tmp_path / name).mkdir()
+        for link in "xy":
+            (tmp_path / link).rename(tmp_path / name / link)
+        assert len(documents(f"{tmp_path}/**/*.arrow").lengths) == 2 * len(TOKENS)
+        for pattern in (f"**/{name}/**/*.arrow", f"{name}/**/**/*.arrow"):
+            with pytest.raises(ValueError, match="are the same by a link, or named twice"):
+                documents(f"{tmp_path}/{pattern}")
+        for link in "xy":
+            (tmp_path / name / link).rename(tmp_path / link)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*", "a/**", "*/", "**/*.txt", "**/a/**/*.txt", "a/**/**/?.txt", ".*/*", "[[]b]/*"],
+)
+def test_patterns_find_what_glob_finds(pattern: str, tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("b.txt", "a/b.txt", "a/c/a/b.txt", "a/a/d.txt", ".h/e.txt", "a/.f.txt", "[b]/g"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a/broken.txt").symlink_to("missing")
+    monkeypatch.chdir(tmp_path)
+    for place in ("", f"{tmp_path}/", "a/../"):
+        found = open_documents._fitting(place + pattern)
+        assert found == sorted(set(map(Path, glob.glob(place + pattern, recursive=True)))), place
 
 
 def test_patterns_pass_over_files_beside_folders(tmp_path: Path, corpus: Path, monkeypatch) -> None:

@@ -94,6 +94,17 @@ def test_a_run_that_max_steps_ended_goes_on_in_its_epoch(tmp_path, steps, bounds
     assert run(tmp_path / "rest", save, last, max_epochs=3, **bounds) == whole[steps:]
 
 
+@pytest.mark.parametrize("when", [{"check_val_every_n_epoch": 2}, {"val_check_interval": 5}, {}])
+def test_a_run_that_is_over_stays_so_however_often_it_is_started_again(tmp_path, when):
+    """The second start trains nothing, and saves; the third trained another epoch."""
+    options = {"held": documents(), "ckpt_path": "last", "max_epochs": 2, **when}
+    parts = [fit(tmp_path, ModelCheckpoint(tmp_path, save_last=True), **options) for _ in range(4)]
+    assert {epoch for _, epoch, _ in parts[0]} == {0, 1}
+    assert parts[1:] == [[], [], []]
+    more = fit(tmp_path, ModelCheckpoint(tmp_path), **{**options, "max_epochs": 3})
+    assert [epoch for _, epoch, _ in more] == [2] * len(parts[0][len(parts[0]) // 2 :])
+
+
 class Data(WLBDataModule):
     def on_after_batch_transfer(self, batch, _):
         if self.trainer.training:

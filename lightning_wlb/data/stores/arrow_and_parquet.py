@@ -12,8 +12,7 @@ includes the file's size and time of change. The copy of an older file is remove
 Cost: opening takes some microseconds for each record batch, and reads the list offsets, 4 or 8
 bytes for each document and column. A read is a binary search for the record batch and a slice. The
 first opening of a Parquet file unpacks the columns and writes 4 bytes for each token and label
-(more than Parquet takes). It takes the memory of 64 documents that follow one another, or of a few
-million tokens.
+(more than Parquet takes). It takes the memory of 64 documents in a row, or of some million tokens.
 """
 
 from __future__ import annotations

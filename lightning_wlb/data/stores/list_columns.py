@@ -7,8 +7,7 @@ refused. So are rows of several documents, which ``PACKED_COLUMNS`` indicate. Ot
 ignored, except that the user must choose or decline a column whose name suggests a mask.
 
 Lengths come from the list offsets, and tokens are slices of the lists' values, directly from the
-memory map: no token is read before it is needed. Offsets of a damaged file that lead outside its
-values, or decrease, are refused.
+memory map: no token is read before it is needed. Offsets that lead outside, or fall, are refused.
 """
 
 from __future__ import annotations

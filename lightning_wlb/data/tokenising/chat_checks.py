@@ -56,8 +56,7 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             keys = list(message) if isinstance(message, dict) else type(message).__name__
             raise ValueError(
-                f"{row.place()}: message {number} has no role, but {keys}. Write the chat as"
-                f" {wanted}."
+                f"{row.place()}: message {number} has no role, but {keys}. Write it as {wanted}."
             )
         given = {
             name: value

@@ -11,8 +11,7 @@ is used for a request, sizes of ``files`` are compared, and up to 256 MB also ch
 
 The figures are plain values: the numbers of ``documents``, ``tokens``, ``targets`` (tokens that may
 be targets) and ``skipped`` rows, the ``longest`` document's tokens, and ``by_length``: entry k
-holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens. Lengths are those that
-the store reads from the written files.
+holds the number of documents of 2^k to 2^(k+1) - 1 tokens, and their tokens. Lengths are as stored.
 
 Every file is written under another name and renamed, so that it is complete or does not exist.
 
@@ -71,8 +70,7 @@ def as_made(out: Path, identity: dict[str, Any], source: Source) -> dict[str, An
     """The request saved in a folder, if only the files' digest differs and not their bytes.
 
     Other permissions, links and copies change the times of files, so the sources of finished shards
-    are read again; their checksums also include how each file is read. A request that differs in
-    anything else is returned unchanged.
+    are read again; their checksums include how each is read. Another request is returned as it is.
     """
     digest, shards = {"files_digest": identity["files_digest"]}, dict(enumerate(source.shards()))
     for saved in (_saved(out / FACTS), _saved(out / PARTIAL)):

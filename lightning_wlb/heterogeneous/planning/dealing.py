@@ -9,8 +9,7 @@ and may let several pipelines share a piece (DP-Merge).
 
 The kinds' predictors know when parameters and gradients arrive (:mod:`.exchange_times`).
 
-Cost: one plan of the packing for each kind, and Algorithm 1. It needs a device profile: exact work
-does not tell which pipeline is faster.
+Cost: one plan of the packing for each kind, and Algorithm 1. It needs a device profile.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ Box = tuple[slice, ...]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTERS = "adapter_config.json"
+# transformers' expressions for names take time with the square of their length.
+_LONGEST_NAME = 1000
 
 
 def resolve(name_or_folder: str | Path, fetch: bool = True) -> Path:
@@ -109,6 +111,11 @@ class Folder:
         name_of = _name_alone if has_more else str
         self._stored: dict[str, tuple[str, str]] = {}  # name there, and file
         for place in ((key, one) for one in files for key in self._file(one).keys()):  # noqa: SIM118
+            if len(place[0]) > _LONGEST_NAME or not place[0].isascii():
+                raise ValueError(
+                    f"{path / place[1]} has a tensor named {place[0][:50]!a}, not in ASCII or of"
+                    f" more than {_LONGEST_NAME:,} characters. Save the model again."
+                )
             name = name_of(place[0])
             if name and (first := self._stored.setdefault(name, place)) != place:
                 raise _unclear(path, name, [" of ".join(each) for each in (first, place)])
@@ -134,7 +141,7 @@ class Folder:
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.path / name, "pt").__enter__()
-            except (OSError, SafetensorError) as error:
+            except (OSError, UnicodeError, SafetensorError) as error:
                 raise ValueError(f"{self.path / name} cannot be read: {error}") from error
         return self._open[name]
 

@@ -66,6 +66,21 @@ def test_an_index_that_is_none_is_refused_by_name(tmp_path, text):
         Folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".experts." * 112, "model.layers.\u00b2.weight"])
+def test_tensors_whose_names_no_expression_should_see_are_refused(tmp_path, name):
+    """transformers' expressions took hours for a name of 4 MB."""
+    save_file({"a": torch.zeros(1), name: torch.zeros(1)}, tmp_path / NAME)
+    with pytest.raises(ValueError, match=rf"{NAME} has a tensor named '.+', not in ASCII or of"):
+        Folder(tmp_path)
+
+
+def test_an_index_of_files_that_no_system_names(tmp_path):
+    named = {"weight_map": {"a": "\ud800"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/.* cannot be read: 'utf-8' codec"):
+        Folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
