@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lightning_wlb import file_checks
 from lightning_wlb.argument_checks import check_names, flag, number, whole
 from lightning_wlb.data.stores.arrow_and_parquet import PARTIAL, ArrowDocuments, ParquetDocuments
 from lightning_wlb.data.stores.document_store import DocumentStore, DocumentSubset
@@ -27,7 +28,6 @@ from lightning_wlb.data.stores.mixture import MixedDocuments
 from lightning_wlb.data.stores.python_stdlib import StdlibDocuments
 from lightning_wlb.data.tokenising.sources import LINES, TEXTS, folders_below
 from lightning_wlb.data.tokenising.tokenise import TokeniseRequest, tokenised_once
-from lightning_wlb.file_checks import check_no_copies, check_none_left_out, refuse_closed
 from lightning_wlb.model_folder_checks import check_beside
 from lightning_wlb.planning.global_batches import document_numbers
 from lightning_wlb.planning.mixture import StoreShare
@@ -282,7 +282,7 @@ def _with_paths(name: str, source: Any) -> Any:
         if not found:
             raise ValueError(f"{name}={source!r}: no file fits this pattern. Check the path.")
         check_beside(Path(*plain), *found)
-        check_no_copies(found)
+        file_checks.check_no_copies(found)
         return found
     if isinstance(source, str) and source != "stdlib":
         return Path(source).expanduser()
@@ -294,8 +294,7 @@ def _with_paths(name: str, source: Any) -> Any:
 def _fitting(pattern: str) -> list[Path]:
     """The files and folders that fit a pattern, as ``glob.glob`` finds them with ``recursive``.
 
-    But glob passes over unreadable folders, and by links that lead upwards finds 2**40 paths: here
-    ValueError is raised for both. Nothing is looked for in a ``lost+found``.
+    ValueError where glob passes over an unreadable folder, or finds one in 2**40 ways, by links.
     """
     parts = [*Path(pattern).parts, *([""] if pattern.endswith("/") else [])]
     found: dict[Path, None] = {Path(): None}
@@ -304,6 +303,7 @@ def _fitting(pattern: str) -> list[Path]:
         seen: dict[str, str] = {}
         for folder in folders:
             if part != "**":
+                file_checks.check_once(folder, seen)
                 found.update(dict.fromkeys(_fitting_in(folder, part)))
             elif folder not in found:  # a folder above it was not walked through
                 for at, names in folders_below(folder, seen):
@@ -320,10 +320,10 @@ def _fitting_in(folder: Path, part: str) -> list[Path]:
             return [folder / part]
         with os.scandir(folder) as entries:
             names = fnmatch.filter((each.name for each in entries), part)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     except OSError as error:
-        refuse_closed(error)
+        file_checks.refuse_closed(error)
     shown = [each for each in names if part[0] == "." or each[0] != "."]
     return [folder / each for each in shown if each != "lost+found"]
 
@@ -343,7 +343,7 @@ def _kind_of(name: str, source: Any) -> Kind:
             f"{name}{_shown(source)}: {missing[0]} is no file or folder. Give one, or 'stdlib'."
         )
     if isinstance(source, Path):
-        check_none_left_out(source, ".arrow", ".parquet")
+        file_checks.check_none_left_out(source, ".arrow", ".parquet")
     if _is_texts(source):
         raise ValueError(
             f"{name}{_shown(source)}: these are texts, which need a tokenizer. Tokenise them"
