@@ -22,7 +22,8 @@ MOST_LAYERS, MOST_PARTS = 2_000, 100_000
 """Most layers, heads or experts of a model."""
 _COUNTS = re.compile(
     r".*num_(?!param).*|n_.*(layer|head|expert)s?|.*layers|first_k_dense_replace"
-    r"|.*_(iter|iteration|cycle)s"
+    r"|.*_(iter|iteration|cycle)s",
+    re.DOTALL,  # else a newline at the end takes time with the square of the length
 )
 _SIZES = {"chunk_size": 1024, "mamba_chunk_size": 1024, "rotary_pct": 1, "partial_rotary_factor": 1}
 """Upper bounds of fields that set the size of a table, and that no weight's shape limits."""
@@ -162,14 +163,16 @@ def check_beside(trusted: Path, *paths: Path) -> None:
     home, folders = trusted if trusted.is_dir() else trusted.parent, {}
     for path in paths:
         found, owners = follow(path)[1].items(), set[int]()
-        for folder in (home, *(each for each in reversed(path.parents) if home in each.parents)):
+        between = len(path.parts) - 1 - len(home.parts) if home in path.parents else 0
+        for folder in (home, *reversed(path.parents[:between])):
             if folder not in folders:
                 real, made = follow(folder)
                 named = (folder, trusted) if folder == home else (folder,)
                 known = [*made.values(), *(each.stat() for each in named if each.exists())]
                 folders[folder] = real, owners | {each.st_uid for each in known}
             real, owners = folders[folder]
-            below = [(at, each) for at, each in found if real in at.parents]
+            start = os.path.join(real, "")  # not by at.parents, which is made anew each time
+            below = [(at, each) for at, each in found if str(at).startswith(start)]
             # ``found`` has all steps behind a stranger's folder, even where only its owner writes.
             if any(each.st_uid not in owners and is_open(at.parent.stat()) for at, each in below):
                 raise ValueError(

@@ -130,7 +130,7 @@ class _Records(pickle._Unpickler):
                 self._room -= len(each)
                 left += each if self._room >= 0 else ()
             elif type(each) is str:
-                self._room -= len(each) // 16  # a long text takes as much memory as many values
+                self._room -= len(each) // 4  # a letter takes up to 10 where it is printed
         if self._room < 0:
             raise ValueError("too many values: it names the same, or itself, again and again")
 

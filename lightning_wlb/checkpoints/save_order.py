@@ -43,7 +43,7 @@ class SavingRun:
             self._folders.add(folder)
             names = (each / manifest.NAME for each in sorted(folder.iterdir()))
             there = [name.parent for name in names if os.path.isfile(name)]
-            strange = strangers(there, folder)
+            strange = {*strangers(there, folder)}
             for path in there:
                 if path not in strange:
                     self.knows(path)

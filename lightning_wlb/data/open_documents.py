@@ -309,7 +309,7 @@ def _fitting(pattern: str) -> list[Path]:
                 for at, names in folders_below(folder, seen):
                     files = [each for each in names if each[0] != "." and place == len(parts)]
                     found.update(dict.fromkeys(Path(at, each) for each in ("", *files)))
-    return sorted(found)
+    return sorted(found.keys() - {Path()})
 
 
 def _fitting_in(folder: Path, part: str) -> list[Path]:

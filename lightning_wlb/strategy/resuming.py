@@ -33,6 +33,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -208,7 +209,8 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
     in_run = in_run and not atomic_folders.strangers([path.resolve()], home)
     known = {*runs_of(path)} if in_run else set()  # a stranger's manifest may claim any run
 
-    def counts(each: Any) -> bool:
+    @cache
+    def counts(each: str) -> bool:
         if _lies_in(each, own):
             saved = runs_of(Path(each)) if each else ()  # none if there is no checkpoint
             return not saved or not known.isdisjoint(saved)
@@ -225,10 +227,8 @@ def forget_others(rest: dict[str, Any], path: Path, trainer: pl.Trainer) -> None
         kept = state.get("best_k_models", {})
         named = [state.get(name, "") for name in _REMEMBERED]
         paths = [*named, *(kept if isinstance(kept, dict) else [kept])]
-        if found := [
-            each if isinstance(each, str) else _shown(each) for each in paths if not counts(each)
-        ]:
-            strange += found
+        if found := [each for each in paths if not (isinstance(each, str) and counts(each))]:
+            strange += [each if isinstance(each, str) else _shown(each) for each in found[:3]]
             nothing = dict.fromkeys(_REMEMBERED, "")
             callbacks[key] = {**state, **nothing, "best_k_models": {}, "best_model_score": None}
     if strange:
@@ -340,12 +340,12 @@ def checkpoints_in(folder: Path, pattern: str = "*") -> list[Path]:
         there = sorted(each for each in folder.iterdir() if each.match(pattern)) + there
     there = [each for each in there if not each.name.startswith(SEARCH)]
     there = [path for path in sorted(there, key=Path.is_symlink) if is_checkpoint(path)]
-    strange = atomic_folders.strangers(there, folder)
+    strange = dict.fromkeys(atomic_folders.strangers(there, folder))
     found: dict[Path, Path] = {}
     for path in (each for each in there if each not in strange):
         found.setdefault(path.resolve(), path)
     if strange:
-        names = ", ".join(each.name for each in strange[:3])
+        names = ", ".join(each.name for each in [*strange][:3])
         rank_zero_warn(
             f"{names} in {folder} are passed over: they are not this user's, or hold what is not,"
             " where others may put files. To go on from one of them give its own path as ckpt_path."

@@ -195,12 +195,17 @@ def _lengths(column: pa.Array, named: str) -> Array:
     return np.asarray(pc.list_value_length(column))
 
 
-def _is_compressed(message: Any) -> bool:
-    """Whether the buffers of an Arrow message are compressed, without unpacking them."""
+def _cannot_be_mapped(message: Any) -> bool:
+    """Whether an Arrow message is compressed, or one of many that add to a dictionary.
+
+    pyarrow would copy the whole dictionary each time.
+    """
     if message.type not in ("record batch", "dictionary"):
         return False
     batch = _field(message.metadata, 0, 2)  # Message.header, of Message.fbs
     if message.type == "dictionary" and batch is not None:
+        if _field(message.metadata, batch, 2) is not None:  # DictionaryBatch.isDelta
+            return True
         batch = _field(message.metadata, batch, 1)  # DictionaryBatch.data
     return batch is not None and _field(message.metadata, batch, 3) is not None
 
@@ -229,9 +234,10 @@ def mapped_batches(path: Path) -> tuple[Any, list[Any]]:
                 f"{path} is of Arrow's file format (Feather), which is not supported. Write it as"
                 " an Arrow stream, as datasets' save_to_disk does, or as Parquet."
             )
-        if any(map(_is_compressed, pa.ipc.MessageReader.open_stream(whole))):
+        if any(map(_cannot_be_mapped, pa.ipc.MessageReader.open_stream(whole))):
             raise ValueError(
-                f"{path} is compressed and cannot be mapped. Write it uncompressed, or as Parquet."
+                f"{path} is compressed and cannot be mapped, or its dictionaries grow. Write it"
+                " without that, or as Parquet."
             )
         source = pa.BufferReader(whole)
         batches = pa.ipc.open_stream(source)

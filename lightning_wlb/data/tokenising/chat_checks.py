@@ -111,7 +111,7 @@ def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
     Raises:
         ValueError: a null in a tool, or in an argument that the tool does not declare as nullable.
     """
-    parameters: dict[Any, dict[str, Any]] = {}
+    parameters: dict[Any, dict[str, bool]] = {}  # whether each may be null
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if null := next(_nulls(tool), None):
@@ -120,15 +120,17 @@ def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
                 " the tools as one text of JSON: in a table all of them have all fields."
             )
         if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
-            parameters[function.get("name")] = function["parameters"].get("properties") or {}
+            known = function["parameters"].get("properties") or {}
+            nullable = {name: "null" in json.dumps(each).lower() for name, each in known.items()}
+            parameters[function.get("name")] = nullable
     calls = [[*(each.get("tool_calls") or ()), each.get("function_call")] for each in messages]
     for call in chain.from_iterable(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         function = function if isinstance(function, dict) else {}
-        known, arguments = parameters.get(function.get("name"), {}), function.get("arguments")
+        nullable, arguments = parameters.get(function.get("name"), {}), function.get("arguments")
         for name, value in arguments.items() if isinstance(arguments, dict) else ():
             null = name if value is None else next(_nulls(value), None)
-            if null and "null" not in json.dumps(known.get(name, "")).lower():
+            if null and not nullable.get(name):
                 raise ValueError(
                     f"it would write null as the argument {null!r} of the call of"
                     f" {function.get('name')!r}. Remove it (in a table all calls have all"

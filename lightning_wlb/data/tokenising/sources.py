@@ -196,10 +196,12 @@ def folders_below(folder: str | Path, seen: dict[str, str]) -> Iterator[tuple[st
     """Walk a folder and those below it, links too, with their files' names; not hidden folders.
 
     Raises:
-        ValueError: a folder cannot be read, or comes twice, as by a link (:func:`.check_once`).
+        ValueError: a folder cannot be read, comes twice (:func:`.check_once`), or is 100 deep.
     """
     for at, below, names in os.walk(folder, onerror=file_checks.refuse_closed, followlinks=True):
         file_checks.check_once(at, seen)
+        if at.count(os.sep) > 100:
+            raise ValueError(f"{at} is more than 100 folders deep. Move it further up.")
         # A file system's own lost+found is root's alone.
         below[:] = [name for name in below if name[0] != "." and name != "lost+found"]
         yield at, names
