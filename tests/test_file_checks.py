@@ -280,6 +280,16 @@ def test_a_link_of_ones_own_may_lead_to_a_strangers(linked: str, scratch: Path) 
         assert file_checks.check_links(mine / "far") == (mine / "far").resolve()
 
 
+def test_links_are_not_followed_for_ever(tmp_path: Path) -> None:
+    """Forty may lead over 2,000 folders each."""
+    (tmp_path / "a").mkdir()
+    for number, steps in enumerate((100, 300)):
+        (tmp_path / str(number)).symlink_to("a/../" * steps)
+    assert file_checks.follow(tmp_path / "0")[0] == tmp_path
+    with pytest.raises(ValueError, match=f"{tmp_path}/1/x leads through more than 500 folders"):
+        file_checks.follow(tmp_path / "1/x")
+
+
 def test_a_stranger_s_link_in_a_stranger_s_folder_is_seen(scratch: Path) -> None:
     """That folder is open to nobody else, and led to this user's own checkpoints."""
     (scratch / "theirs/run").symlink_to(scratch.parent / "home")

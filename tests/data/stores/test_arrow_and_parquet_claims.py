@@ -30,6 +30,24 @@ def test_compressed_columns_are_refused_before_they_are_unpacked(where, tmp_path
         documents(tmp_path / "a.arrow")
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_dictionaries_that_grow_are_refused(grows, tmp_path):
+    """Each batch would have a copy: 5 MB took 4.6 GB. A dictionary that is replaced is a view."""
+    rows = [
+        pa.table({"input_ids": [[1, 2]], "source": pa.array(words).dictionary_encode().slice(0, 1)})
+        for words in ([["a"], ["a", "b"]] if grows else [["a"], ["b", "a"]])
+    ]
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    with pa.ipc.new_stream(tmp_path / "a.arrow", rows[0].schema, options=options) as new:
+        for each in rows:
+            new.write_table(each)
+    if not grows:
+        assert documents(tmp_path / "a.arrow").lengths.tolist() == [2, 2]
+        return
+    with pytest.raises(ValueError, match="cannot be mapped, or its dictionaries grow"):
+        documents(tmp_path / "a.arrow")
+
+
 def test_a_length_that_its_buffers_do_not_have_is_refused(tmp_path):
     """The library would let numpy read behind them."""
     rows = pa.table({"input_ids": pa.array([[1, 2, 3]] * 1000, pa.list_(pa.int32()))})

@@ -156,6 +156,17 @@ def test_a_folder_that_cannot_be_looked_into_is_not_left_out(folder, monkeypatch
         Source.open(folder)
 
 
+def test_folders_are_not_looked_into_without_end(folder) -> None:
+    """A file's owners are looked up on the whole way to it."""
+    deep = folder.joinpath(*"a" * (100 - len(folder.parts) + 1))
+    deep.mkdir(parents=True)
+    (deep / "a.txt").write_text("a")
+    assert len(Source.open(folder).files) == 1
+    (deep / "b").mkdir()
+    with pytest.raises(ValueError, match=f"^{deep}/b is more than 100 folders deep"):
+        Source.open(folder)
+
+
 def test_json_lines_go_before_texts_beside_them(folder) -> None:
     (folder / "README.md").write_text("about")
     (folder / "a.jsonl").write_text("{}")
