@@ -13,8 +13,7 @@ of some documents, spread over the store (:func:`checked_digests`). The exchange
 also compares these digests, and a resumed run compares them with the saved ones. That is no proof.
 
 Cost: one look at each token that is read, and at each mask of a piece that is planned. The digest
-reads at most ``SAMPLED_TOKENS`` tokens of each of ``SAMPLED_DOCUMENTS`` documents of each store,
-once a pass, in each loader worker.
+reads up to ``SAMPLED_TOKENS`` tokens of ``SAMPLED_DOCUMENTS`` documents a store, pass and worker.
 """
 
 from __future__ import annotations

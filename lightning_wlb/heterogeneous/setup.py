@@ -91,8 +91,7 @@ def attach_pipelines(
     """Let an executor run steps on some sets of pipelines; collective over all ranks.
 
     Raises:
-        MisconfigurationException: pipelines that do not fit the mesh or the model, or a model that
-            differs from what ``build_model`` makes.
+        MisconfigurationException: pipelines do not fit, or ``build_model`` makes another model.
     """
     pipeline, model = executor.pipeline, executor.model
     assert isinstance(model, Decoder)

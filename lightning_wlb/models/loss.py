@@ -96,8 +96,7 @@ def token_loss(
         group: the tensor-parallel group.
 
     Returns:
-        0-dim, float32 (float64 for float64 inputs), the same on every rank. Zero, with zero
-        gradients, if no row has a target.
+        0-dim, float32 (float64 for float64), alike on ranks; 0, as gradients, without targets.
     """
     group = group if group_size(group) > 1 else None
     return _ChunkedTokenLoss.apply(hidden, weight, labels, group, softmax)

@@ -35,8 +35,7 @@ def read_plans(path: str | Path) -> tuple[dict[str, Any], list[StepPlan]]:
 
     Raises:
         ValueError: another format or a later version, a line that is no plan, a plan that cannot
-            run, a step that is not later than the step of the line before, or fewer plans than the
-            header says; the message names the line.
+            run, a step not later than the one before, or fewer plans than the header says.
     """
     with open_regular(Path(path)) as file:
         lines = file.read().decode().splitlines() or [""]

@@ -3,8 +3,7 @@
 The next document is taken from the store with the fewest tokens so far relative to its weight
 (tokens/weight, the first of equals), so that a store's share of the tokens differs from its weight
 by about one document at most. Each store has an order of its own, a permutation by
-``numpy.random.default_rng((seed, number of the store, pass))``, and goes through all of it before
-it begins another pass:
+``numpy.random.default_rng((seed, number of the store, pass))``, and goes through all of it:
 
 * A store that repeats begins its next pass, in a new order, as soon as it runs out, at any time.
 * A store that does not repeat has one pass in every epoch of the mixture. When it has run out, the

@@ -5,12 +5,10 @@ longer than everything else. The sharding that is chosen in the end gives ranks 
 nearly equal attention (:mod:`~lightning_wlb.sharding.adaptive`). So the mean rank stands here for
 the slowest rank. A piece with less than 1/8 of a rank's attention and 1/4 of its rows is assumed to
 stay whole. A longer piece is spread over so many ranks that each part is that small, or over all
-ranks; each part is a chunk from the front and a chunk from the back
-(:mod:`~lightning_wlb.sharding.hybrid`).
+ranks; each part is a chunk from the front and one from the back (:mod:`.sharding.hybrid`).
 
 On a single rank the estimate is exact. On several ranks, a micro-batch mostly takes up to 2 % more
-than estimated. The error grows for shorter pieces, as remainders and tiles do not divide evenly
-(``tests/prediction/test_estimate.py``).
+than estimated. The error grows for shorter pieces, as remainders and tiles do not divide evenly.
 
 Cost: about 0.2 ms for a call, and 20 µs per micro-batch and kind of layer.
 """

@@ -4,8 +4,7 @@ Given sizes are kept. A module that an earlier Trainer has split keeps its mesh 
 given sizes. Otherwise :mod:`lightning_wlb.mesh_search` makes any choice that the sizes leave.
 
 The search needs the documents' lengths, the model's shape and a device profile. Lightning connects
-the ranks before it prepares data and builds the model. So the search does both early, before the
-process groups of a mesh are made:
+the ranks before it prepares data and builds the model. So the search does both earlier:
 
 1. The first rank of each node prepares the documents, and the others wait as long as it takes, as
    they do when Lightning calls ``prepare_data``. A later call finds everything there.

@@ -124,9 +124,8 @@ class Watchdog(threading.Thread):
     def agree(self, place: str, text: str, agreed: bool) -> tuple[bool, str]:
         """Ask, from the main thread, whether all ranks have its exception; takes some seconds.
 
-        If they have, ``place`` is the same on every rank; ``text`` tells the others what has
-        happened here; ``agreed``: all ranks have agreed to come here. Returns whether the ranks may
-        go on together, and if not, the cause.
+        If they have, ``place`` is the same on every rank; ``text`` tells others what has happened;
+        ``agreed``: all have agreed to come here. Returns whether to go on together, else the cause.
         """
         self._came_out = True
         self._end_at = float("inf")

@@ -37,8 +37,7 @@ class ParameterBuckets(StepParameters):
 
     Args:
         buckets: all parameters of the rank's stages, in the order of first use.
-        group: ranks that share the parameters; used for nothing else, so that NCCL runs it on a
-            stream of its own and gloo in threads.
+        group: ranks that share the parameters; used for nothing else, to run beside other work.
     """
 
     _in_step: list[_MeshBucket]  # type: ignore[assignment]

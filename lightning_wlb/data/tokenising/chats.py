@@ -18,8 +18,7 @@ that the template does not write as JSON are refused too.
 A token that spans a border belongs to the text after the border. Nothing is added to the rendered
 text, not even an end-of-document token. Rows may have ``tools``, which the template gets.
 
-Cost: two renderings of the template; without ``{% generation %}`` two more for each turn of the
-assistant. The text is tokenised once.
+Cost: two renderings of the template; without ``{% generation %}`` two more per assistant's turn.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Each function here replaces the function that transformers has under its name in :data:`FUNCTIONS`.
 It gets that function, the layer's number and the function's arguments, and calls it for each piece
 with the state that the previous slice has left (:mod:`lightning_wlb.attention.recurrence`). Ranks
-that share rows compute their own heads of all rows; so do tensor-parallel ranks, each of which has
-whole projections and convolutions.
+that share rows compute their own heads of all rows; so do tensor-parallel ranks.
 
 Cost: a call of the recurrence for each piece of a micro-batch, and one call of a convolution. With
 flash-linear-attention, a delta rule on CUDA takes all pieces in one call (``cu_seqlens``), which
