@@ -82,7 +82,7 @@ def rank_indices(layout: Layout, rank: int, sliding_window: int | None = None) -
     A rank without chunks has no rows and no segments; a segment is never empty.
 
     Args:
-        sliding_window: most keys that a query sees, its own included (None: all); others are left out.
+        sliding_window: most keys a query sees, its own included (None: all); others are left out.
     """
     owner, documents, starts, stops = layout.table.T
     lengths = stops - starts
