@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Adafactor, Rprop
 
 from lightning_wlb.data.datamodule import WLBDataModule
 from lightning_wlb.distributed.collective_errors import Ranks
@@ -125,7 +125,7 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
 
     Raises:
         MisconfigurationException: all stages are frozen; the optimizer of a frozen stage has no
-            group of parameters, which torch refuses; or an optimizer is LBFGS.
+            group of parameters, which torch refuses; or an optimizer needs whole tensors.
     """
     trained, refused = any(each.requires_grad for each in module.parameters()), None
     try:
@@ -143,10 +143,10 @@ def make_optimizers(module: LanguageModule, make: Callable[[], None]) -> None:
             " other stages train, let configure_optimizers give this one's optimizer a group, which"
             " may be empty: AdamW([{'params': [...]}])."
         ) from refused
-    if any(isinstance(each, LBFGS) for each in module.trainer.optimizers):
+    if unfit := [e for e in module.trainer.optimizers if isinstance(e, LBFGS | Adafactor | Rprop)]:
         raise MisconfigurationException(
-            "LBFGS evaluates the loss several times per step and needs the whole gradient on every"
-            " rank, which sharded parameters do not have. Use a first-order optimizer."
+            f"{type(unfit[0]).__name__} needs whole parameters and gradients on every rank, and"
+            " WLBStrategy shards them. Use AdamW or another optimizer that goes by elements."
         )
 
 

@@ -104,8 +104,9 @@ def on_one_rank(rank: int) -> None:
     )
     refused("sets automatic_optimization=False", "wlb", changed(automatic_optimization=False))
     refused("accumulate_grad_batches=2", "wlb", accumulate_grad_batches=2)
-    lbfgs = lambda: torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))])  # noqa: E731
-    refused("LBFGS", "wlb", changed(configure_optimizers=lbfgs))
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop):
+        made = lambda kind=kind: kind([torch.nn.Parameter(torch.ones(1))])  # noqa: E731
+        refused(f"{kind.__name__} needs whole", "wlb", changed(configure_optimizers=made))
     refused("LanguageModule and its subclasses, but got BoringModel", "wlb", BoringModel())
     refused("outside of self.model.*extra.weight, extra.bias", "wlb", Extra())
     refused("NoModel.build_model must return a whole", "wlb", NoModel(config(False)))
