@@ -145,7 +145,7 @@ def check_once(path: str | Path, seen: dict[str, str]) -> None:
 
     Its documents would come twice.
     """
-    real = os.path.realpath(path)
+    real = str(follow(path)[0])
     if real in seen:
         raise ValueError(
             f"{path} and {seen[real]} are the same by a link, or named twice, so that documents"
@@ -331,8 +331,7 @@ def follow(path: str | Path) -> tuple[Path, dict[Path, os.stat_result]]:
     A stranger's folder or link belongs neither to this user nor to root, and lies in an open folder
     (:func:`is_open`) or behind another stranger's folder or link. Links are followed one by one,
     since a link of this user may lead to a stranger's, and at most 40, as in the kernel. The rest
-    of a path behind a step that does not exist, or may not be inspected, is kept as it is. Raises
-    ValueError after 500 steps: 40 links may have 2,000 each.
+    behind a step that is absent or closed is kept. ValueError after 500 steps: links may be long.
     """
     found: dict[Path, os.stat_result] = {}
     # If root has the number of all whom a user namespace lacks, strangers may have it too.

@@ -23,9 +23,12 @@ from tests.models.huggingface.configs import tiny
 def test_fields_with_long_names_take_no_time() -> None:
     """It was the square of the length, where a newline ends the name: 27 seconds for a fifth."""
     for name in ("num_" * 100_000 + "\n", "num_param" * 40_000 + "\n", "n_" * 200_000 + "\n"):
-        check_counts({name: 1})
+        model_folder_checks._COUNTS.fullmatch(name)
     with pytest.raises(ValueError, match="more than"):
         check_counts({"num_layers\n": 10**9})
+    for name in ("x" * 1001, "num_" * 1000):  # matched anew for each number of a list
+        with pytest.raises(ValueError, match=r"a field named .* take it out"):
+            check_counts({name: [1]})
 
 
 def test_a_name_on_the_hub_is_no_folder_that_another_user_has_put_here(scratch, monkeypatch):

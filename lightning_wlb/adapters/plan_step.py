@@ -60,8 +60,7 @@ def plan_step(
             parameters again), and not only at the end of the step.
         no_empty: whether micro-batches may not be empty if there are enough sequences: a rank with
             few long sequences then gets some of the shortest.
-        pairs: groups of sequences, by number, that stay in one micro-batch, such as the chosen and
-            the rejected answer of a preference.
+        pairs: groups of sequences, by number, that stay in one micro-batch (chosen and rejected).
 
     Returns:
         Plain lists, which print well. All ranks have as many micro-batches as the rank that needs

@@ -70,8 +70,7 @@ def recurrent_rows(
 ) -> RecurrentRows:
     """The segments of a micro-batch and where their rows lie.
 
-    ``slices`` are in the order of the layout, and ``ends`` says where the last slice of each sliced
-    piece ends: (document, origin) -> token.
+    ``slices`` are in the layout's order; ``ends`` of sliced pieces: (document, origin) -> token.
     """
     pieces = dict.fromkeys(each[:2] for each in slices)
     number = {piece: index for index, piece in enumerate(pieces)}

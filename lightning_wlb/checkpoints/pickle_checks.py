@@ -131,6 +131,8 @@ class _Records(pickle._Unpickler):
                 left += each if self._room >= 0 else ()
             elif type(each) is str:
                 self._room -= len(each) // 4  # a letter takes up to 10 where it is printed
+            elif type(each) is int:
+                self._room -= each.bit_length() // 32
         if self._room < 0:
             raise ValueError("too many values: it names the same, or itself, again and again")
 

@@ -53,8 +53,7 @@ def collect(
         model: this rank's part of the model.
         optimizers: empty to save weights only.
         rest: all other state, which is the same on every rank.
-        renamed: this rank's parameter name -> the name in the checkpoint, for a tied weight that a
-            single process knows by its other name.
+        renamed: this rank's parameter name -> the name in the checkpoint, if a tied weight has two.
     """
     # torch 2.11 gives an ordered dictionary, which writing.check_plain does not look into.
     state: dict[str, Any] = {WEIGHTS: dict(get_model_state_dict(model, options=_OPTIONS))}

@@ -229,8 +229,7 @@ class MemoryModel:
     ) -> _Sizes:
         """Most transient bytes of a pass of a layer.
 
-        ``rows``, the ``keys`` that the rank's attention reads, its ``segments`` and the result are
-        single numbers or int64 [micro-batches].
+        ``rows``, ``keys`` read, ``segments`` and the result: numbers or int64 [micro-batches].
         """
         width, size = self._width, self.mesh.tensor
         result = (recompute != "none") * self._feed_forward_half(layer, rows, kept=True)

@@ -35,6 +35,8 @@ def test_what_a_pickle_holds_once_is_counted_as_often_as_it_names_it() -> None:
             load_plain(written({"epoch": value}))
     with pytest.raises(pickle.UnpicklingError, match=AGAIN):  # each letter is printed as ten
         load_plain(written([["\U0010ffff" * 15] * 1000] * 1000))
+    with pytest.raises(pickle.UnpicklingError, match=AGAIN):  # 603 digits
+        load_plain(written([[2**2000] * 1000] * 1000))
     shared = dict.fromkeys(range(100), 0.1)
     honest = [[shared] * 3000, ["the path of a file" * 5] * 50_000, [None] * 1_200_000]
     assert load_plain(written(honest)) == honest

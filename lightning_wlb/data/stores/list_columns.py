@@ -196,10 +196,7 @@ def _lengths(column: pa.Array, named: str) -> Array:
 
 
 def _cannot_be_mapped(message: Any) -> bool:
-    """Whether an Arrow message is compressed, or one of many that add to a dictionary.
-
-    pyarrow would copy the whole dictionary each time.
-    """
+    """Whether an Arrow message is compressed, or adds to a dictionary, which would be copied."""
     if message.type not in ("record batch", "dictionary"):
         return False
     batch = _field(message.metadata, 0, 2)  # Message.header, of Message.fbs

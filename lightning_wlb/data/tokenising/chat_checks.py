@@ -66,7 +66,7 @@ def messages_of(row: Row, column: str) -> tuple[list[dict[str, Any]], list[bool]
         }
         speaks = given["role"] == "assistant"
         weight = given.pop("weight", speaks)
-        where = f"{row.place()}: message {number}, of {given['role']!r},"
+        where = f"{row.place()}: message {number}, of {given['role']!r:.80},"
         kinds = int | float | list | dict
         others = [
             name
@@ -120,7 +120,8 @@ def check_nulls(messages: list[dict[str, Any]], tools: Any) -> None:
                 " the tools as one text of JSON: in a table all of them have all fields."
             )
         if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
-            known = function["parameters"].get("properties") or {}
+            known = function["parameters"].get("properties")
+            known = known if isinstance(known, dict) else {}
             nullable = {name: "null" in json.dumps(each).lower() for name, each in known.items()}
             parameters[function.get("name")] = nullable
     calls = [[*(each.get("tool_calls") or ()), each.get("function_call")] for each in messages]
@@ -212,6 +213,10 @@ def with_words(
         words[word] = what
         return value + word
 
+    @cache
+    def ids() -> set[str]:
+        return set(re.findall(r"[^\s\"'<>|{}()\[\],=]+", text))
+
     def mark_function(given: Any, what: str, where: str = "", number: Any = None) -> Any:
         if not isinstance(given, dict):
             return given
@@ -225,14 +230,14 @@ def with_words(
         if isinstance(given.get("arguments"), dict) and given["arguments"]:
             # Numbers cannot have a word, so one more argument gets it, which is written with them.
             given = given | {"arguments": given["arguments"] | {"zq": "zq"}}
-        if number and str(given.get("name")) in number and number in text:  # Kimi K2's
+        if number and str(given.get("name")) in number and number in ids():  # Kimi K2's
             del inside["name"]
         return given | {key: mark(given[key], inside[key]) for key in inside if key in given}
 
     asked = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
     marked = []
     for number, message in enumerate(messages):
-        where, each = f"message {number}, of {message['role']!r}", dict(message)
+        where, each = f"message {number}, of {message['role']!r:.80}", dict(message)
         content = each.get("content")
         if isinstance(content, str):
             head, end, after = content.rpartition("</think>")
@@ -244,9 +249,9 @@ def with_words(
             each["content"] = mark(content, where)
         for name in _THOUGHTS:
             if name in each and (number > asked or not _KNOWS_THOUGHTS.search(template)):
-                each[name] = mark(each[name], f"{name!r} of {where}")
+                each[name] = mark(each[name], f"{name!r:.80} of {where}")
         for name in filter(_MAY_BE_SAID.fullmatch, each.keys() - {"tool_calls", "function_call"}):
-            each[name] = mark(each[name], f"{name!r} of {where}")
+            each[name] = mark(each[name], f"{name!r:.80} of {where}")
         place = "the call of", f" in {where}"
         if isinstance(calls := each.get("tool_calls"), list):
             each["tool_calls"] = [mark_function(one, *place) for one in calls]

@@ -163,8 +163,7 @@ class Places:
         """The turn in which each rank first uses each bucket, int64 [ranks, buckets]; -1: never.
 
         Each rank counts its own buckets from 0 on, in the order of its layers. In a stage without
-        the embedding a tied weight comes before the last layer. ``buckets`` are the layers of each
-        bucket (:attr:`WeightBucket.layers`).
+        the embedding a tied weight comes before the last layer. ``buckets``: their layers.
         """
 
         @cache

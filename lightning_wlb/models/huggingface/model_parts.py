@@ -10,8 +10,7 @@ them keeps it as the stage's output. In the same way the ``ForCausalLM``'s own f
 family's head, with :class:`GivenHidden` in place of the base model.
 
 Most families' head is a plain matrix, whose loss is :func:`~.loss.token_loss`. Others scale or cap
-the logits or add a bias. The family's own code then computes the logits of one chunk of rows at a
-time, and backward recomputes them.
+the logits or add a bias. Their own code computes them by chunks of rows, again in backward.
 
 Cost of initial values (:func:`initial_values`): if a rank holds a shard of a module, it draws all
 of the module's values, in float32 (in a mixture of experts, all experts of a layer).

@@ -165,6 +165,9 @@ def test_folders_are_not_looked_into_without_end(folder) -> None:
     (deep / "b").mkdir()
     with pytest.raises(ValueError, match=f"^{deep}/b is more than 100 folders deep"):
         Source.open(folder)
+    (folder / "0").symlink_to("a/../" * 300)
+    with pytest.raises(ValueError, match=f"^{folder}/0 leads through more than 500 folders"):
+        Source.open(folder)
 
 
 def test_json_lines_go_before_texts_beside_them(folder) -> None:
