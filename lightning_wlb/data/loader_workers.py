@@ -6,7 +6,7 @@ A worker is a fork of its rank, and inherits its signal handlers and its connect
   run, so workers ignore SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. torch ends a stuck worker by SIGTERM;
   :func:`make_endable` turns that into SIGKILL.
 * A worker dies with its rank, however the rank ends, except in a read that cannot be interrupted
-  (from a hung network disk). So a worker closes the rank's sockets, which let other ranks wait.
+  (from a hung network disk). So a worker closes the rank's sockets: open, they keep others waiting.
 
 A store must not use in workers a network connection that it has opened before they start.
 

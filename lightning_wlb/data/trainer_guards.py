@@ -300,7 +300,7 @@ def refuse_half_states(
 def _has_broken_step_off(trainer: L.Trainer, failed: BaseException) -> bool:
     """Whether an exception was raised in an optimizer step, but not in its closure.
 
-    Optimizers that call it once move parameters only after it. A scheduler's step ends theirs.
+    Optimizers that call it once move parameters after it; a scheduler's step comes after theirs.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     rates = loop.scheduler_progress.current

@@ -6,7 +6,7 @@ micro-batch gets a sharding and its rows. After an epoch's last arrival, waiting
 in steps of at most N·C tokens, and the next epoch starts empty.
 
 Every rank runs the same planner and gets the same plan: costs are integers, ties go by document
-number, order by ``numpy.random.default_rng((seed, epoch))``. State is global: any mesh resumes.
+number, the order by ``numpy.random.default_rng((seed, epoch))``. Any mesh can resume the state.
 
 Cost: milliseconds of plain Python for a step of some hundred pieces, including the validation of
 the plan; once per epoch a permutation of the document numbers, of 4 bytes each. The planner of ten

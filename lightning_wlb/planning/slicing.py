@@ -245,7 +245,7 @@ class _Filling:
     def _stop(self, pack: _Pack, part: _Part) -> int:
         """The end of the slice that fills the pack's gap; 0 if there is none.
 
-        The slice is the rest of the piece if that fits; else it ends on a tile. None is too short.
+        The slice is the rest of the piece if that fits; else it ends on a tile. Neither is short.
         """
         start, end = part.placed, part.piece.tokens
         before = self.work(start)
