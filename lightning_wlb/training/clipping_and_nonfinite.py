@@ -96,8 +96,7 @@ class StepGuard:
         """Whether the optimizer may take the step; collective, the same on every rank.
 
         Raises:
-            RuntimeError: naming step, ranks, parameters and documents, under ``"raise"``, and
-                under ``"skip"`` in the last of :data:`MOST_SKIPPED` steps in a row.
+            RuntimeError: ``"raise"``, or ``"skip"`` in :data:`MOST_SKIPPED` steps in a row.
             StateLost: parameters are not finite.
         """
         ignores = self.on_nonfinite == "ignore"

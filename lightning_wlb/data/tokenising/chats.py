@@ -51,7 +51,7 @@ from lightning_wlb.file_checks import parse_json
 
 Span = tuple[int, int]
 
-MOST_COMPARED, MOST_MARKED, MOST_WRITTEN = 4_000, 40_000, 1 << 28
+MOST_COMPARED, MOST_MARKED, MOST_WRITTEN = 4_000, 40_000, 1 << 31
 """Most messages of a chat under a template without and with ``{% generation %}``: the time in which
 the assistant's parts are found grows by their square. Most messages times letters without it."""
 
@@ -176,7 +176,8 @@ class ChatEncoder:
                 text, spans = self._render(messages, tools), []
                 if len(messages) * len(text) > MOST_WRITTEN:
                     raise ValueError(
-                        f"{len(text):,} letters for each of {len(messages):,} messages: divide it."
+                        f"{len(text):,} letters for each of {len(messages):,} messages would take"
+                        " minutes. Divide it, or use a template with {% generation %}."
                     )
             *marked, words = with_words(messages, tools, template, text)
             check_written(marked[0], words, self._render(*marked))

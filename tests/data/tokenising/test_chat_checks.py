@@ -52,5 +52,5 @@ def test_a_long_chat_of_many_messages_is_refused(tmp_path, monkeypatch, template
     if template == MARKED:
         assert encoder.documents([row(long)])
         return
-    with pytest.raises(ValueError, match="letters for each of 2 messages: divide it"):
+    with pytest.raises(ValueError, match="letters for each of 2 messages would take min"):
         encoder.documents([row(long)])
