@@ -175,8 +175,8 @@ def _not_packed() -> ValueError:
     return ValueError(
         "attn_implementation='wlb_packed' needs one row of packed sequences, with position_ids or"
         " cu_seq_lens_q, and knows no attention to later tokens (is_causal,"
-        " use_bidirectional_attention), sliding window, chunks, sinks or capped scores. Use 'sdpa'"
-        " or 'eager'."
+        " use_bidirectional_attention), sliding window, chunks, attention sinks or capped scores."
+        " Use 'sdpa' or 'eager' for anything else."
     )
 
 

@@ -148,7 +148,7 @@ def runs(rank: int) -> dict[str, tuple[int, int]]:
         with pytest.raises(MisconfigurationException, match=message) as info:
             fit(options, settings)
         assert "\n" not in str(info.value)
-    with pytest.raises(MisconfigurationException, match=r"plugin Casts.*use Trainer\(precision"):
+    with pytest.raises(MisconfigurationException, match=r"plugin Casts.*Use Trainer\(precision"):
         trainer(WLBStrategy(1, 2), 2, plugins=[Casts()], precision=None)
     with pytest.raises(MisconfigurationException, match=r"trainer.predict is not there.*export"):
         trainer(WLBStrategy(1, 2), 2).predict(module(CASE), data(CASE))
